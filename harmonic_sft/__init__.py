@@ -1,0 +1,37 @@
+"""Fine-tune Hugging Face models with a geometry-aware output head.
+
+Importing this package registers its models with transformers' Auto classes.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    HarmonicModel,
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTModel,
+)
+
+__version__ = "0.1.0"
+
+AutoConfig.register("neobert", NeoBERTConfig)
+AutoModel.register(NeoBERTConfig, NeoBERTModel)
+AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTForMaskedLM)
+AutoConfig.register("harmonic", HarmonicConfig)
+AutoModel.register(HarmonicConfig, HarmonicModel)
+AutoModelForMaskedLM.register(HarmonicConfig, HarmonicForMaskedLM)
+# Without this, save_pretrained would not copy the code that loads the weights.
+HarmonicConfig.register_for_auto_class()
+HarmonicModel.register_for_auto_class("AutoModel")
+HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+
+__all__ = [
+    "HarmonicConfig",
+    "HarmonicForMaskedLM",
+    "HarmonicModel",
+    "NeoBERTConfig",
+    "NeoBERTForMaskedLM",
+    "NeoBERTModel",
+]

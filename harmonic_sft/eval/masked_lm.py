@@ -1,0 +1,101 @@
+"""How well a model predicts masked tokens: token-weighted loss and accuracy, also post hoc."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harmonic_sft.models import DistLayer, Head
+
+# Exponents tried after training; dense enough that the best one is within 1 % of the optimum's loss.
+H_EXPS = (-1, -2, -3, -4, -5, -6, -7, -8, -10, -12, -14, -16, -20, -24, -28, -32, -40, -48, -64)
+# The same freedom for heads without an exponent: factors on their logits.
+INVERSE_TEMPERATURES = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0)
+
+
+def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
+    """Return the exponents (or inverse temperatures) to try: the current one first.
+
+    Args:
+        head: A distance head is tried at `H_EXPS`, any other at `INVERSE_TEMPERATURES`.
+        also: Exponents of interest, added for a distance head.
+    """
+    if isinstance(head, DistLayer):
+        return [head.h_exp, *sorted({*map(float, H_EXPS), *also} - {head.h_exp}, reverse=True)]
+    return [1.0, *(factor for factor in INVERSE_TEMPERATURES if factor != 1.0)]
+
+
+@torch.no_grad()
+def score_rows(
+    head: Head, hidden_states: Tensor, labels: Tensor, grid: Sequence[float]
+) -> Tensor:
+    """Score every row of a batch.
+
+    An exponent is an inverse temperature: the logits at another one are the same logits scaled.
+
+    Args:
+        head: The output head.
+        hidden_states: `[B, T, D]`.
+        labels: `[B, T]`, -100 where nothing is predicted.
+        grid: G exponents or inverse temperatures, the current one first.
+
+    Returns:
+        `[B, 2 + G]` in float64: labelled tokens, correct ones, summed loss in nats at each value.
+    """
+    scored = labels != -100
+    rows = scored.nonzero()[:, 0]  # [N]
+    targets = labels[scored]
+    logits = head(hidden_states[scored])  # [N, V]
+    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    # torch.argmax's tie rule is unspecified, a count of better tokens is not.
+    correct = (logits > target_logits.unsqueeze(-1)).sum(-1) == 0
+    columns = [torch.ones_like(target_logits), correct]
+    for value in grid:
+        scale = value / grid[0]
+        columns.append(torch.logsumexp(logits * scale, -1) - target_logits * scale)
+    scores = torch.stack([column.double() for column in columns], -1)  # [N, 2 + G]
+    return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
+
+
+def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, float]:
+    """Turn the scores of all rows into metrics.
+
+    Args:
+        scores: `[B, 2 + G]` from `score_rows`.
+        head: The head they came from.
+        grid: The values tried, the current one first.
+
+    Returns:
+        `loss` in nats at the current exponent, `accuracy` from 0 to 1, `tokens`, the lowest loss
+        over the grid as `post_hoc_loss`, in nats, and where it was reached.
+
+    Raises:
+        ValueError: No token is labelled.
+    """
+    totals = scores.sum(0)
+    tokens = float(totals[0])
+    if tokens == 0:
+        raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
+    losses = (totals[2:] / tokens).tolist()
+    best = int(np.argmin(losses))
+    metrics = {
+        "loss": losses[0],
+        "accuracy": float(totals[1]) / tokens,
+        "tokens": tokens,
+        "post_hoc_loss": losses[best],
+    }
+    if isinstance(head, DistLayer):
+        return {**metrics, "h_exp": grid[0], "post_hoc_h_exp": grid[best]}
+    return {**metrics, "post_hoc_inverse_temperature": grid[best]}
+
+
+def unigram_loss(labels: np.ndarray, counts: np.ndarray) -> float:
+    """Return the mean loss, in nats, of predicting every label by its frequency in training.
+
+    Args:
+        labels: `[N]`, the labelled tokens.
+        counts: `[V]`, occurrences in the training text; one is added to each.
+    """
+    log_probs = np.log((counts + 1.0) / (counts + 1.0).sum())
+    return float(-log_probs[labels].mean())

@@ -1,0 +1,31 @@
+"""Models and heads; these files are copied to the Hub as they stand."""
+
+from .backbones import build_backbone, find_blocks, load_backbone, load_checked
+from .configuration_harmonic import HarmonicConfig
+from .configuration_neobert import NeoBERTConfig
+from .heads import HEADS, DistLayer, Head, LinearHead, build_head
+from .modeling_harmonic import HarmonicForMaskedLM, HarmonicModel, HarmonicPreTrainedModel
+from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
+from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+
+__all__ = [
+    "HEADS",
+    "DistLayer",
+    "HarmonicConfig",
+    "HarmonicForMaskedLM",
+    "HarmonicModel",
+    "HarmonicPreTrainedModel",
+    "Head",
+    "LinearHead",
+    "LossFunction",
+    "NeoBERTConfig",
+    "NeoBERTForMaskedLM",
+    "NeoBERTModel",
+    "build_backbone",
+    "build_head",
+    "find_blocks",
+    "load_backbone",
+    "load_checked",
+    "mean_token_loss",
+    "negative_log_likelihood",
+]

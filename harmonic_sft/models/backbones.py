@@ -1,0 +1,133 @@
+"""Backbones: build one from a configuration, load one from a checkpoint, find its blocks."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .modeling_neobert import NeoBERTModel
+
+
+def build_backbone(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a backbone of `config` with random weights."""
+    if config.model_type == "neobert":
+        return NeoBERTModel(config)
+    return AutoModel.from_config(config, **_without_pooler(config))
+
+
+def load_backbone(
+    name: str,
+    config: PreTrainedConfig,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Load a backbone and make sure that the checkpoint fills it.
+
+    Args:
+        name: A folder or a name on the Hub.
+        config: The checkpoint's configuration.
+        revision: A revision on the Hub.
+        dtype: Of all weights.
+
+    Raises:
+        ValueError: A weight of the backbone is missing, has another shape, or is not used.
+    """
+    backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
+    options = _without_pooler(config)
+    return load_checked(backbone_class, name, config, revision=revision, dtype=dtype, **options)
+
+
+def load_checked(
+    model_class: Any, name: str, config: PreTrainedConfig, **options: Any
+) -> PreTrainedModel:
+    """Load a model and make sure that the checkpoint fills it.
+
+    Args:
+        model_class: Has `from_pretrained`.
+        name: A folder or a name on the Hub.
+        config: The checkpoint's configuration.
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: A weight is missing, has another shape, or is not used.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would print the report that is checked below
+    try:
+        model, report = model_class.from_pretrained(
+            name,
+            config=config,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    check_loaded(model, report, name)
+    return model
+
+
+def check_loaded(model: PreTrainedModel, report: dict[str, Any], name: str) -> None:
+    """Raise a ValueError unless a checkpoint filled `model` and nothing of it was left over.
+
+    Weights outside the model's own modules (the base's old head, a pooler) may be left over.
+    """
+    own = {key.split(".")[0] for key in model.state_dict()}
+    prefix = f"{model.base_model_prefix}."
+    problems = {
+        "missing": sorted(report["missing_keys"]),
+        "of another shape": sorted(str(key) for key in report["mismatched_keys"]),
+        "not used": sorted(
+            key
+            for key in report["unexpected_keys"]
+            if key.removeprefix(prefix).split(".")[0] in own and not key.endswith("position_ids")
+        ),
+    }
+    for problem, keys in problems.items():
+        if keys:
+            shown = ", ".join(keys[:3]) + (" ..." if len(keys) > 3 else "")
+            raise ValueError(
+                f"base {name}: expected a checkpoint that fills the backbone, "
+                f"got {len(keys)} weights {problem}: {shown}"
+            )
+
+
+def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the name and the list of the transformer blocks.
+
+    Raises:
+        ValueError: No list of modules is as long as the configuration says.
+    """
+    num_blocks = backbone.config.num_hidden_layers
+    for name, module in backbone.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
+            return name, module
+    raise ValueError(
+        f"backbone: expected a list of {num_blocks} blocks, got none in {type(backbone).__name__}"
+    )
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether any parameter of the module is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def blocks_without_graph(backbone: PreTrainedModel) -> list[nn.Module]:
+    """Return the blocks below the first one that anything trained can reach."""
+    if trains(backbone.get_input_embeddings()):
+        return []
+    blocks = list(find_blocks(backbone)[1])
+    first = next((index for index, block in enumerate(blocks) if trains(block)), len(blocks))
+    return blocks[:first]
+
+
+def _without_pooler(config: PreTrainedConfig) -> dict[str, bool]:
+    """Masked models have no pooler: their checkpoints could not fill it."""
+    if type(config) not in MODEL_MAPPING:
+        return {}
+    parameters = inspect.signature(MODEL_MAPPING[type(config)].__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}

@@ -1,0 +1,47 @@
+"""Configuration of a harmonic model: a backbone, a head, and where the backbone came from."""
+
+from typing import Any, ClassVar
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from .configuration_neobert import NeoBERTConfig
+
+
+class HarmonicConfig(PreTrainedConfig):
+    """Configuration of `HarmonicModel` and the models with a head around it.
+
+    Args:
+        text_config: The backbone's own configuration; a dictionary needs its `model_type`.
+            Default: NeoBERT's.
+        head: `{"name": ..., fields...}` of the output head, with the `h_exp` reached.
+        base_model: Name or folder of the model the backbone was loaded from.
+        base_revision: Its revision on the Hub.
+        tie_word_embeddings: Whether the head shares its weight with the input embeddings.
+        float32_modules: Names of modules kept in float32 when the rest is loaded in 16 bits.
+    """
+
+    model_type = "harmonic"
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
+
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    head: dict[str, Any] | None = None
+    base_model: str | None = None
+    base_revision: str | None = None
+    tie_word_embeddings: bool = False
+    float32_modules: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        if not isinstance(self.text_config, PreTrainedConfig):
+            fields = dict(self.text_config or {"model_type": "neobert"})
+            name = fields.pop("model_type")
+            # NeoBERT is ours: transformers knows it only where this package is installed.
+            config_class = NeoBERTConfig if name == "neobert" else CONFIG_MAPPING[name]
+            self.text_config = config_class(**fields)
+        if self.head is None:
+            self.head = {"name": "dist"}
+        super().__post_init__(**kwargs)
+
+    @property
+    def h_exp(self) -> float | None:
+        """The exponent reached, None for heads without one."""
+        return self.head.get("h_exp")

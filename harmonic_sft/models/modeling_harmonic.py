@@ -1,0 +1,301 @@
+"""Harmonic models: any backbone under one geometry-aware output head."""
+
+import functools
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.utils import can_return_tuple
+
+from .backbones import (
+    blocks_without_graph,
+    build_backbone,
+    find_blocks,
+    load_backbone,
+    load_checked,
+    trains,
+)
+from .configuration_harmonic import HarmonicConfig
+from .heads import DistLayer, Head, LinearHead, build_head
+from .modeling_neobert import NeoBERTForMaskedLM
+from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+
+
+class HarmonicPreTrainedModel(PreTrainedModel):
+    """What harmonic models share: loading, freezing, checkpointing."""
+
+    config_class = HarmonicConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ("dist_head",)
+    _keys_to_ignore_on_load_unexpected = (r"^dist_head\.",)
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save weights, configuration and the code that loads them without this package."""
+        self.config.auto_map = {
+            "AutoConfig": "configuration_harmonic.HarmonicConfig",
+            "AutoModel": "modeling_harmonic.HarmonicModel",
+            "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
+        }
+        super().save_pretrained(save_directory, **kwargs)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Checkpoint every block that holds a graph: from the first trainable one on.
+
+        A frozen block below has no graph and nothing to save. transformers would make the input
+        embeddings require gradients and pull all frozen blocks into the graph.
+
+        Raises:
+            ValueError: Reentrant checkpointing, or transformers' further options.
+        """
+        if kwargs.pop("every_n_layers", 1) != 1 or kwargs.pop("offload", False) or kwargs:
+            raise ValueError(
+                "gradient checkpointing: expected only gradient_checkpointing_kwargs, got more"
+            )
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError(
+                "use_reentrant: expected False, got True. "
+                "Reentrant checkpointing gives the block above a frozen one no gradient"
+            )
+        self._set_gradient_checkpointing(
+            enable=True, gradient_checkpointing_func=functools.partial(checkpoint, **options)
+        )
+        for block in blocks_without_graph(self.base_model.backbone):
+            block.gradient_checkpointing = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, DistLayer):
+            init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+        elif isinstance(module, LinearHead):
+            init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+
+class HarmonicModel(HarmonicPreTrainedModel):
+    """The backbone alone, as `AutoModel` loads it: hidden states for embeddings and retrieval."""
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self.backbone = build_backbone(config.text_config)
+        self.post_init()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, but leave what runs without a graph in evaluation mode.
+
+        Dropout in a frozen part would only add noise to the features that the rest learns from.
+        """
+        super().train(mode)
+        if mode:
+            blocks = find_blocks(self.backbone)[1]
+            for part in self.backbone.children():
+                if not trains(part) and blocks not in part.modules():
+                    part.eval()
+            for block in blocks_without_graph(self.backbone):
+                block.eval()
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's token embeddings."""
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the backbone's token embeddings."""
+        self.backbone.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Return the backbone's output; `kwargs` are the backbone's further arguments."""
+        return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
+class HarmonicForMaskedLM(HarmonicPreTrainedModel):
+    """An encoder with a head that predicts masked tokens."""
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self.model = HarmonicModel(config)
+        text_config = config.text_config
+        self.dist_head: Head = build_head(
+            config.head, hidden_size=text_config.hidden_size, vocab_size=text_config.vocab_size
+        )
+        self.loss_fn: LossFunction = negative_log_likelihood
+        self._set_tied_keys()
+        self.post_init()
+
+    @classmethod
+    def from_base(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        head: dict[str, Any] | None = None,
+        init: str = "input_embeddings",
+        tie: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Put a new head on a pretrained encoder.
+
+        Args:
+            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
+                then replaced.
+            revision: A revision on the Hub.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            init: `input_embeddings` copies the token embeddings into the prototypes;
+                `base_head` keeps the weights of the base's own head of the same name.
+            tie: Share the head's weight with the input embeddings.
+            dtype: Of the backbone; the head is float32.
+
+        Raises:
+            ValueError: The checkpoint does not fill the backbone, or has no such head.
+        """
+        head = dict(head or {"name": "dist"})
+        backbone, old_head = _load_base(name, revision, dtype, with_head=init == "base_head")
+        backbone.config.name_or_path = ""  # a local path is nobody's business
+        harmonic_config = cls.config_class(
+            text_config=backbone.config,
+            head=head,
+            base_model=name,
+            base_revision=revision,
+            tie_word_embeddings=tie,
+            dtype=dtype,
+        )
+        with torch.device("meta"):
+            model = cls(harmonic_config)
+        model.model.backbone = backbone
+        embeddings = backbone.get_input_embeddings().weight
+        model.dist_head = build_head(
+            head, hidden_size=embeddings.shape[1], vocab_size=embeddings.shape[0]
+        )
+        if init == "base_head":
+            _copy_head(old_head, model.dist_head, name)
+        elif init == "input_embeddings":
+            model.dist_head.initialize_(embeddings)
+        else:
+            raise ValueError(f"init: expected 'input_embeddings' or 'base_head', got {init!r}")
+        model.config.head = model.dist_head.settings()
+        model.tie_weights()
+        return model.eval()
+
+    @property
+    def h_exp(self) -> float | None:
+        """The head's exponent, None for heads without one."""
+        return self.config.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        assert isinstance(self.dist_head, DistLayer), "only a distance head has an exponent"
+        self.dist_head.h_exp = float(value)
+        self.config.head = self.dist_head.settings()
+
+    def renormalize_prototypes_(self) -> None:
+        """Bring the prototypes back to norm 1 where the head wants it; tied ones stay."""
+        if not self.config.tie_word_embeddings:
+            self.dist_head.renormalize_()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's token embeddings."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the backbone's token embeddings."""
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> None:
+        """Return None: a head of prototypes is not the linear layer that callers expect here."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool = False,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Predict masked tokens.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
+                labelled positions reach the head.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            output_logits: Return logits beside the loss.
+            kwargs: The backbone's further arguments (`position_ids`, ...).
+
+        Returns:
+            `loss` in nats; `logits` `[B, T, V]` without labels or if asked for.
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        hidden_states = outputs.last_hidden_state  # [B, T, D]
+        loss = logits = None
+        if labels is not None:
+            loss = mean_token_loss(
+                self.loss_fn,
+                self.dist_head,
+                hidden_states,
+                labels,
+                num_items_in_batch=num_items_in_batch,
+            )
+        if labels is None or output_logits:
+            flat = self.dist_head(hidden_states.flatten(0, 1))  # [B * T, V]
+            logits = flat.unflatten(0, hidden_states.shape[:2])
+        return MaskedLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _set_tied_keys(self) -> None:
+        if self.config.tie_word_embeddings:
+            embeddings = self.get_input_embeddings()
+            path = next(name for name, module in self.named_modules() if module is embeddings)
+            self._tied_weights_keys = {"dist_head.weight": f"{path}.weight"}
+
+
+def _load_base(
+    name: str, revision: str | None, dtype: torch.dtype, *, with_head: bool
+) -> tuple[PreTrainedModel, Head | None]:
+    """Load a backbone, and the head it came with if that is one of ours in shape."""
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    if config.model_type == "harmonic":
+        loaded = load_checked(HarmonicForMaskedLM, name, config, revision=revision, dtype=dtype)
+        return loaded.model.backbone, loaded.dist_head
+    if config.model_type == "neobert" and with_head:
+        loaded = load_checked(NeoBERTForMaskedLM, name, config, revision=revision, dtype=dtype)
+        decoder = loaded.decoder
+        head = LinearHead(decoder.in_features, decoder.out_features)
+        head.load_state_dict(decoder.state_dict())
+        return loaded.model, head
+    return load_backbone(name, config, revision=revision, dtype=dtype), None
+
+
+def _copy_head(old: Head | None, new: Head, name: str) -> None:
+    found = old.settings()["name"] if old is not None else None
+    expected = new.settings()["name"]
+    if old is None or found != expected:
+        raise ValueError(f"init base_head: expected base {name} to have a {expected} head")
+    new.load_state_dict(old.state_dict())

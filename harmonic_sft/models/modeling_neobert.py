@@ -1,0 +1,399 @@
+"""NeoBERT, backbone and masked language model, over the keys of the published checkpoint."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_neobert import NeoBERTConfig
+
+
+def rotary_embedding(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angle by which RoPE turns each pair at each position.
+
+    Computed at every forward, in float32 whatever the dtype of the model: a buffer would be lost
+    when the model is built on the meta device, and a complex one broken by a cast to bfloat16.
+
+    Args:
+        position_ids: `[B, T]`, or `[1, T]` for the same positions in every row.
+        head_dim: D / H, even.
+        theta: Pair i turns by `theta ** (-2 * i / head_dim)` radians per position.
+
+    Returns:
+        Two tensors `[B, T, D / (2 H)]`, float32.
+
+    Source:
+        Su et al. 2021, RoFormer, arXiv:2104.09864, Eq. 15.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device)
+    frequencies = 1.0 / theta ** (exponents / head_dim)  # [D / (2 H)]
+    angles = position_ids[..., None].float() * frequencies  # [B, T, D / (2 H)]
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the interleaved pairs (0, 1), (2, 3), ... of the last axis by the angles given.
+
+    Half-rotated RoPE, which pairs i with i + D / (2 H), is another function of the same weights.
+
+    Args:
+        states: `[..., D / H]`, queries or keys.
+        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`.
+        sin: As `cos`.
+
+    Returns:
+        The shape and the dtype of `states`; computed in float32, to which `cos` promotes.
+    """
+    even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(states.dtype)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention that also returns its weights, in the form of the transformers interface.
+
+    Args:
+        module: Unused.
+        query: `[B, H, T, D / H]`, as `key` and `value`.
+        key: Compared with the queries.
+        value: Averaged.
+        attention_mask: Added to the scores, broadcastable to `[B, H, T, T]`.
+        scaling: Factor of the scores.
+        **kwargs: What only other implementations use.
+
+    Returns:
+        Output `[B, T, H, D / H]` and weights `[B, H, T, T]`.
+    """
+    scores = query @ key.transpose(-2, -1) * scaling  # [B, H, T, T]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class NeoBERTRMSNorm(nn.RMSNorm):
+    """RMSNorm with a weight of any dtype; the kernel computes in float32 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divide `[..., D]` by its root mean square and scale, in the dtype given."""
+        # torch warns and leaves its fused kernel if the two dtypes differ.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class NeoBERTAttention(nn.Module):
+    """Bidirectional attention with RoPE between two projections that belong to the block."""
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False  # SDPA would take True for granted when there is no mask
+
+    def forward(
+        self,
+        qkv: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let every token gather values from the tokens that the mask leaves it.
+
+        Args:
+            qkv: `[B, T, 3 D]`, head by head: query, key and value of head 0, then of head 1.
+            attention_mask: In the form of the attention implementation.
+            position_embeddings: Cosine and sine, `[B, T, D / (2 H)]` or `[1, T, D / (2 H)]`.
+            **kwargs: Passed to the attention implementation.
+
+        Returns:
+            `[B, T, D]`, and weights `[B, H, T, T]` where the implementation has them.
+        """
+        qkv = qkv.unflatten(-1, (self.num_heads, 3, self.head_dim))  # [B, T, H, 3, D / H]
+        cos, sin = (table[:, :, None, None] for table in position_embeddings)
+        query, key = apply_rotary_embedding(qkv[..., :2, :], cos, sin).unbind(-2)
+        attention_fn: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_fn(
+            self,
+            query.transpose(1, 2),  # [B, H, T, D / H]
+            key.transpose(1, 2),
+            qkv[..., 2, :].transpose(1, 2),
+            attention_mask,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return output.flatten(-2), weights
+
+
+class NeoBERTSwiGLU(nn.Module):
+    """Gated MLP whose first projection is fused: the first half gates, the second half passes."""
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__()
+        # Two thirds, for the parameters of a plain MLP of intermediate_size, and a multiple of 8.
+        width = 8 * math.ceil(int(2 * config.intermediate_size / 3) / 8)
+        self.w12 = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.w3 = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map `[..., D]` to `[..., D]`."""
+        gate, up = self.w12(hidden_states).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class NeoBERTBlock(GradientCheckpointingLayer):
+    """Pre-norm attention and MLP, each added to the residual stream; no biases, no dropout."""
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__()
+        self.attention_norm = NeoBERTRMSNorm(config.hidden_size, config.norm_eps)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.attention = NeoBERTAttention(config)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.ffn_norm = NeoBERTRMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn = NeoBERTSwiGLU(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        """Map `[B, T, D]` to `[B, T, D]`; the other arguments are those of the attention."""
+        qkv = self.qkv(self.attention_norm(hidden_states))  # [B, T, 3 D]
+        attended, _ = self.attention(qkv, attention_mask, position_embeddings, **kwargs)
+        hidden_states = hidden_states + self.wo(attended)
+        return hidden_states + self.ffn(self.ffn_norm(hidden_states))
+
+
+class NeoBERTPreTrainedModel(PreTrainedModel):
+    """What the NeoBERT classes share: names, abilities and initial weights."""
+
+    config: NeoBERTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "encoder"
+    _no_split_modules = ["NeoBERTBlock"]  # noqa: RUF012, transformers' own form
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": NeoBERTBlock,
+        "attentions": NeoBERTAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # The row of the padding token is drawn like the others, as in the published code, and the
+        # decoder's bias is zero, as in the training code; neither scales with depth.
+        if isinstance(module, nn.Linear):
+            bound = self.config.decoder_init_range
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            bound = self.config.embedding_init_range
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, NeoBERTRMSNorm):
+            init.ones_(module.weight)
+
+
+class NeoBERTModel(NeoBERTPreTrainedModel):
+    """The encoder, from token ids to hidden states."""
+
+    # The published checkpoint was saved from the masked language model.
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\."]  # noqa: RUF012
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__(config)
+        self.encoder = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.transformer_encoder = nn.ModuleList(
+            NeoBERTBlock(config) for _ in range(config.num_hidden_layers)
+        )
+        self.layer_norm = NeoBERTRMSNorm(config.hidden_size, config.norm_eps)
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode token ids.
+
+        Args:
+            input_ids: `[B, T]`. Exactly one of this and `inputs_embeds`.
+            attention_mask: `[B, T]`, 1 for a token that may be attended to, 0 for padding. None
+                means all. Padding is hidden as a key only: it still gets outputs of its own.
+            token_type_ids: Ignored, because NeoBERT has no token types; some tokenizers make them.
+            position_ids: `[B, T]` or `[1, T]`, by default counted from 0. A position that does not
+                continue the one before it starts a new document (at 0), and tokens attend only to
+                their own document.
+            inputs_embeds: `[B, T, D]`.
+            **kwargs: `output_hidden_states` (embeddings, then every block, the last after the final
+                norm), `output_attentions` (eager only), and arguments of flash attention.
+
+        Returns:
+            `last_hidden_state` `[B, T, D]`, after the final norm, and what was asked for.
+
+        Raises:
+            ValueError: If the ids are missing or doubled, if the sequence is longer than
+                `max_position_embeddings`, or if the boundaries of the documents are ambiguous.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids: expected either this or inputs_embeds, got {given}")
+        hidden_states = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
+        self._check_length(hidden_states.shape[1], position_ids)
+        attention_mask, packing = self._attention_mask(
+            hidden_states, attention_mask, position_ids, kwargs.get("cu_seq_lens_q")
+        )
+        kwargs |= packing
+        if position_ids is None:
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+        head_dim = self.config.hidden_size // self.config.num_attention_heads
+        position_embeddings = rotary_embedding(position_ids, head_dim, self.config.rope_theta)
+        for block in self.transformer_encoder:
+            hidden_states = block(hidden_states, attention_mask, position_embeddings, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
+
+    def _check_length(self, length: int, position_ids: Tensor | None) -> None:
+        limit = self.config.max_position_embeddings
+        # A packed row may be longer than the model as long as none of its documents is.
+        if length > limit and (position_ids is None or bool(position_ids.max() >= limit)):
+            raise ValueError(
+                f"sequence length: expected at most {limit} tokens (max_position_embeddings), "
+                f"got {length}. Truncate the input"
+            )
+
+    def _attention_mask(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seq_lens: Tensor | None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the mask for the attention implementation, and its further arguments."""
+        same_document = None
+        if position_ids is None and cu_seq_lens is not None:
+            raise ValueError("position_ids: expected one per token beside cu_seq_lens_q, got None")
+        if position_ids is not None:
+            position_ids = position_ids.expand(hidden_states.shape[0], -1)
+            documents = find_packed_sequence_indices(position_ids)  # [B, T], None if not packed
+            if documents is not None:
+                if is_flash_attention_requested(self.config):
+                    return None, _flash_packing(position_ids, attention_mask)
+                same_document = packed_sequence_mask_function(documents)
+        mask = create_bidirectional_mask(
+            self.config, hidden_states, attention_mask, and_mask_function=same_document
+        )
+        return mask, {}
+
+
+def _flash_packing(position_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
+    """Return the document boundaries as flash attention wants them."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask: expected None beside packed position_ids under flash attention, "
+            "got a tensor. Make the padding a document of its own"
+        )
+    lengths, longest = prepare_fa_kwargs_from_position_ids(position_ids)
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return dict(zip(names, lengths + longest, strict=True))
+
+
+class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
+    """The encoder with the published decoder, a plain biased projection to the vocabulary."""
+
+    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}  # noqa: RUF012
+
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__(config)
+        self.model = NeoBERTModel(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the decoder, weight `[V, D]`."""
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the decoder, weight `[V, D]`."""
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Predict the tokens, and score the prediction if there are labels.
+
+        Args:
+            input_ids: As in `NeoBERTModel`.
+            attention_mask: As in `NeoBERTModel`.
+            token_type_ids: Ignored.
+            position_ids: As in `NeoBERTModel`.
+            inputs_embeds: As in `NeoBERTModel`.
+            labels: `[B, T]`, -100 where nothing is to be predicted.
+            **kwargs: As in `NeoBERTModel`; also `num_items_in_batch`, by which the summed loss is
+                divided instead of by the number of labels.
+
+        Returns:
+            `logits` `[B, T, V]`, and with labels `loss`, the mean cross-entropy in nats.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.decoder(outputs.last_hidden_state)  # [B, T, V]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

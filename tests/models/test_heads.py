@@ -1,0 +1,249 @@
+"""Heads against plain loops in float64."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harmonic_sft.models import HEADS, DistLayer, LinearHead, build_head
+
+D, V, N = 24, 50, 6
+
+
+def definition(hidden_states, prototypes, labels, *, h_exp, eps, unit_sphere):
+    """The harmonic loss as the paper writes it, one float64 difference at a time."""
+    losses = []
+    for x, label in zip(hidden_states.double(), labels.tolist(), strict=True):
+        x = x / x.norm() if unit_sphere else x
+        logits = []
+        for w in prototypes.double():
+            w = w / w.norm() if unit_sphere else w
+            logits.append(h_exp * torch.log((x - w).square().sum() + eps))
+        logits = torch.stack(logits)
+        others = torch.cat([logits[:label], logits[label + 1 :]])
+        # log1p(sum exp) of differences: exact also where the loss is tiny.
+        losses.append(torch.log1p(torch.exp(others - logits[label]).sum()))
+    return torch.stack(losses)
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def make(unit_sphere, h_exp=-12.0, seed=0, size=(N, D, V)):
+    torch.manual_seed(seed)
+    num, dim, vocab = size
+    head = DistLayer(dim, vocab, h_exp=h_exp, unit_sphere=unit_sphere)
+    hidden_states = torch.randn(num, dim)
+    if not unit_sphere:
+        with torch.no_grad():
+            head.weight.mul_(3.0)
+    return head, hidden_states, torch.randint(vocab, (num,))
+
+
+@pytest.mark.parametrize("unit_sphere", [True, False])
+@pytest.mark.parametrize("h_exp", [-12.0, -7.3, -4.0, -28.0])
+def test_harmonic_loss_equals_its_definition(unit_sphere, h_exp):
+    head, hidden_states, labels = make(unit_sphere, h_exp)
+    expected = definition(
+        hidden_states, head.weight, labels, h_exp=h_exp, eps=1e-6, unit_sphere=unit_sphere
+    )
+    torch.testing.assert_close(
+        head.nll(hidden_states, labels).double(), expected, rtol=1e-4, atol=1e-7
+    )
+    logits = head(hidden_states)
+    assert logits.shape == (N, V)
+    torch.testing.assert_close(
+        F.cross_entropy(logits.double(), labels, reduction="none"), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("unit_sphere", [True, False])
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("near_label", [True, False])
+def test_loss_and_gradients_hold_next_to_a_prototype(unit_sphere, distance, near_label):
+    """Within `distance` of a norm of the right prototype, or of a wrong one."""
+    head, hidden_states, labels = make(unit_sphere, size=(8, 768, 500))
+    near = labels if near_label else (labels + 1) % 500
+    with torch.no_grad():
+        anchors = head.weight[near]
+        offsets = F.normalize(torch.randn_like(anchors), dim=-1) * anchors.norm(dim=-1, keepdim=True)
+        hidden_states = anchors + distance * offsets
+    hidden_states.requires_grad_()
+    loss = head.nll(hidden_states, labels)
+    loss.sum().backward()
+    double_states = hidden_states.detach().double().requires_grad_()
+    double_weight = head.weight.detach().double().requires_grad_()
+    expected = definition(
+        double_states, double_weight, labels, h_exp=-12.0, eps=1e-6, unit_sphere=unit_sphere
+    )
+    expected.sum().backward()
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-4, atol=1e-7)
+    scale = double_states.grad.abs().max().item()
+    if scale > 1e-7:
+        assert relative(hidden_states.grad, double_states.grad) < 1e-3
+        assert relative(head.weight.grad, double_weight.grad) < 1e-3
+
+
+def test_a_confident_loss_keeps_its_digits():
+    """Expanded distances return 0 here; the definition does not."""
+    head, hidden_states, labels = make(False, size=(8, 768, 500))
+    with torch.no_grad():
+        hidden_states = head.weight[labels] * 1.5
+    expected = definition(
+        hidden_states, head.weight, labels, h_exp=-12.0, eps=1e-6, unit_sphere=False
+    ).detach()
+    assert (expected > 0).all()
+    loss = head.nll(hidden_states, labels).double()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("unit_sphere", [True, False])
+def test_gradients_are_finite_on_top_of_a_prototype(unit_sphere):
+    head, _, labels = make(unit_sphere)
+    for prototypes in (labels, (labels + 1) % V):
+        hidden_states = head.weight.detach()[prototypes].clone().requires_grad_()
+        head.nll(hidden_states, labels).sum().backward()
+        assert hidden_states.grad.isfinite().all()
+        assert head.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("unit_sphere", [True, False])
+def test_gradcheck(unit_sphere):
+    head, hidden_states, labels = make(unit_sphere)
+    head.double()
+    hidden_states = hidden_states.double().requires_grad_()
+
+    def loss(states, weight):
+        return torch.func.functional_call(
+            _Nll(head), {"head.weight": weight}, (states, labels), strict=False
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden_states, head.weight), eps=1e-6, atol=1e-5)
+
+
+class _Nll(torch.nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states, labels):
+        return self.head.nll(hidden_states, labels)
+
+
+def test_prototype_gradients_are_tangent_to_the_sphere():
+    head, hidden_states, labels = make(True, size=(40, D, V))
+    with torch.no_grad():
+        head.weight.mul_(torch.rand(V, 1) + 0.5)  # also where a prototype has left it
+    head.nll(hidden_states, labels).sum().backward()
+    radial = (head.weight.grad * F.normalize(head.weight, dim=-1)).sum(-1)
+    assert radial.abs().max() < 1e-5 * head.weight.grad.norm(dim=-1).max()
+
+
+def test_logits_are_float32_under_autocast_and_after_a_cast():
+    for name in HEADS:
+        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
+        states = torch.randn(N, D)
+        expected = head(states)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(head(states), expected, rtol=0, atol=0)
+        head = head.to(torch.bfloat16)
+        assert head.weight.dtype == torch.float32
+        logits = head(states.bfloat16())
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, head(states.bfloat16().float()), rtol=0, atol=0)
+
+
+def test_float64_states_are_not_rounded():
+    head, states, labels = make(True)
+    assert head.double().nll(states.double(), labels).dtype == torch.float64
+
+
+def test_initialization_normalizes_and_gives_empty_rows_a_direction():
+    embeddings = torch.randn(V, D) * 3
+    embeddings[4] = 0
+    head = DistLayer(D, V).initialize_(embeddings)
+    torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(V), rtol=0, atol=1e-6)
+    torch.testing.assert_close(head.weight[:4], F.normalize(embeddings[:4], dim=-1))
+    off = DistLayer(D, V, unit_sphere=False).initialize_(embeddings)
+    assert torch.equal(off.weight, embeddings)
+
+
+def test_renormalize_brings_prototypes_back_to_norm_one():
+    head, _, _ = make(True)
+    with torch.no_grad():
+        head.weight.mul_(1.7)
+    head.renormalize_()
+    torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(V), rtol=0, atol=1e-6)
+
+
+def test_many_near_pairs_stay_finite():
+    """More than the limit: a far mean makes every pair near."""
+    head = DistLayer(D, V, unit_sphere=False)
+    with torch.no_grad():
+        head.weight.add_(1000.0)
+    states = (torch.randn(300, D) + 1000.0).requires_grad_()
+    labels = torch.randint(V, (300,))
+    loss = head.nll(states, labels)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert states.grad.isfinite().all()
+
+
+def test_permuted_tokens_give_permuted_logits():
+    for name in HEADS:
+        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
+        states, order = torch.randn(N, D), torch.randperm(V)
+        expected = head(states)[:, order]
+        with torch.no_grad():
+            head.weight.copy_(head.weight[order].clone())
+        torch.testing.assert_close(head(states), expected)
+
+
+def test_no_rows_give_no_losses_with_a_gradient():
+    for name in HEADS:
+        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
+        loss = head.nll(torch.zeros(0, D), torch.zeros(0, dtype=torch.long)).sum()
+        loss.backward()
+        assert loss.item() == 0
+        assert head.weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_settings_round_trip_through_json(name):
+    head = build_head({"name": name}, hidden_size=D, vocab_size=V)
+    settings = json.loads(json.dumps(head.settings()))
+    again = build_head(settings, hidden_size=D, vocab_size=V)
+    assert type(again) is HEADS[name]
+    assert again.settings() == head.settings()
+
+
+def test_linear_head_is_the_ordinary_one():
+    head = LinearHead(D, V)
+    states = torch.randn(N, D)
+    with torch.no_grad():
+        head.bias.normal_()
+    torch.testing.assert_close(head(states), states @ head.weight.T + head.bias)
+    assert LinearHead(D, V, bias=False).bias is None
+
+
+def test_bad_settings_are_refused():
+    sizes = {"hidden_size": D, "vocab_size": V}
+    with pytest.raises(ValueError, match=r"head name: expected one of \['dist', 'linear'\], got"):
+        build_head({"name": "dit"}, **sizes)
+    with pytest.raises(ValueError, match="head dist: expected its own fields"):
+        build_head({"name": "dist", "bias": True}, **sizes)
+    with pytest.raises(ValueError, match="h_exp: expected a number below 0, got 0.5"):
+        DistLayer(D, V, h_exp=0.5)
+    with pytest.raises(ValueError, match="eps: expected a number above 0"):
+        DistLayer(D, V, eps=0.0)
+
+
+def test_the_paper_exponent_is_minus_two_h_exp():
+    """p proportional to d ** -n with n = 2 is h_exp = -1."""
+    head, states, _ = make(False, h_exp=-1.0)
+    distances = torch.cdist(states, head.weight)
+    expected = distances**-2 / (distances**-2).sum(-1, keepdim=True)
+    torch.testing.assert_close(head(states).softmax(-1), expected, rtol=1e-4, atol=1e-6)
+    assert math.isclose(head(states).softmax(-1).sum().item(), N, rel_tol=1e-5)

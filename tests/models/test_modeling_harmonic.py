@@ -1,0 +1,349 @@
+"""Harmonic models around every encoder family: wrapping, saving, loading without the package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    HarmonicModel,
+    NeoBERTConfig,
+    find_blocks,
+)
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizer,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+V = 120
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+SPECIAL = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+MODERN = {**SIZES, **SPECIAL, "pad_token_id": 0}
+
+
+def make_base(family: str):
+    torch.manual_seed(0)
+    if family == "bert":
+        return BertForMaskedLM(BertConfig(**SIZES))
+    if family == "roberta":
+        return RobertaForMaskedLM(RobertaConfig(**SIZES, pad_token_id=0))
+    if family == "modernbert":
+        return ModernBertForMaskedLM(ModernBertConfig(**MODERN))
+    return AutoModelForMaskedLM.from_config(NeoBERTConfig(**SIZES))
+
+
+FAMILIES = ("bert", "roberta", "modernbert", "neobert")
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    for family in FAMILIES:
+        make_base(family).save_pretrained(folder / family)
+    return folder
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(5, V, (3, 12), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, 8:] = 0
+    labels = torch.where(torch.rand(3, 12, generator=generator) < 0.4, input_ids, -100)
+    labels[1, 8:] = -100
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backbone_is_the_base_and_prototypes_its_embeddings(bases, family):
+    model = HarmonicForMaskedLM.from_base(str(bases / family))
+    inputs = batch()
+    inputs.pop("labels")
+    base = make_base(family).eval()
+    expected = base(**inputs, output_hidden_states=True).hidden_states[-1]
+    if family == "modernbert":
+        expected = base.model.final_norm(expected) if expected is None else expected
+    actual = model.model(**inputs).last_hidden_state
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    embeddings = base.get_input_embeddings().weight
+    filled = embeddings.norm(dim=-1) > 0  # the padding row may be empty
+    torch.testing.assert_close(
+        model.dist_head.weight[filled], torch.nn.functional.normalize(embeddings, dim=-1)[filled]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labelled_positions_alone_reach_the_head(bases, family):
+    model = HarmonicForMaskedLM.from_base(str(bases / family))
+    inputs = batch()
+    seen = []
+    model.dist_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    output = model(**inputs)
+    assert output.logits is None
+    assert not seen
+    asked = model(**inputs, output_logits=True)
+    labels = inputs["labels"]
+    expected = torch.nn.functional.cross_entropy(asked.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(asked.loss, output.loss)
+    inputs.pop("labels")
+    assert torch.equal(model(**inputs).logits, asked.logits)
+
+
+READER = """
+import json, sys, torch
+from transformers import AutoModel, AutoModelForMaskedLM, pipeline, AutoTokenizer
+assert "harmonic_sft" not in sys.modules
+root = sys.argv[1]
+inputs = torch.load(f"{root}/inputs.pt", weights_only=True)
+for family in sys.argv[2:]:
+    folder = f"{root}/{family}"
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+    expected = torch.load(f"{folder}.pt", weights_only=True)
+    assert torch.equal(model(**inputs).logits, expected["logits"]), family
+    assert model.dist_head.weight.dtype == torch.float32
+    dtypes = {n: str(p.dtype) for n, p in model.named_parameters()}
+    assert dtypes == expected["dtypes"], family
+    backbone = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert torch.equal(backbone(**inputs).last_hidden_state, expected["states"]), family
+    model.save_pretrained(f"{folder}-again")
+    again = AutoModelForMaskedLM.from_pretrained(f"{folder}-again", trust_remote_code=True)
+    assert torch.equal(again(**inputs).logits, expected["logits"]), family
+fill = pipeline("fill-mask", model=f"{root}/bert", trust_remote_code=True)
+print(json.dumps(fill("the [MASK] a")))
+"""
+
+
+def test_published_folder_needs_no_package(bases, tmp_path):
+    """Bit-equal logits, backbone and pipeline in a process that cannot import harmonic_sft."""
+    inputs = {key: value for key, value in batch().items() if key != "labels"}
+    torch.save(inputs, tmp_path / "inputs.pt")
+    for family in FAMILIES:
+        dtype = torch.bfloat16 if family == "neobert" else torch.float32
+        model = HarmonicForMaskedLM.from_base(str(bases / family), dtype=dtype)
+        model.h_exp = -6.5
+        expected = {
+            "logits": model(**inputs).logits.detach(),
+            "states": model.model(**inputs).last_hidden_state.detach(),
+            "dtypes": {name: str(p.dtype) for name, p in model.named_parameters()},
+        }
+        torch.save(expected, tmp_path / f"{family}.pt")
+        model.save_pretrained(tmp_path / family)
+        saved = json.loads((tmp_path / family / "config.json").read_text())
+        assert saved["head"]["h_exp"] == -6.5
+        assert saved["base_model"] == str(bases / family)
+        assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
+        assert not list((tmp_path / family).glob("_*"))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a"]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(words + [f"w{i}" for i in range(V - len(words))]))
+    BertTokenizer(vocab=str(vocab)).save_pretrained(tmp_path / "bert")
+    run = subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path), *FAMILIES],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    filled = json.loads(run.stdout.splitlines()[-1])
+    probabilities = HarmonicForMaskedLM.from_pretrained(tmp_path / "bert")(
+        input_ids=torch.tensor([[2, 5, 4, 6, 3]])
+    ).logits[0, 2].softmax(-1)
+    best = int(probabilities.argmax())
+    assert filled[0]["token"] == best
+    assert filled[0]["score"] == pytest.approx(probabilities[best].item(), rel=1e-5)
+
+
+def test_our_classes_load_a_saved_folder(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), revision=None)
+    model.h_exp = -5.0
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert type(again) is HarmonicForMaskedLM
+    assert again.h_exp == again.dist_head.h_exp == again.config.h_exp == -5.0
+    assert type(AutoModel.from_pretrained(tmp_path)) is HarmonicModel
+
+
+def test_a_trained_float32_block_stays_float32_on_a_bfloat16_body(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "neobert"), dtype=torch.bfloat16)
+    path, blocks = find_blocks(model.model.backbone)
+    blocks[-1].float()
+    names = [f"{path}.2.{name}" for name, _ in blocks[-1].named_parameters()]
+    model.config.float32_modules = names
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    assert {n: p.dtype for n, p in again.named_parameters()} == dtypes
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+
+def damaged(bases, family, tmp_path, change):
+    folder = tmp_path / "damaged"
+    make_base(family).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+CHANGES = {
+    "missing": lambda weights, key: weights.pop(key),
+    "of another shape": lambda weights, key: weights.update({key: weights[key][..., :-1].clone()}),
+    "not used": lambda weights, key: weights.update(
+        {key.replace(".1.", ".7."): weights[key].clone()}
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", CHANGES)
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("bert", "bert.encoder.layer.1.output.dense.weight"),
+        ("neobert", "model.transformer_encoder.1.wo.weight"),
+        ("modernbert", "model.layers.1.mlp.Wo.weight"),
+    ],
+)
+def test_a_base_that_does_not_fill_the_backbone_is_an_error(bases, tmp_path, problem, family, key):
+    folder = damaged(bases, family, tmp_path, lambda weights: CHANGES[problem](weights, key))
+    message = f"base .*: expected a checkpoint that fills the backbone, got 1 weights {problem}: "
+    with pytest.raises(ValueError, match=message):
+        HarmonicForMaskedLM.from_base(folder)
+
+
+def test_one_of_our_checkpoints_is_a_base_too(bases, tmp_path):
+    first = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"}, tie=True)
+    with torch.no_grad():
+        first.dist_head.bias.normal_()
+    first.save_pretrained(tmp_path)
+    inputs = batch()
+    same_head = HarmonicForMaskedLM.from_base(
+        str(tmp_path), head={"name": "linear"}, init="base_head"
+    )
+    torch.testing.assert_close(same_head(**inputs).loss, first(**inputs).loss)
+    new_head = HarmonicForMaskedLM.from_base(str(tmp_path))
+    assert new_head.h_exp == -12.0
+    with pytest.raises(ValueError, match="init base_head: expected base .* to have a dist head"):
+        HarmonicForMaskedLM.from_base(str(tmp_path), init="base_head")
+    with pytest.raises(ValueError, match="init: expected 'input_embeddings' or 'base_head'"):
+        HarmonicForMaskedLM.from_base(str(tmp_path), init="zeros")
+
+
+def test_neobert_gives_its_own_decoder_to_a_linear_head(bases):
+    model = HarmonicForMaskedLM.from_base(
+        str(bases / "neobert"), head={"name": "linear"}, init="base_head"
+    )
+    inputs = batch()
+    inputs.pop("labels")
+    expected = make_base("neobert").eval()(**inputs).logits
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_head_is_the_embedding_table_after_loading_too(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"}, tie=True)
+    assert model.dist_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    assert again.dist_head.weight is again.get_input_embeddings().weight
+    norms = again.dist_head.weight.norm(dim=-1).clone()
+    again.renormalize_prototypes_()
+    assert torch.equal(again.dist_head.weight.norm(dim=-1), norms)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_blocks_hold_no_graph_and_no_dropout(bases, family):
+    model = HarmonicForMaskedLM.from_base(str(bases / family))
+    blocks = find_blocks(model.model.backbone)[1]
+    model.model.requires_grad_(False)
+    blocks[-1].requires_grad_(True)
+    model.train()
+    assert [block.training for block in blocks] == [False, False, True]
+    assert not model.get_input_embeddings().training
+    graphs = []
+    for block in blocks:
+        block.register_forward_hook(
+            lambda _, args, output: graphs.append(
+                (output[0] if isinstance(output, tuple) else output).requires_grad
+            )
+        )
+    model(**batch()).loss.backward()
+    assert graphs == [False, False, True]
+    assert all(p.grad is None for block in blocks[:2] for p in block.parameters())
+    assert all(p.grad is not None for p in blocks[2].parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_recomputes_only_blocks_with_a_graph(bases, family):
+    model = HarmonicForMaskedLM.from_base(str(bases / family))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    blocks = find_blocks(model.model.backbone)[1]
+    model.model.requires_grad_(False)
+    blocks[1].requires_grad_(True)
+    model.train()
+    model(**batch()).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    calls = [0, 0, 0]
+    for index, block in enumerate(blocks):
+        forward = type(block).forward
+        inner = next(iter(block.children()))
+
+        def count(*_, index=index):
+            calls[index] += 1
+
+        assert forward is not None
+        inner.register_forward_pre_hook(count)
+    model.gradient_checkpointing_enable()
+    assert [block.gradient_checkpointing for block in blocks] == [False, True, True]
+    model(**batch()).loss.backward()
+    assert calls == [1, 2, 2]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient)
+    with pytest.raises(ValueError, match="use_reentrant: expected False, got True"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="gradient checkpointing: expected only"):
+        model.gradient_checkpointing_enable(offload=True)
+
+
+def test_config_round_trip(tmp_path):
+    config = HarmonicConfig(
+        text_config=NeoBERTConfig(**SIZES),
+        head={"name": "dist", "h_exp": -4.0, "unit_sphere": True, "eps": 1e-6},
+        base_model="chandar-lab/NeoBERT",
+        base_revision="5424c8ef",
+    )
+    config.save_pretrained(tmp_path)
+    again = HarmonicConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict()
+    assert again.text_config.hidden_size == 32
+    assert again.get_text_config().model_type == "neobert"
+
+
+def test_nothing_of_this_machine_is_published(bases, tmp_path):
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["text_config"].get("_name_or_path", "") == ""
+    names = {path.name for path in Path(tmp_path).iterdir()}
+    assert {"model.safetensors", "config.json", "heads.py", "modeling_harmonic.py"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]

@@ -1,0 +1,357 @@
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from harmonic_sft.models import modeling_neobert
+from harmonic_sft.models.configuration_neobert import NeoBERTConfig
+from harmonic_sft.models.modeling_neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTModel,
+    NeoBERTRMSNorm,
+    NeoBERTSwiGLU,
+    apply_rotary_embedding,
+    rotary_embedding,
+)
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "neobert_tiny"
+both_attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
+
+
+def tensors(name: str) -> dict[str, Tensor]:
+    return load_file(FIXTURE / f"{name}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A folder in the layout of the published checkpoint."""
+    folder = tmp_path_factory.mktemp("published")
+    shutil.copy(FIXTURE / "config.json", folder)
+    save_file(tensors("weights"), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def load(published):
+    def load(attention: str = "sdpa") -> NeoBERTForMaskedLM:
+        return NeoBERTForMaskedLM.from_pretrained(published, attn_implementation=attention)
+
+    return load
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@both_attentions
+@pytest.mark.parametrize("suffix", ["", "_nopad"])
+@torch.no_grad()
+def test_outputs_are_those_of_the_published_code(load, attention, suffix):
+    model, expected = load(attention), tensors(f"outputs{suffix}")
+    inputs = tensors(f"inputs{suffix}")
+    hidden_states = model.model(**inputs).last_hidden_state
+    assert difference(hidden_states, expected["last_hidden_state"]) < 1e-4
+    assert difference(model(**inputs).logits, expected["logits"]) < 1e-4
+
+
+@both_attentions
+@torch.no_grad()
+def test_every_hidden_state_is_that_of_the_published_code(load, attention):
+    model, expected, blocks = load(attention), tensors("hidden_states"), []
+    for block in model.model.transformer_encoder:
+        block.register_forward_hook(lambda *call: blocks.append(call[-1]))
+    hidden_states = model(**tensors("inputs"), output_hidden_states=True).hidden_states
+    assert len(hidden_states) == 4
+    for name, got in zip(expected, [hidden_states[0], *blocks], strict=True):
+        assert difference(got, expected[name]) < 1e-4, name
+    assert all(a is b for a, b in zip(hidden_states[1:3], blocks, strict=False))
+    assert difference(hidden_states[3], tensors("outputs")["last_hidden_state"]) < 1e-4
+
+
+def test_the_published_checkpoint_fills_the_model_exactly(published):
+    for model_class in (NeoBERTForMaskedLM, NeoBERTModel):
+        loaded: Any = model_class.from_pretrained(published, output_loading_info=True)
+        _, report = loaded
+        assert not any(report.values()), report
+    assert (
+        NeoBERTForMaskedLM.from_pretrained(published).state_dict().keys()
+        == tensors("weights").keys()
+    )
+
+
+@torch.no_grad()
+def test_auto_classes_load_the_published_layout_without_remote_code(published):
+    import harmonic_sft  # noqa: F401, registers the classes
+
+    config = AutoConfig.from_pretrained(published)
+    assert type(config) is NeoBERTConfig
+    model, report = AutoModelForMaskedLM.from_pretrained(published, output_loading_info=True)
+    assert type(model) is NeoBERTForMaskedLM
+    assert not any(report.values()), report
+    backbone = AutoModel.from_pretrained(published)
+    assert type(backbone) is NeoBERTModel
+    inputs, expected = tensors("inputs"), tensors("outputs")
+    assert difference(model(**inputs).logits, expected["logits"]) < 1e-4
+    hidden_states = backbone(**inputs).last_hidden_state
+    assert difference(hidden_states, expected["last_hidden_state"]) < 1e-4
+
+
+FRESH_PROCESS = """
+import sys
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM
+folder, inputs = sys.argv[1:]
+model, report = AutoModelForMaskedLM.from_pretrained(
+    folder, trust_remote_code=True, output_loading_info=True
+)
+assert not any(report.values()), report
+assert "harmonic_sft" not in sys.modules
+save_file({"logits": model(**load_file(inputs)).logits.detach()}, folder + "/logits.safetensors")
+"""
+
+
+def test_a_fresh_process_without_the_package_gives_the_same_logits(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(NeoBERTConfig, "_auto_class", "AutoConfig")
+    monkeypatch.setattr(NeoBERTForMaskedLM, "_auto_class", "AutoModelForMaskedLM")
+    model = load()
+    model.save_pretrained(tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), str(FIXTURE / "inputs.safetensors")],
+        check=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": "",
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert difference(logits, tensors("outputs")["logits"]) < 1e-4
+    assert torch.equal(logits, model(**tensors("inputs")).logits)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "count"), [(NeoBERTModel, 221_665_536), (NeoBERTForMaskedLM, 245_136_954)]
+)
+def test_the_default_config_has_the_size_of_the_published_model(model_class, count):
+    with torch.device("meta"):
+        model = model_class(NeoBERTConfig())
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert not list(model.buffers())
+
+
+def rotate(vector: Tensor, position: int, theta: float = 10000.0) -> Tensor:
+    """RoPE of one vector of float64, one complex number at a time."""
+    rotated = []
+    for i in range(0, len(vector), 2):
+        angle = position * theta ** (-i / len(vector))
+        number = complex(vector[i], vector[i + 1]) * complex(math.cos(angle), math.sin(angle))
+        rotated += [number.real, number.imag]
+    return torch.tensor(rotated, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("position", "tolerance"), [(0, 0), (1, 1e-6), (63, 1e-5), (4095, 1e-3)])
+def test_rope_turns_neighbors_as_complex_numbers(position, tolerance):
+    vector = torch.linspace(-1, 1, 64)
+    cos, sin = rotary_embedding(torch.tensor([[position]]), 64, 10000.0)
+    got = apply_rotary_embedding(vector, cos[0, 0], sin[0, 0])
+    assert difference(got, rotate(vector.double(), position)) <= tolerance
+
+
+def test_rope_is_computed_in_float32_for_a_bfloat16_input():
+    cos, sin = rotary_embedding(torch.arange(4096)[None], 64, 10000.0)
+    states = torch.randn(1, 4096, 64, generator=torch.Generator().manual_seed(0))
+    half = apply_rotary_embedding(states.bfloat16(), cos, sin)
+    assert half.dtype == torch.bfloat16
+    full = apply_rotary_embedding(states.bfloat16().float(), cos, sin)
+    assert torch.equal(half, full.bfloat16())
+
+
+@both_attentions
+def test_attention_reads_query_key_and_value_head_by_head(load, attention):
+    module = load(attention).model.transformer_encoder[0].attention
+    qkv = torch.randn(1, 5, 144, generator=torch.Generator().manual_seed(0))
+    tables = rotary_embedding(torch.arange(5)[None], 12, 10000.0)
+    got, weights = module(qkv, None, tables)
+    expected = torch.zeros(5, 48, dtype=torch.float64)
+    for head in range(4):
+        rows = qkv[0, :, 36 * head : 36 * head + 36].double()
+        query, key, value = rows[:, :12], rows[:, 12:24], rows[:, 24:]
+        for i in range(5):
+            scores = torch.stack(
+                [rotate(query[i], i) @ rotate(key[j], j) / math.sqrt(12) for j in range(5)]
+            )
+            expected[i, 12 * head : 12 * head + 12] = scores.softmax(0) @ value
+            if attention == "eager":
+                assert difference(weights[0, head, i], scores.softmax(0)) < 1e-6
+    assert difference(got[0], expected) < 1e-6
+
+
+@pytest.mark.parametrize(("intermediate_size", "width"), [(96, 64), (100, 72), (3072, 2048)])
+def test_swiglu_is_two_thirds_as_wide_rounded_up_to_eight(intermediate_size, width):
+    with torch.device("meta"):
+        ffn = NeoBERTSwiGLU(NeoBERTConfig(intermediate_size=intermediate_size))
+    assert ffn.w12.weight.shape == (2 * width, 768)
+    assert ffn.w3.weight.shape == (768, width)
+
+
+def test_swiglu_gates_with_its_first_half(load):
+    ffn = load().model.transformer_encoder[0].ffn
+    x = torch.randn(48, generator=torch.Generator().manual_seed(0)).double()
+    gate, up = ffn.w12.weight.double()[:64] @ x, ffn.w12.weight.double()[64:] @ x
+    expected = ffn.w3.weight.double() @ (gate / (1 + (-gate).exp()) * up)
+    assert difference(ffn(x.float()), expected) < 1e-5
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_rms_norm_is_computed_in_float32(weight_dtype, dtype, tolerance):
+    norm = NeoBERTRMSNorm(768, 0.25, dtype=weight_dtype)
+    x = 300 * torch.randn(768, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.double() / (x.double().square().mean() + 0.25).sqrt()
+    assert norm(x).dtype == dtype
+    assert difference(norm(x) / expected, torch.ones(768)) < tolerance
+
+
+def test_norms_read_eps_from_the_config():
+    model = NeoBERTModel(NeoBERTConfig(num_hidden_layers=1, hidden_size=48, norm_eps=0.5))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    assert [norm.eps for norm in norms] == [0.5] * 3
+
+
+def test_loss_is_the_mean_over_labels_or_the_sum_over_the_given_count(load):
+    model, inputs = load(), tensors("inputs")
+    labels = torch.full((4, 23), -100)
+    labels[0, :3], labels[3, 16] = torch.tensor([7, 8, 9]), 11
+    output = model(**inputs, labels=labels)
+    log_probs = output.logits.double().log_softmax(-1)
+    chosen = [log_probs[0, 0, 7], log_probs[0, 1, 8], log_probs[0, 2, 9], log_probs[3, 16, 11]]
+    assert output.loss.item() == pytest.approx(-sum(chosen).item() / 4, abs=1e-5)
+    summed = model(**inputs, labels=labels, num_items_in_batch=torch.tensor(10)).loss
+    assert summed.item() == pytest.approx(-sum(chosen).item() / 10, abs=1e-5)
+    assert model(**inputs).loss is None
+
+
+@torch.no_grad()
+def test_a_cast_to_bfloat16_leaves_rope_intact(load, monkeypatch):
+    model, inputs = load(), tensors("inputs_nopad")
+    logits = tensors("outputs_nopad")["logits"]
+
+    def relative_error() -> float:
+        return ((model(**inputs).logits.float() - logits).norm() / logits.norm()).item()
+
+    model.to(torch.bfloat16)
+    assert relative_error() < 0.05
+    # The bug guarded against: casting a complex table drops its imaginary part.
+    real_part = rotary_embedding
+    monkeypatch.setattr(
+        modeling_neobert,
+        "rotary_embedding",
+        lambda *args: (real_part(*args)[0], torch.zeros_like(real_part(*args)[1])),
+    )
+    assert relative_error() > 0.3
+
+
+def gradients(model: NeoBERTForMaskedLM) -> dict[str, Tensor]:
+    model.zero_grad()
+    inputs = tensors("inputs")
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
+
+
+# Deprecated in transformers 5.23 for a name that 5.17 does not have.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_equal_gradients(load, use_reentrant):
+    model, calls = load().train(), []
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.model.transformer_encoder[1].wo.register_forward_hook(lambda *call: calls.append(1))
+    got = gradients(model)
+    assert len(calls) == 2, "the block was not computed again"
+    assert expected.keys() == got.keys() == tensors("weights").keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@torch.no_grad()
+def test_eager_attention_returns_its_weights(load):
+    inputs = tensors("inputs")
+    weights = load("eager")(**inputs, output_attentions=True).attentions
+    assert [tuple(layer.shape) for layer in weights] == [(4, 4, 23, 23)] * 3
+    for layer in weights:
+        assert difference(layer.sum(-1), torch.ones(4, 4, 23)) < 1e-5
+        hidden = layer * (1 - inputs["attention_mask"])[:, None, None]
+        assert hidden.abs().max() == 0
+
+
+@torch.no_grad()
+def test_token_types_are_ignored_and_embeddings_are_accepted(load):
+    model, inputs = load(), tensors("inputs")
+    expected = model(**inputs).logits
+    assert torch.equal(model(**inputs, token_type_ids=torch.ones(4, 23).long()).logits, expected)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(model(inputs_embeds=embeds, **inputs).logits, expected)
+    assert torch.equal(model(inputs_embeds=embeds, **inputs, return_dict=False)[0], expected)
+    model.config.return_dict = False
+    assert torch.equal(model(inputs_embeds=embeds, **inputs)[0], expected)
+
+
+def test_embeddings_and_decoder_are_found_and_replaced(load):
+    model = load()
+    for owner in (model, model.model):
+        assert owner.get_input_embeddings() is model.model.encoder
+    assert model.get_output_embeddings() is model.decoder
+    assert model.model.get_output_embeddings() is None
+    new = torch.nn.Embedding(7, 48)
+    model.set_input_embeddings(new)
+    assert model.model.encoder is new
+    model.set_output_embeddings(decoder := torch.nn.Linear(48, 7))
+    assert model.decoder is decoder
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_decoder_is_tied_only_on_request(tie):
+    config = NeoBERTConfig(num_hidden_layers=1, hidden_size=48, tie_word_embeddings=tie)
+    model = NeoBERTForMaskedLM(config)
+    assert (model.decoder.weight is model.model.encoder.weight) is tie
+
+
+def test_initial_weights_are_those_of_the_published_code():
+    torch.manual_seed(0)
+    config = NeoBERTConfig(num_hidden_layers=2, hidden_size=48)
+    config.embedding_init_range, config.decoder_init_range = 0.5, 0.1
+    model = NeoBERTForMaskedLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all()
+        elif name == "decoder.bias":
+            assert (parameter == 0).all()
+        else:
+            bound = 0.5 if name == "model.encoder.weight" else 0.1
+            assert parameter.abs().max() <= bound
+            assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert (model.model.encoder.weight[0] != 0).any()
+
+
+def test_bad_inputs_are_refused(load):
+    model, ids = load(), torch.ones(1, 65, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"expected at most 64 tokens .*, got 65\. Truncate"):
+        model(ids)
+    with pytest.raises(ValueError, match="expected either this or inputs_embeds, got neither"):
+        model()
+    with pytest.raises(ValueError, match="expected either this or inputs_embeds, got both"):
+        model(ids, inputs_embeds=torch.zeros(1, 65, 48))
+    boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="position_ids: expected one per token beside cu_seq_lens"):
+        model(ids[:, :5], cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)

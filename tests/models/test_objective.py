@@ -1,0 +1,91 @@
+"""The reduction: labelled positions only, summed, divided once."""
+
+import pytest
+import torch
+from harmonic_sft.models import DistLayer, mean_token_loss, negative_log_likelihood
+
+B, T, D, V = 3, 7, 8, 20
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    labels = torch.randint(V, (B, T))
+    labels[torch.rand(B, T) < 0.5] = -100
+    return DistLayer(D, V), torch.randn(B, T, D), labels
+
+
+def test_mean_over_labelled_positions(batch):
+    head, states, labels = batch
+    expected = torch.stack(
+        [
+            head.nll(states[b, t][None], labels[b, t][None])[0]
+            for b in range(B)
+            for t in range(T)
+            if labels[b, t] != -100
+        ]
+    ).mean()
+    torch.testing.assert_close(
+        mean_token_loss(negative_log_likelihood, head, states, labels), expected
+    )
+
+
+def test_parts_of_a_batch_sum_to_the_whole(batch):
+    head, states, labels = batch
+    count = (labels != -100).sum()
+    whole = mean_token_loss(negative_log_likelihood, head, states, labels)
+    parts = [
+        mean_token_loss(
+            negative_log_likelihood,
+            head,
+            states[i : i + 1],
+            labels[i : i + 1],
+            num_items_in_batch=count,
+        )
+        for i in range(B)
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
+def test_ignored_tokens_get_no_gradient(batch):
+    head, states, labels = batch
+    states.requires_grad_()
+    mean_token_loss(negative_log_likelihood, head, states, labels).backward()
+    ignored = states.grad[labels == -100]
+    assert ignored.abs().max() == 0
+    assert (states.grad[labels != -100].abs().sum(-1) > 0).all()
+
+
+def test_a_loss_sees_only_labelled_rows(batch):
+    head, states, labels = batch
+    seen = []
+
+    def loss_fn(head, hidden_states, labels):
+        seen.append((hidden_states.shape, labels.shape))
+        return head.nll(hidden_states, labels)
+
+    mean_token_loss(loss_fn, head, states, labels)
+    count = int((labels != -100).sum())
+    assert seen == [((count, D), (count,))]
+
+
+def test_causal_shifts_by_one(batch):
+    head, states, labels = batch
+    shifted = mean_token_loss(negative_log_likelihood, head, states[:, :-1], labels[:, 1:])
+    causal = mean_token_loss(negative_log_likelihood, head, states, labels, causal=True)
+    torch.testing.assert_close(causal, shifted)
+
+
+def test_nothing_labelled_is_a_zero_with_a_graph(batch):
+    head, states, labels = batch
+    loss = mean_token_loss(negative_log_likelihood, head, states, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert head.weight.grad is not None
+
+
+def test_a_label_out_of_range_is_refused(batch):
+    head, states, labels = batch
+    labels[0, 0] = V
+    with pytest.raises(ValueError, match=f"labels: expected values from 0 to {V - 1} or -100"):
+        mean_token_loss(negative_log_likelihood, head, states, labels)
