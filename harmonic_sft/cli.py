@@ -1,0 +1,92 @@
+"""The command line: harmonic-sft train | eval | compare."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers.utils import logging as transformers_logging
+
+from harmonic_sft.results import read_results
+from harmonic_sft.training import (
+    NonFiniteLossError,
+    compare_runs,
+    dry_run,
+    evaluate_folder,
+    load_run_config,
+    train,
+)
+
+OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: The command line without the program's name; default: `sys.argv`.
+
+    Returns:
+        The exit status: 0, or 1 after an error that was printed in one line.
+    """
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("harmonic_sft").setLevel(logging.INFO)
+    transformers_logging.set_verbosity_warning()
+    command: Callable[[argparse.Namespace], None] = options.run_command
+    try:
+        command(options)
+    except (ValueError, NonFiniteLossError) as error:
+        if PartialState().is_main_process:
+            sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harmonic-sft", description="Fine-tune models with a geometry-aware output head."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="run one YAML file")
+    command.add_argument("config", type=Path, help="the YAML file of the run")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    command.add_argument(
+        "--dry-run", action="store_true", help="load nothing, print the plan and its memory"
+    )
+    command.set_defaults(run_command=_train)
+
+    command = commands.add_parser("eval", help="evaluate a trained folder")
+    command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    command.set_defaults(run_command=_eval)
+
+    command = commands.add_parser("compare", help="compare the results of finished runs")
+    command.add_argument("folders", nargs="+", type=Path, help="output folders of runs")
+    command.add_argument("--figure", type=Path, help="where to draw losses and accuracies")
+    command.set_defaults(run_command=_compare)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    run = load_run_config(options.config, options.overrides)
+    dry_run(run) if options.dry_run else train(run)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    evaluate_folder(options.folder, options.overrides)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    paths = [folder / "results" / "train.json" for folder in options.folders]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"compare: expected a finished run, got no {path}")
+    compare_runs([read_results(path) for path in paths], options.figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The plan of a run without loading it: resolved configuration, parameters, memory."""
+
+import logging
+
+from transformers import PreTrainedConfig
+
+from harmonic_sft.config import to_yaml
+from harmonic_sft.models import NeoBERTConfig
+from harmonic_sft.training.memory import estimate_step
+from harmonic_sft.training.model_loading import load_base_config
+from harmonic_sft.training.output_folder import check_output_folder
+from harmonic_sft.training.report import show_estimate, show_parts
+from harmonic_sft.training.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
+NEOBERT = "chandar-lab/NeoBERT"
+
+
+def dry_run(run: RunConfig) -> None:
+    """Print the resolved plan, the parameter table and a memory estimate; load no weights.
+
+    Raises:
+        ValueError: What `train` would refuse before loading.
+    """
+    args = run.training_arguments(autocast=False)
+    check_output_folder(run)
+    config = _base_config(run)
+    batch_size = args.per_device_train_batch_size
+    rows, estimate = estimate_step(run, config, batch_size=batch_size)
+    logger.info("%s", to_yaml(run))
+    show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
+    show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
+
+
+def _base_config(run: RunConfig) -> PreTrainedConfig:
+    """Without a network NeoBERT's published configuration is known: ours has its values."""
+    try:
+        return load_base_config(run.model)
+    except ValueError:
+        if run.model.base != NEOBERT:
+            raise
+        logger.info("%s cannot be reached; its published configuration is used.", NEOBERT)
+        return NeoBERTConfig()

@@ -1,0 +1,83 @@
+"""Evaluate a folder that holds a trained model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, TrainingArguments
+
+from harmonic_sft.config import apply_overrides, parse, read_yaml, to_plain
+from harmonic_sft.data import DataConfig, load_data
+from harmonic_sft.models import HarmonicForMaskedLM, load_checked
+from harmonic_sft.results import environment, write_results
+from harmonic_sft.training.output_folder import CONFIG_NAME
+from harmonic_sft.training.report import show_metrics
+from harmonic_sft.training.run_config import Recipe, ScheduleConfig
+from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
+
+USED = {"data", "training"}
+
+
+def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate a trained model on its run's evaluation split, or on other data.
+
+    Args:
+        folder: Made by a run, or downloaded; without a `run.yaml` the overrides must give `data`.
+        overrides: Of that file, such as `data.sources.0.path=other.txt`.
+
+    Returns:
+        The content of `results/eval.json`.
+
+    Raises:
+        ValueError: No model in the folder, or bad data.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"eval: expected a folder with a trained model, got {str(folder)!r}")
+    saved = read_yaml(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    settings = apply_overrides(saved, overrides)
+    if "data" not in settings:
+        raise ValueError(
+            f"eval: expected data, got none, since {str(folder)!r} has no {CONFIG_NAME}. "
+            "Add data.sources='[{path: file.txt}]' data.context_length=512"
+        )
+    unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
+    if unused:
+        raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
+    config = parse(DataConfig, settings["data"])
+    training = settings.get("training") or {}
+    base = AutoConfig.from_pretrained(folder)
+    model = load_checked(HarmonicForMaskedLM, str(folder), base)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text_config = model.config.text_config
+    data = load_data(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=text_config.vocab_size,
+        max_positions=text_config.max_position_embeddings,
+        seed=training.get("seed", 42),
+    )
+    trainer = HarmonicTrainer(
+        model,
+        TrainingArguments(
+            output_dir=str(folder),
+            per_device_eval_batch_size=training.get("per_device_eval_batch_size", 8),
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            report_to="none",
+            use_cpu=training.get("use_cpu", False),
+        ),
+        Recipe(schedule=ScheduleConfig()),
+        eval_dataset=data.eval,
+        data_collator=data.collator,
+    )
+    results = {
+        "folder": str(folder),
+        "head": model.config.head,
+        "final": evaluate(trainer, "eval"),
+        "data": to_plain(config),
+        "environment": environment(),
+    }
+    write_results(folder / "results", "eval", results)
+    show_metrics(str(folder), results)
+    return results

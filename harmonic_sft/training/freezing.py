@@ -1,0 +1,124 @@
+"""What trains and what stays: unfreezing blocks, their precision, and the table that shows it."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
+from harmonic_sft.training.run_config import UnfreezeConfig
+
+
+class Part(NamedTuple):
+    """One row of the start-up table: parameters of one kind."""
+
+    name: str
+    dtype: str
+    parameters: int
+    trainable: int
+    bytes: int
+    training_bytes: int
+
+
+def unfreeze_(model: HarmonicForMaskedLM, unfreeze: UnfreezeConfig) -> None:
+    """Freeze the backbone except what `unfreeze` names; the head trains.
+
+    Args:
+        model: Changed in place: `requires_grad`, and the dtype of what trains.
+        unfreeze: Blocks from the top, or patterns of parameter names.
+
+    Raises:
+        ValueError: More blocks than there are, or a pattern without a parameter.
+    """
+    backbone = model.model.backbone
+    model.requires_grad_(False)
+    parameters = dict(backbone.named_parameters())
+    for name in _trained_names(backbone, unfreeze):
+        parameters[name].requires_grad_(True)
+        parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
+    model.dist_head.requires_grad_(True)
+    if unfreeze.dtype == "float32" and model.model.dtype != torch.float32:
+        model.config.float32_modules = sorted(
+            name for name, p in backbone.named_parameters() if p.requires_grad
+        )
+
+
+def _trained_names(backbone: nn.Module, unfreeze: UnfreezeConfig) -> list[str]:
+    names = [name for name, _ in backbone.named_parameters()]
+    if unfreeze.last_blocks is not None:
+        path, blocks = find_blocks(backbone)
+        if unfreeze.last_blocks > len(blocks):
+            raise ValueError(
+                f"model.unfreeze.last_blocks: expected at most {len(blocks)}, "
+                f"got {unfreeze.last_blocks}"
+            )
+        first = len(blocks) - unfreeze.last_blocks
+        prefixes = tuple(f"{path}.{index}." for index in range(first, len(blocks)))
+        return [name for name in names if name.startswith(prefixes)]
+    for pattern in unfreeze.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"model.unfreeze.patterns: expected a pattern of parameter names such as "
+                f"{names[-1]!r}, got {pattern!r}, which matches none"
+            )
+    return [n for n in names if any(fnmatchcase(n, pattern) for pattern in unfreeze.patterns)]
+
+
+def needs_autocast(model: nn.Module) -> bool:
+    """Whether the backbone mixes float32 and bfloat16, which only autocast can run."""
+    return len({p.dtype for p in model.model.backbone.parameters()}) > 1
+
+
+def parts(model: HarmonicForMaskedLM) -> list[Part]:
+    """Return the parameters by part: embeddings, frozen and trained blocks, the rest, the head."""
+    backbone = model.model.backbone
+    path, blocks = find_blocks(backbone)
+    groups: dict[str, list[nn.Parameter]] = {}
+    embeddings = {id(p) for p in backbone.get_input_embeddings().parameters()}
+    trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+    for name, parameter in backbone.named_parameters():
+        if id(parameter) in embeddings:
+            part = "token embeddings"
+        elif name.startswith(f"{path}."):
+            index = int(name.removeprefix(f"{path}.").split(".")[0])
+            part = _block_range(index, trained)
+        else:
+            part = "other (norms, positions)"
+        groups.setdefault(part, []).append(parameter)
+    shared = id(model.dist_head.weight) in embeddings
+    head = [p for p in model.dist_head.parameters() if id(p) not in embeddings]
+    groups["head (tied)" if shared else "head"] = head
+    return [_part(name, parameters) for name, parameters in groups.items()]
+
+
+def _block_range(index: int, trained: list[bool]) -> str:
+    """Name the run of equally trained blocks that holds block `index`."""
+    first = last = index
+    while first > 0 and trained[first - 1] == trained[index]:
+        first -= 1
+    while last < len(trained) - 1 and trained[last + 1] == trained[index]:
+        last += 1
+    state = "trained" if trained[index] else "frozen"
+    return f"block {first}, {state}" if first == last else f"blocks {first}-{last}, {state}"
+
+
+def _part(name: str, parameters: Iterable[nn.Parameter]) -> Part:
+    parameters = list(parameters)
+    trainable = [p for p in parameters if p.requires_grad]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    return Part(
+        name=name,
+        dtype=", ".join(dtypes) or "-",
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in trainable),
+        bytes=sum(p.numel() * p.dtype.itemsize for p in parameters),
+        training_bytes=sum(_training_bytes(p) for p in trainable),
+    )
+
+
+def _training_bytes(parameter: nn.Parameter) -> int:
+    """Gradient, two moments in float32, and a master copy of a 16-bit weight."""
+    master = 4 if parameter.dtype.itemsize < 4 else 0
+    return parameter.numel() * (parameter.dtype.itemsize + 8 + master)

@@ -1,0 +1,145 @@
+"""Memory of one training step, estimated on fake tensors: nothing is loaded or computed."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+
+from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM, Head
+from harmonic_sft.training.freezing import Part, parts, unfreeze_
+from harmonic_sft.training.run_config import RunConfig
+
+GIB = 2**30
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of one training step at its peak."""
+
+    weights: int
+    training: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it; the CUDA context and fragmentation come on top, about 1 GiB."""
+        return self.weights + self.training + self.activations
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made under it that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def ignore(self, tensors: Any) -> None:
+        """Leave these tensors out: they were there before."""
+        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live -= size
+
+
+def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicForMaskedLM:
+    """Build the run's model without memory; call it under a `FakeTensorMode`."""
+    if config.model_type == "harmonic":
+        config = config.text_config
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, run.model.dtype))
+    try:
+        model = HarmonicForMaskedLM(
+            HarmonicConfig(
+                text_config=config, head=run.head_settings(), tie_word_embeddings=run.head.tie
+            )
+        )
+    finally:
+        torch.set_default_dtype(dtype)
+    unfreeze_(model, run.model.unfreeze)
+    return model
+
+
+def estimate_step(
+    run: RunConfig, config: PreTrainedConfig, *, batch_size: int
+) -> tuple[list[Part], MemoryEstimate]:
+    """Estimate the peak memory of one training step.
+
+    Args:
+        run: Gives the shape of the batch, the head, and what trains.
+        config: Of the base.
+        batch_size: Rows of one micro-batch.
+
+    Returns:
+        The parameters by part, and the bytes of a step.
+    """
+    with FakeTensorMode():
+        model = build_fake_model(run, config).train()
+        if run.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        rows = parts(model)
+        activations = _activation_peak(model, run, batch_size)
+    weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
+    return rows, MemoryEstimate(weights, training, activations)
+
+
+def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int) -> int:
+    length = run.data.context_length
+    num_scored = round(batch_size * length * run.data.mask.probability)
+    input_ids = torch.zeros(batch_size, length, dtype=torch.int64)
+    positions = labels = torch.zeros(num_scored, dtype=torch.int64)
+    mixed = len({p.dtype for p in model.model.parameters()}) > 1
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)  # counted with the weights
+    live = LiveBytes()
+    with live, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        hidden_states = model.model(input_ids=input_ids).last_hidden_state
+        hidden_states = hidden_states.flatten(0, 1)[positions]  # [N, D]
+        _loss_of_same_size(model.dist_head, hidden_states, labels).backward()
+    return live.peak
+
+
+def _loss_of_same_size(head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+    """Keep what `head.nll` keeps, but for near pairs: how many there are depends on the data."""
+    if not isinstance(head, DistLayer):
+        return head.nll(hidden_states, labels).sum()
+    hidden_states = hidden_states.float()
+    prototypes = head.prototypes
+    if head.unit_sphere:
+        hidden_states = F.normalize(hidden_states, dim=-1)
+    squared = (2 - 2 * (hidden_states @ prototypes.T)).clone()  # [N, V]
+    logits = head.h_exp * torch.log(squared + head.eps)
+    others = logits.scatter(-1, labels.unsqueeze(-1), -torch.inf).logsumexp(-1)
+    return (others - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).sum()

