@@ -1,6 +1,6 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
-from .backbones import build_backbone, find_blocks, load_backbone, load_checked
+from .backbones import build_backbone, find_blocks, load_backbone, load_checked, max_positions
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .heads import HEADS, DistLayer, Head, LinearHead, build_head
@@ -26,6 +26,7 @@ __all__ = [
     "find_blocks",
     "load_backbone",
     "load_checked",
+    "max_positions",
     "mean_token_loss",
     "negative_log_likelihood",
 ]

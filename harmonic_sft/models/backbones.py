@@ -1,20 +1,23 @@
 """Backbones: build one from a configuration, load one from a checkpoint, find its blocks."""
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .configuration_neobert import NeoBERTConfig
 from .modeling_neobert import NeoBERTModel
+
+OFFSET_POSITIONS = ("camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl")
 
 
 def build_backbone(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a backbone of `config` with random weights."""
     if config.model_type == "neobert":
-        return NeoBERTModel(config)
+        return NeoBERTModel(cast(NeoBERTConfig, config))
     return AutoModel.from_config(config, **_without_pooler(config))
 
 
@@ -43,7 +46,7 @@ def load_backbone(
 
 def load_checked(
     model_class: Any, name: str, config: PreTrainedConfig, **options: Any
-) -> PreTrainedModel:
+) -> Any:
     """Load a model and make sure that the checkpoint fills it.
 
     Args:
@@ -111,12 +114,19 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     )
 
 
+def max_positions(config: PreTrainedConfig) -> int:
+    """Return the longest row that a backbone of `config` takes, in tokens."""
+    # The RoBERTa family counts positions from pad_token_id + 1.
+    offset = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
+    return config.max_position_embeddings - offset
+
+
 def trains(module: nn.Module) -> bool:
     """Whether any parameter of the module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def blocks_without_graph(backbone: PreTrainedModel) -> list[nn.Module]:
+def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     """Return the blocks below the first one that anything trained can reach."""
     if trains(backbone.get_input_embeddings()):
         return []

@@ -1,5 +1,6 @@
 """Configuration of a harmonic model: a backbone, a head, and where the backbone came from."""
 
+from dataclasses import field
 from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -23,8 +24,8 @@ class HarmonicConfig(PreTrainedConfig):
     model_type = "harmonic"
     sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
 
-    text_config: dict[str, Any] | PreTrainedConfig | None = None
-    head: dict[str, Any] | None = None
+    text_config: Any = None
+    head: dict[str, Any] = field(default_factory=lambda: {"name": "dist"})
     base_model: str | None = None
     base_revision: str | None = None
     tie_word_embeddings: bool = False
@@ -36,9 +37,7 @@ class HarmonicConfig(PreTrainedConfig):
             name = fields.pop("model_type")
             # NeoBERT is ours: transformers knows it only where this package is installed.
             config_class = NeoBERTConfig if name == "neobert" else CONFIG_MAPPING[name]
-            self.text_config = config_class(**fields)
-        if self.head is None:
-            self.head = {"name": "dist"}
+            self.text_config = config_class.from_dict(fields)
         super().__post_init__(**kwargs)
 
     @property

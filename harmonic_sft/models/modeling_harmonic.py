@@ -1,7 +1,8 @@
 """Harmonic models: any backbone under one geometry-aware output head."""
 
 import functools
-from typing import Any, Self
+import os
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 class HarmonicPreTrainedModel(PreTrainedModel):
     """What harmonic models share: loading, freezing, checkpointing."""
 
+    config: HarmonicConfig
     config_class = HarmonicConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -35,21 +37,23 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ("dist_head",)
-    _keys_to_ignore_on_load_unexpected = (r"^dist_head\.",)
+    _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^dist_head\."]  # noqa: RUF012
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
 
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> None:
         """Save weights, configuration and the code that loads them without this package."""
         self.config.auto_map = {
             "AutoConfig": "configuration_harmonic.HarmonicConfig",
             "AutoModel": "modeling_harmonic.HarmonicModel",
             "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
         }
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -75,7 +79,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         self._set_gradient_checkpointing(
             enable=True, gradient_checkpointing_func=functools.partial(checkpoint, **options)
         )
-        for block in blocks_without_graph(self.base_model.backbone):
+        for block in blocks_without_graph(cast("HarmonicModel", self.base_model).backbone):
             block.gradient_checkpointing = False
 
     @torch.no_grad()
@@ -172,7 +176,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
         head = dict(head or {"name": "dist"})
         backbone, old_head = _load_base(name, revision, dtype, with_head=init == "base_head")
         backbone.config.name_or_path = ""  # a local path is nobody's business
-        harmonic_config = cls.config_class(
+        harmonic_config = HarmonicConfig(
             text_config=backbone.config,
             head=head,
             base_model=name,
@@ -183,7 +187,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
         with torch.device("meta"):
             model = cls(harmonic_config)
         model.model.backbone = backbone
-        embeddings = backbone.get_input_embeddings().weight
+        embeddings = backbone.get_input_embeddings().get_parameter("weight")
         model.dist_head = build_head(
             head, hidden_size=embeddings.shape[1], vocab_size=embeddings.shape[0]
         )
@@ -286,10 +290,9 @@ def _load_base(
         return loaded.model.backbone, loaded.dist_head
     if config.model_type == "neobert" and with_head:
         loaded = load_checked(NeoBERTForMaskedLM, name, config, revision=revision, dtype=dtype)
-        decoder = loaded.decoder
-        head = LinearHead(decoder.in_features, decoder.out_features)
-        head.load_state_dict(decoder.state_dict())
-        return loaded.model, head
+        head = LinearHead(config.hidden_size, config.vocab_size)
+        head.load_state_dict(loaded.get_submodule("decoder").state_dict())
+        return loaded.base_model, head
     return load_backbone(name, config, revision=revision, dtype=dtype), None
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, parse, read_yaml, to_plain
 from harmonic_sft.data import DataConfig, load_data
-from harmonic_sft.models import HarmonicForMaskedLM, load_checked
+from harmonic_sft.models import HarmonicForMaskedLM, load_checked, max_positions
 from harmonic_sft.results import environment, write_results
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
@@ -48,13 +48,13 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
     training = settings.get("training") or {}
     base = AutoConfig.from_pretrained(folder)
     model = load_checked(HarmonicForMaskedLM, str(folder), base)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     text_config = model.config.text_config
     data = load_data(
         config,
         tokenizer=tokenizer,
         vocab_size=text_config.vocab_size,
-        max_positions=text_config.max_position_embeddings,
+        max_positions=max_positions(text_config),
         seed=training.get("seed", 42),
     )
     trainer = HarmonicTrainer(

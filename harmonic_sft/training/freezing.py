@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
 from harmonic_sft.training.run_config import UnfreezeConfig
@@ -45,7 +46,7 @@ def unfreeze_(model: HarmonicForMaskedLM, unfreeze: UnfreezeConfig) -> None:
         )
 
 
-def _trained_names(backbone: nn.Module, unfreeze: UnfreezeConfig) -> list[str]:
+def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:
     names = [name for name, _ in backbone.named_parameters()]
     if unfreeze.last_blocks is not None:
         path, blocks = find_blocks(backbone)
@@ -66,7 +67,7 @@ def _trained_names(backbone: nn.Module, unfreeze: UnfreezeConfig) -> list[str]:
     return [n for n in names if any(fnmatchcase(n, pattern) for pattern in unfreeze.patterns)]
 
 
-def needs_autocast(model: nn.Module) -> bool:
+def needs_autocast(model: HarmonicForMaskedLM) -> bool:
     """Whether the backbone mixes float32 and bfloat16, which only autocast can run."""
     return len({p.dtype for p in model.model.backbone.parameters()}) > 1
 

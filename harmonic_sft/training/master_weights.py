@@ -1,10 +1,10 @@
 """AdamW for 16-bit weights that keeps float32 copies of them, so that no update is rounded away."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class MasterWeightsAdamW(torch.optim.AdamW):
@@ -24,7 +24,9 @@ class MasterWeightsAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Iterable[Any], **options: Any):
         self._weights: list[tuple[nn.Parameter, nn.Parameter]] = []  # (16-bit weight, its master)
-        groups = [dict(group) if isinstance(group, dict) else {"params": [group]} for group in params]
+        groups = [
+            dict(group) if isinstance(group, dict) else {"params": [group]} for group in params
+        ]
         for group in groups:
             group["params"] = [self._master_of(weight) for weight in group["params"]]
         super().__init__(groups, **options)
@@ -37,7 +39,7 @@ class MasterWeightsAdamW(torch.optim.AdamW):
         return master
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Tensor | float | None:
+    def step(self, closure: Any = None) -> Any:
         """Step the masters with the weights' gradients and round the result into the weights."""
         assert closure is None, "a closure would compute gradients after they were copied"
         for weight, master in self._weights:

@@ -10,9 +10,9 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import IGNORE_INDEX, LoadedData, load_data
+from harmonic_sft.data import IGNORE_INDEX, LoadedData, StreamedMaskedRows, load_data
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
-from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicForMaskedLM, max_positions
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.freezing import needs_autocast, parts
 from harmonic_sft.training.model_loading import load_base_config, load_model, load_tokenizer
@@ -82,7 +82,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         "final": final,
         "neighbors_after": _neighbors(run, ready),
         "steps": trainer.state.global_step,
-        "history": trainer.state.log_history,
+        "history": _history(before["before"], trainer.state.log_history),
         "train_seconds": output.metrics["train_runtime"],
         "tokens_per_second": _tokens_per_second(trainer, checkpoint, output.metrics),
         "peak_memory_bytes": peak_memory_bytes(),
@@ -112,7 +112,7 @@ def prepare(run: RunConfig) -> Ready:
             run.data,
             tokenizer=tokenizer,
             vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
+            max_positions=max_positions(config),
             seed=run.seed,
         )
     _log_data(data)
@@ -180,6 +180,12 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     return before
 
 
+def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return what was logged, the evaluations before and after training being ordinary ones."""
+    start = {"step": 0, **{f"eval_{key}": value for key, value in before.items()}}
+    return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
+
+
 def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
     model: HarmonicForMaskedLM = ready.trainer.model
     return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
@@ -203,7 +209,7 @@ def _unigram_loss(data: LoadedData) -> float | None:
 
 
 def _log_data(data: LoadedData) -> None:
-    if data.unigram_counts is None:
+    if isinstance(data.train, StreamedMaskedRows):
         logger.info("Data: a stream; %d rows kept for evaluation.", len(data.eval))
         return
     logger.info(

@@ -190,6 +190,11 @@ class RunConfig:
         return Path(self.training["output_dir"])
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the documents are read while training."""
+        return any(source.streaming for source in self.data.sources)
+
+    @property
     def seed(self) -> int:
         """The seed of masks, order and initialization."""
         return self.training.get("seed", 42)
@@ -216,9 +221,19 @@ class RunConfig:
         Raises:
             ValueError: transformers refuses a value.
         """
-        own = {key: value for key, value in self.training.items() if key != "gradient_checkpointing"}
-        pinned = {"dataloader_pin_memory": torch.cuda.is_available()}  # it warns without a GPU
-        return TrainingArguments(**{**pinned, **DEFAULTS, **own, **FORCED, "bf16": autocast})
+        own = {
+            key: value for key, value in self.training.items() if key != "gradient_checkpointing"
+        }
+        computed: dict[str, Any] = {
+            "dataloader_pin_memory": torch.cuda.is_available(),  # it warns without a GPU
+            **DEFAULTS,
+            **own,
+            **FORCED,
+            "bf16": autocast,
+        }
+        if self.is_stream:  # else the first process alone would read, for all others
+            computed["accelerator_config"] = {"dispatch_batches": False}
+        return TrainingArguments(**computed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +282,16 @@ def _check_head(run: RunConfig) -> None:
 def _check_training(training: dict[str, Any], run: RunConfig) -> None:
     for key, instead in RESERVED.items():
         if training.get(key):
-            raise ValueError(f"training.{key}: expected nothing, got {training[key]!r}; {instead}")
-    if any(source.streaming for source in run.data.sources) and training.get("max_steps", 0) <= 0:
+            got = "a secret" if key == "hub_token" else repr(training[key])
+            raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
+    if run.is_stream and training.get("max_steps", 0) <= 0:
         raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
+    workers = training.get("dataloader_num_workers", 0)
+    if run.is_stream and workers > 1:
+        raise ValueError(
+            f"training.dataloader_num_workers: expected 0 or 1 for a stream, got {workers}. "
+            "More would change the order of the rows"
+        )
     annealed = run.h_exp is not None and run.h_exp.start != run.h_exp.end
     metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if annealed and training.get("load_best_model_at_end") and metric == "loss":
@@ -278,8 +300,9 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
             "got the raw loss, which rises by itself"
         )
     low_precision = run.model.unfreeze.dtype == "bfloat16"
-    if low_precision and not str(training.get("optim", "adamw_torch")).startswith("adamw_torch"):
+    optim = str(training.get("optim", "adamw_torch"))
+    if low_precision and not optim.startswith("adamw_torch"):
         raise ValueError(
-            f"training.optim: expected adamw_torch for bfloat16 weights, got {training['optim']!r}. "
+            f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"
         )

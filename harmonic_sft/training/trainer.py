@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ class HarmonicTrainer(Trainer):
         callbacks: Further callbacks.
     """
 
+    model: HarmonicForMaskedLM
     loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
 
     def __init__(
@@ -118,6 +120,7 @@ class HarmonicTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent to what is logged."""
         if self.recipe.h_exp is not None:
+            assert self.model.h_exp is not None, "only a distance head is annealed"
             logs = {**logs, "h_exp": self.model.h_exp}
         super().log(logs, start_time)
 
@@ -224,7 +227,7 @@ class HarmonicTrainer(Trainer):
         totals = torch.cat(scores)
         metrics = summarize(totals, model.dist_head, grid)
         return EvalLoopOutput(
-            predictions=None,
+            predictions=np.empty(0),
             label_ids=None,
             metrics={f"{metric_key_prefix}_{key}": value for key, value in metrics.items()},
             num_samples=len(totals),
@@ -232,7 +235,7 @@ class HarmonicTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin."""
-        folder = output_dir if output_dir is not None else self.args.output_dir
+        folder = str(output_dir or self.args.output_dir)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:

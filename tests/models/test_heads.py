@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from harmonic_sft.models import HEADS, DistLayer, LinearHead, build_head
 
 D, V, N = 24, 50, 6
@@ -68,7 +69,9 @@ def test_loss_and_gradients_hold_next_to_a_prototype(unit_sphere, distance, near
     near = labels if near_label else (labels + 1) % 500
     with torch.no_grad():
         anchors = head.weight[near]
-        offsets = F.normalize(torch.randn_like(anchors), dim=-1) * anchors.norm(dim=-1, keepdim=True)
+        offsets = F.normalize(torch.randn_like(anchors), dim=-1) * anchors.norm(
+            dim=-1, keepdim=True
+        )
         hidden_states = anchors + distance * offsets
     hidden_states.requires_grad_()
     loss = head.nll(hidden_states, labels)
@@ -234,7 +237,7 @@ def test_bad_settings_are_refused():
         build_head({"name": "dit"}, **sizes)
     with pytest.raises(ValueError, match="head dist: expected its own fields"):
         build_head({"name": "dist", "bias": True}, **sizes)
-    with pytest.raises(ValueError, match="h_exp: expected a number below 0, got 0.5"):
+    with pytest.raises(ValueError, match=r"h_exp: expected a number below 0, got 0.5"):
         DistLayer(D, V, h_exp=0.5)
     with pytest.raises(ValueError, match="eps: expected a number above 0"):
         DistLayer(D, V, eps=0.0)

@@ -7,13 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harmonic_sft.models import (
-    HarmonicConfig,
-    HarmonicForMaskedLM,
-    HarmonicModel,
-    NeoBERTConfig,
-    find_blocks,
-)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -25,6 +18,14 @@ from transformers import (
     ModernBertForMaskedLM,
     RobertaConfig,
     RobertaForMaskedLM,
+)
+
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    HarmonicModel,
+    NeoBERTConfig,
+    find_blocks,
 )
 
 V = 120
@@ -165,9 +166,13 @@ def test_published_folder_needs_no_package(bases, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     filled = json.loads(run.stdout.splitlines()[-1])
-    probabilities = HarmonicForMaskedLM.from_pretrained(tmp_path / "bert")(
-        input_ids=torch.tensor([[2, 5, 4, 6, 3]])
-    ).logits[0, 2].softmax(-1)
+    probabilities = (
+        HarmonicForMaskedLM.from_pretrained(tmp_path / "bert")(
+            input_ids=torch.tensor([[2, 5, 4, 6, 3]])
+        )
+        .logits[0, 2]
+        .softmax(-1)
+    )
     best = int(probabilities.argmax())
     assert filled[0]["token"] == best
     assert filled[0]["score"] == pytest.approx(probabilities[best].item(), rel=1e-5)
@@ -242,7 +247,7 @@ def test_one_of_our_checkpoints_is_a_base_too(bases, tmp_path):
     torch.testing.assert_close(same_head(**inputs).loss, first(**inputs).loss)
     new_head = HarmonicForMaskedLM.from_base(str(tmp_path))
     assert new_head.h_exp == -12.0
-    with pytest.raises(ValueError, match="init base_head: expected base .* to have a dist head"):
+    with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a dist head"):
         HarmonicForMaskedLM.from_base(str(tmp_path), init="base_head")
     with pytest.raises(ValueError, match="init: expected 'input_embeddings' or 'base_head'"):
         HarmonicForMaskedLM.from_base(str(tmp_path), init="zeros")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harmonic_sft.models import DistLayer, mean_token_loss, negative_log_likelihood
 
 B, T, D, V = 3, 7, 8, 20

@@ -1,0 +1,43 @@
+# Every target first fills .venv with the tested set of packages, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# One process, on the first GPU if there is one: several GPUs would need several processes.
+# Without the number of threads, accelerate would allow PyTorch a single CPU core.
+THREADS := $(or $(OMP_NUM_THREADS),$(shell getconf _NPROCESSORS_ONLN))
+TRAIN := CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES-0} $(BIN)/accelerate launch \
+	--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $(THREADS) scripts/sft.py
+
+.PHONY: demo demo-compare test check clean
+
+demo: $(INSTALLED)
+	$(TRAIN) configs/demo_base.yaml resume=true
+	$(TRAIN) configs/demo.yaml resume=true
+
+demo-compare: demo
+	$(TRAIN) configs/demo_constant.yaml resume=true
+	$(TRAIN) configs/demo_linear.yaml resume=true
+	$(BIN)/harmonic-sft compare runs/demo runs/demo_constant runs/demo_linear
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
+
+clean:
+	rm -rf .venv
+
+$(INSTALLED): pyproject.toml constraints.txt requirements-demo.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "PYTHON: expected Python >= 3.11, got $$($(PYTHON) --version 2>&1)." \
+			"Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Installing into .venv; the first time this takes minutes, most of them for PyTorch."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev]'
+	$(BIN)/python -m pip install --no-deps -r requirements-demo.txt
+	@touch $@
+	@echo "Installed."

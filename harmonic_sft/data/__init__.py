@@ -1,0 +1,26 @@
+"""Documents to masked batches: sources, rows, masks, splits and collation."""
+
+from harmonic_sft.data.loading import DataConfig, EvalConfig, LoadedData, load_data
+from harmonic_sft.data.masked_dataset import (
+    EpochSampler,
+    MaskedRows,
+    PaddingCollator,
+    StreamedMaskedRows,
+)
+from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig
+from harmonic_sft.data.sources import Source
+
+__all__ = [
+    "EVAL_EPOCH",
+    "IGNORE_INDEX",
+    "DataConfig",
+    "EpochSampler",
+    "EvalConfig",
+    "LoadedData",
+    "MaskConfig",
+    "MaskedRows",
+    "PaddingCollator",
+    "Source",
+    "StreamedMaskedRows",
+    "load_data",
+]

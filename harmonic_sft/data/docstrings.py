@@ -1,0 +1,56 @@
+"""Real English on every machine: the docstrings of the running Python's standard library."""
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+EXCLUDED_FOLDERS = frozenset(
+    {"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
+)
+
+
+def standard_library_docstrings(root: Path | None = None, *, min_length: int = 40) -> list[str]:
+    """Collect the distinct docstrings of modules, classes and functions, without importing them.
+
+    Those of one file are one document: rows of a context length come out full, and about one thing.
+
+    Args:
+        root: Folder to walk; None is the running Python's standard library.
+        min_length: Shorter docstrings are left out, in characters.
+
+    Returns:
+        One text per file that has docstrings of its own, in the order of the sorted files.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    )
+    seen: set[str] = set()
+    documents = []
+    for path in files:
+        texts = dict.fromkeys(text for text in _file_docstrings(path) if len(text) >= min_length)
+        new = [text for text in texts if text not in seen]
+        seen.update(new)
+        if new:
+            documents.append("\n\n".join(new))
+    return documents
+
+
+def _file_docstrings(path: Path) -> Iterator[str]:
+    with warnings.catch_warnings():
+        # Invalid escape sequences in the library's own sources warn while they are parsed.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # deliberately broken files and unknown encodings
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text

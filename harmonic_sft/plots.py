@@ -1,0 +1,163 @@
+"""Pictures of results files; no model is needed to draw them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from harmonic_sft.results import read_results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TRAINING = "#9aa5b1"
+CURRENT = "#1f4e79"
+POST_HOC = "#c8702a"
+REFERENCE = "#5f6b76"
+LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
+
+
+def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
+    """Draw loss, learning rate and h_exp of one run over its optimizer steps.
+
+    Args:
+        results: A results file or its payload: `run` (the name) and `history`, a list of
+            `{"step": int}` with any of `loss`, `eval_loss`, `eval_post_hoc_loss` (nats),
+            `learning_rate` and `h_exp`; `unigram_loss` (nats) if known.
+        out_png: The picture. Its folder is made if it does not exist.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: No history, or matplotlib is not installed.
+    """
+    payload = _payload(results)
+    history = payload.get("history")
+    if not history:
+        raise ValueError(f"history: expected at least one logged step, got {history!r}")
+    has_h_exp = any("h_exp" in entry for entry in history)
+    heights = [2.4, 1.0, 1.0] if has_h_exp else [2.4, 1.0]
+    figure = _figure(width=8.0, height=1.4 + 1.3 * sum(heights))
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    _draw_losses(panels[0], payload, has_h_exp)
+    panels[0].set_title(str(payload.get("run", "run")), loc="left", fontweight="bold")
+    panels[1].plot(*_series(history, "learning_rate"), color=CURRENT, linewidth=1.6)
+    panels[1].set_ylabel("learning rate")
+    panels[1].ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
+    panels[1].set_ylim(bottom=0)
+    if has_h_exp:
+        panels[2].plot(*_series(history, "h_exp"), color=CURRENT, linewidth=1.6)
+        panels[2].set_ylabel("h_exp")
+    panels[-1].set_xlabel("optimizer step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    figure.align_ylabels()
+    return _save(figure, out_png, grid="both")
+
+
+def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str | Path) -> Path:
+    """Draw the final evaluation losses and accuracies of several runs side by side.
+
+    Args:
+        results: Results files or their payloads: `run` (the name) and `final` with `loss`, if
+            known `post_hoc_loss` (both in nats) and `accuracy` (0 to 1); `unigram_loss` (nats) if
+            known.
+        out_png: The picture. Its folder is made if it does not exist.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: No run, a run without a final evaluation, or matplotlib is not installed.
+    """
+    payloads = [_payload(one) for one in results]
+    if not payloads:
+        raise ValueError("results: expected at least one run, got none")
+    names = [str(payload.get("run", "run")) for payload in payloads]
+    for name, payload in zip(names, payloads, strict=True):
+        if missing := {"loss", "accuracy"} - payload.get("final", {}).keys():
+            raise ValueError(f"{name}: expected final loss and accuracy, got no {sorted(missing)}")
+    finals = [payload["final"] for payload in payloads]
+    figure = _figure(width=10.0, height=1.5 + 0.7 * len(names))
+    losses, accuracies = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    paired = [row for row, final in enumerate(finals) if final.get("post_hoc_loss") is not None]
+    rows = [row - 0.2 if row in paired else row for row in range(len(names))]
+    _draw_bars(losses, rows, [final["loss"] for final in finals], CURRENT, "{:.2f}")
+    if paired:
+        post_hoc = [finals[row]["post_hoc_loss"] for row in paired]
+        _draw_bars(losses, [row + 0.2 for row in paired], post_hoc, POST_HOC, "{:.2f}")
+    _draw_unigram(losses.axvline, payloads)
+    percents = [100 * final["accuracy"] for final in finals]
+    _draw_bars(accuracies, list(range(len(names))), percents, CURRENT, "{:.1f}")
+    losses.set_xlabel("evaluation loss (nats per token)")
+    accuracies.set_xlabel("accuracy (% of labeled tokens)")
+    losses.set_yticks(range(len(names)), names)
+    losses.set_ylim(len(names) - 0.5, -0.5)
+    figure.legend(
+        *losses.get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
+    )
+    return _save(figure, out_png, grid="x")
+
+
+def _payload(results: str | Path | dict[str, Any]) -> dict[str, Any]:
+    return results if isinstance(results, dict) else read_results(results)
+
+
+def _figure(width: float, height: float) -> "Figure":
+    """Return a figure outside pyplot, which would switch the backend for the whole process."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "matplotlib: expected an installed package, got none. "
+            "Install it with: pip install 'harmonic-sft[plots]'"
+        ) from error
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _save(figure: "Figure", out_png: str | Path, grid: Literal["both", "x"]) -> Path:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis=grid, color="#e3e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    path = Path(out_png)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which something was logged, and its values."""
+    entries = [entry for entry in history if entry.get(key) is not None]
+    return [entry["step"] for entry in entries], [entry[key] for entry in entries]
+
+
+def _draw_losses(axes: "Axes", payload: dict[str, Any], has_h_exp: bool) -> None:
+    steps, values = _series(payload["history"], "loss")
+    axes.plot(steps, values, color=TRAINING, linewidth=1.2, label="training")
+    for key, color, marker in [("eval_loss", CURRENT, "o"), ("eval_post_hoc_loss", POST_HOC, "D")]:
+        steps, values = _series(payload["history"], key)
+        label = f"evaluation {LABELS[color]}" if has_h_exp else "evaluation"
+        if values:
+            axes.plot(steps, values, f"{marker}-", color=color, ms=5, linewidth=0.8, label=label)
+    _draw_unigram(axes.axhline, [payload])
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(fontsize="small", framealpha=0.9, edgecolor="none")
+
+
+def _draw_unigram(line_fn: Callable[..., Any], payloads: list[dict[str, Any]]) -> None:
+    """Draw the loss of the text's word frequencies, which a model has to beat."""
+    known = [p["unigram_loss"] for p in payloads if p.get("unigram_loss") is not None]
+    if known:
+        line_fn(known[0], color=REFERENCE, linestyle="--", linewidth=1.2, label="unigram baseline")
+
+
+def _draw_bars(
+    axes: "Axes", rows: list[float], values: list[float], color: str, number: str
+) -> None:
+    """Draw one bar per run with its number, which stays readable where a line crosses it."""
+    bars = axes.barh(rows, values, height=0.36, color=color, label=LABELS[color])
+    texts = [number.format(value) for value in values]
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.bar_label(bars, texts, padding=4, fontsize="small", bbox=background)
+    axes.margins(x=0.14)

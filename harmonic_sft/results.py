@@ -1,0 +1,199 @@
+"""The JSON files of a run: how they are written, what machine they come from, how they print."""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
+NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
+
+
+def environment() -> dict[str, Any]:
+    """Describe what the numbers of this process depend on.
+
+    Returns:
+        `versions` by package (None: not installed), `git_commit` of the checkout that this package
+        runs from (None: not a checkout), `git_changed` (tracked files differ from the commit),
+        `hardware` (`cpu`, `cores`, `memory_bytes`, `gpus`) and `date` (UTC, ISO 8601).
+    """
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{package.replace("-", "_"): _version(package) for package in PACKAGES},
+        },
+        **_git_state(Path(__file__)),
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": [
+                torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+            ],
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Path:
+    """Write one JSON file, whole or not at all.
+
+    Args:
+        folder: Made if it does not exist.
+        name: File name without `.json`. A file of this name is replaced.
+        payload: JSON values only.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: A value that JSON cannot hold, such as a tensor, infinity or NaN.
+    """
+    for problem in _not_json(payload, name):
+        raise ValueError(problem)
+    text = json.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False)
+    path = Path(folder) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def read_results(path: str | Path) -> dict[str, Any]:
+    """Read a file that `write_results` wrote.
+
+    Args:
+        path: The JSON file.
+
+    Returns:
+        The payload.
+
+    Raises:
+        ValueError: No such file, or not a JSON object.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"results: expected an existing JSON file, got {str(path)!r}")
+    try:
+        payload = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got an error: {error}") from error
+    if not isinstance(payload, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(payload).__name__}")
+    return payload
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table to standard output, numbers to the right and nothing cut off.
+
+    Args:
+        title: Stands above the table.
+        columns: The head of every column.
+        rows: Strings as they are, floats with three decimals or digits, None as `-`.
+
+    Raises:
+        ValueError: A row that has more or fewer cells than there are columns.
+    """
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"row: expected {len(columns)} cells, got {list(row)!r}")
+    cells = [[_cell(value) for value in row] for row in rows]
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        texts = [row[index] for row in cells if row[index] != "-"]
+        is_number = bool(texts) and all(NUMBER.fullmatch(text) for text in texts)
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:  # a file has no width; a narrow terminal folds long cells
+        console.width = console.measure(table, options=console.options.update(width=9999)).maximum
+    console.print(table)
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has held: on the GPU if it used one, else resident."""
+    if torch.cuda.is_initialized() and (peak := torch.cuda.max_memory_allocated()):
+        return peak
+    import resource  # Unix only, like the number itself
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(file: Path) -> dict[str, Any]:
+    """Return the commit only if the file is tracked: a `.venv` may lie in a foreign checkout."""
+    unknown = {"git_commit": None, "git_changed": None}
+    if _output("git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name) is None:
+        return unknown
+    commit = _output("git", "-C", str(file.parent), "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return unknown
+    status = _output("git", "-C", str(file.parent), "status", "--porcelain", "-uno")
+    return {"git_commit": commit, "git_changed": bool(status)}
+
+
+def _cpu_model() -> str:
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else []
+    return names[0] if names else platform.machine()
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _not_json(value: object, place: str) -> Iterator[str]:
+    """Describe every value that JSON cannot hold."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                yield f"{place}: expected keys that are strings, got {key!r}"
+            yield from _not_json(inner, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _not_json(inner, f"{place}.{index}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{place}: expected a finite number, got {value}"
+    elif not isinstance(value, str | int | float | None):
+        yield f"{place}: expected a JSON value, got {type(value).__name__}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.1 else f"{value:.3g}"

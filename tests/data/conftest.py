@@ -1,0 +1,57 @@
+"""Small tokenizers, and a cache that leaves the user's alone."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WORDS = [f"word{index}" for index in range(200)]
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path, monkeypatch):
+    folder = tmp_path / "datasets_cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """BERT's arrangement, [CLS] text [SEP], over 200 words and single letters."""
+    pieces = [*SPECIALS, *WORDS, *"abcdefghijklmnopqrstuvwxyz[]"]
+    pieces += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    backend = Tokenizer(
+        models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=16,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """RoBERTa's arrangement, <s> text </s>, over single bytes."""
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=16,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    )

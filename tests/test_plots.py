@@ -1,0 +1,125 @@
+"""Pictures: what is drawn for which history, and what is refused."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from harmonic_sft.plots import plot_comparison, plot_run
+from harmonic_sft.results import write_results
+
+HISTORY = [
+    {"step": 1, "loss": 5.7, "learning_rate": 2e-5, "h_exp": -12.0},
+    {"step": 10, "loss": 4.9, "learning_rate": 2e-4, "h_exp": -8.0},
+    {"step": 10, "eval_loss": 4.8, "eval_post_hoc_loss": 4.7},
+    {"step": 20, "loss": 5.2, "learning_rate": 0.0, "h_exp": -4.0},
+    {"step": 20, "eval_loss": 5.3, "eval_post_hoc_loss": 4.6},
+]
+RUN = {"run": "demo", "history": HISTORY, "unigram_loss": 6.31}
+FINALS = [
+    {"run": "demo", "final": {"loss": 6.26, "post_hoc_loss": 5.13, "accuracy": 0.254}},
+    {"run": "linear", "final": {"loss": 4.15, "accuracy": 0.281}, "unigram_loss": 6.31},
+]
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list[Figure]:
+    """The figures that are saved while a test runs."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Path, **options: Any) -> None:
+        saved.append(figure)
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def without(*keys: str) -> list[dict[str, float]]:
+    return [{key: value for key, value in entry.items() if key not in keys} for entry in HISTORY]
+
+
+def test_a_run_is_drawn_in_three_panels_over_its_steps(tmp_path, figures):
+    path = plot_run(RUN, tmp_path / "new" / "run.png")
+    assert imread(path).shape[:2] > (400, 800)
+    losses, rates, h_exps = figures[0].axes
+    lines = {line.get_label(): line for line in losses.get_lines()}
+    assert list(lines) == [
+        "training",
+        "evaluation at the current h_exp",
+        "evaluation at the best post-hoc h_exp",
+        "unigram baseline",
+    ]
+    assert list(lines["training"].get_xdata()) == [1, 10, 20]
+    assert list(lines["evaluation at the best post-hoc h_exp"].get_ydata()) == [4.7, 4.6]
+    assert list(rates.get_lines()[0].get_ydata()) == [2e-5, 2e-4, 0.0]
+    assert list(h_exps.get_lines()[0].get_ydata()) == [-12.0, -8.0, -4.0]
+    assert losses.get_ylabel() == "loss (nats per token)"
+    assert h_exps.get_xlabel() == "optimizer step"
+
+
+def test_a_run_without_h_exp_has_no_panel_for_it(tmp_path, figures):
+    history = without("h_exp", "eval_post_hoc_loss")
+    plot_run({"run": "linear", "history": history}, tmp_path / "run.png")
+    losses, rates = figures[0].axes
+    assert [line.get_label() for line in losses.get_lines()] == ["training", "evaluation"]
+    assert rates.get_xlabel() == "optimizer step"
+
+
+def test_a_results_file_draws_as_its_payload(tmp_path):
+    path = write_results(tmp_path, "train", RUN)
+    plot_run(path, tmp_path / "from_file.png")
+    plot_run(RUN, tmp_path / "from_payload.png")
+    assert (tmp_path / "from_file.png").read_bytes() == (tmp_path / "from_payload.png").read_bytes()
+
+
+@pytest.mark.parametrize("payload", [{"run": "demo"}, {"run": "demo", "history": []}])
+def test_a_run_without_history_is_refused(tmp_path, payload):
+    with pytest.raises(ValueError, match="history: expected at least one logged step, got "):
+        plot_run(payload, tmp_path / "run.png")
+
+
+def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
+    path = plot_comparison(FINALS, tmp_path / "comparison.png")
+    assert imread(path).shape[:2] > (300, 1000)
+    losses, accuracies = figures[0].axes
+    assert sorted(bar.get_width() for bar in losses.patches) == [4.15, 5.13, 6.26]
+    assert [bar.get_width() for bar in accuracies.patches] == pytest.approx([25.4, 28.1])
+    assert [text.get_text() for text in losses.get_yticklabels()] == ["demo", "linear"]
+    assert {text.get_text() for text in losses.texts} == {"6.26", "5.13", "4.15"}
+    assert [line.get_label() for line in losses.get_lines()] == ["unigram baseline"]
+
+
+def test_a_comparison_of_plain_runs_needs_no_post_hoc_loss(tmp_path, figures):
+    plot_comparison([{"run": "linear", "final": FINALS[1]["final"]}], tmp_path / "one.png")
+    assert len(figures[0].axes[0].patches) == 1
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([], "results: expected at least one run, got none"),
+        ([{"run": "demo"}], "demo: expected final loss and accuracy, got no ['accuracy', 'loss']"),
+        ([{"final": {"loss": 1.0}}], "run: expected final loss and accuracy, got no ['accuracy']"),
+    ],
+)
+def test_a_comparison_needs_final_numbers(tmp_path, results, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plot_comparison(results, tmp_path / "comparison.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install 'harmonic-sft\[plots\]'"):
+        plot_run(RUN, tmp_path / "run.png")
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    plot_run(RUN, tmp_path / "run.png")
+    assert "matplotlib.pyplot" not in sys.modules

@@ -1,0 +1,188 @@
+"""Result files, the description of the machine, and tables."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from harmonic_sft import results
+from harmonic_sft.results import (
+    environment,
+    peak_memory_bytes,
+    read_results,
+    show_table,
+    write_results,
+)
+
+
+def test_what_is_written_reads_back(tmp_path):
+    payload = {
+        "run": "demo",
+        "final": {"loss": 4.25, "steps": 3, "best": None},
+        "words": ["na\u00efve"],
+    }
+    path = write_results(tmp_path / "new" / "results", "train", payload)
+    assert path == tmp_path / "new" / "results" / "train.json"
+    assert read_results(path) == payload
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = write_results(tmp_path, "train", {"loss": 1.0})
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_results(tmp_path, "train", {"loss": 2.0})
+    assert read_results(path) == {"loss": 1.0}
+    assert os.listdir(tmp_path) == ["train.json"]
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        ({"final": {"loss": float("nan")}}, "train.final.loss: expected a finite number, got nan"),
+        ({"history": [{"h": 1}, {"h": -float("inf")}]}, "train.history.1.h: expected a finite num"),
+        ({"loss": torch.tensor(1.0)}, "train.loss: expected a JSON value, got Tensor"),
+        ({3: 1.0}, "train: expected keys that are strings, got 3"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_before_writing(tmp_path, payload, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_results(tmp_path, "train", payload)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "expected an existing JSON file"), ("{", "expected JSON"), ("[]", "got list")],
+)
+def test_a_file_that_holds_no_results_is_refused(tmp_path, text, message):
+    path = tmp_path / "train.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_results(path)
+
+
+def test_the_environment_is_complete_and_json(tmp_path):
+    found = environment()
+    assert read_results(write_results(tmp_path, "environment", found)) == found
+    assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    names = "python torch transformers datasets accelerate peft harmonic_sft"
+    assert " ".join(found["versions"]) == names
+    assert found["hardware"]["cpu"]
+    assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["memory_bytes"] > 2**28
+    assert len(found["hardware"]["gpus"]) == torch.cuda.device_count()
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(found["date"])).total_seconds()) < 60
+
+
+def test_a_package_that_is_missing_has_no_version(monkeypatch):
+    monkeypatch.setattr(results, "PACKAGES", ("no-such-package",))
+    assert environment()["versions"]["no_such_package"] is None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_tracked_file(tmp_path):
+    tracked, untracked = tmp_path / "tracked.py", tmp_path / "untracked.py"
+    tracked.touch()
+    assert results._git_state(tracked) == {"git_commit": None, "git_changed": None}
+    _git(tmp_path, "init")
+    _git(tmp_path, "add", "tracked.py")
+    assert results._git_state(tracked) == {"git_commit": None, "git_changed": None}
+    _git(tmp_path, "commit", "-m", "first")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    untracked.touch()
+    assert results._git_state(tracked) == {"git_commit": commit, "git_changed": False}
+    assert results._git_state(untracked) == {"git_commit": None, "git_changed": None}
+    tracked.write_text("pass\n")
+    assert results._git_state(tracked) == {"git_commit": commit, "git_changed": True}
+
+
+def test_no_git_is_no_error(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert environment()["git_commit"] is None
+
+
+ROWS = [
+    ["annealed, at the best post-hoc h_exp", 4.302, 0.282, "28.2 %", None, 1234567],
+    ["[MASK] [bold]", 12345.6, 2e-4, "9.1 %", -1.5, 3],
+]
+COLUMNS = ["run", "loss", "rate", "accuracy", "h_exp", "tokens"]
+
+
+def test_a_table_in_a_file_shows_every_cell_on_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_table("Losses in nats", COLUMNS, [[f"{'a long name ' * 8}end", *ROWS[0][1:]], *ROWS])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "Losses in nats"
+    assert any(f"{'a long name ' * 8}end" in line and "1,234,567" in line for line in lines)
+    assert any("[MASK] [bold]" in line for line in lines)
+
+
+def test_numbers_stand_to_the_right_and_names_to_the_left(capsys):
+    show_table("Losses", COLUMNS, ROWS)
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
+    for left, right in [
+        ("4.302", "12,346"),
+        ("0.282", "0.0002"),
+        ("28.2 %", "9.1 %"),
+        ("1,234,567", "3"),
+    ]:
+        assert first.index(left) + len(left) == second.rindex(right) + len(right)
+    assert first.index("annealed") == second.index("[MASK]")
+    assert " - " in first
+
+
+def test_a_narrow_terminal_folds_but_loses_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_table("Files", ["path"], [["x" * 100]])
+    assert capsys.readouterr().out.count("x") == 100
+
+
+def test_a_row_of_the_wrong_length_is_refused():
+    with pytest.raises(ValueError, match=r"row: expected 2 cells, got \['only one'\]"):
+        show_table("Losses", ["run", "loss"], [["only one"]])
+
+
+def test_peak_memory_is_in_bytes():
+    peak = peak_memory_bytes()
+    assert 2**26 < peak < 2**44
+    if sys.platform == "linux" and not torch.cuda.is_initialized():
+        status = Path("/proc/self/status").read_text()
+        high_water = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+        assert peak == pytest.approx(high_water, rel=0.1)
+
+
+@pytest.mark.cuda
+def test_peak_memory_on_a_gpu_is_that_of_the_gpu():
+    torch.cuda.reset_peak_memory_stats()
+    tensor = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    assert tensor.numel() <= peak_memory_bytes() == torch.cuda.max_memory_allocated()
+
+
+def test_files_are_plain_json(tmp_path):
+    path = write_results(tmp_path, "train", {"b": 1, "a": [1.5]})
+    assert json.loads(path.read_text()) == {"b": 1, "a": [1.5]}
+    assert path.read_text().endswith("}\n")

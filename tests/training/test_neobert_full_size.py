@@ -1,0 +1,65 @@
+"""The main job's own file at full size: random weights in the published layout, local text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAKE_BASE = """
+import json, sys
+import torch
+from transformers import AutoTokenizer
+import harmonic_sft
+folder, tokenizer = sys.argv[1:]
+model = harmonic_sft.NeoBERTForMaskedLM(harmonic_sft.NeoBERTConfig())
+model.save_pretrained(folder)
+AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+"""
+
+
+@pytest.mark.slow
+def test_neobert_yaml_trains_three_steps_in_8_gib(tmp_path, minilm_path):
+    base, folder = tmp_path / "neobert", tmp_path / "run"
+    subprocess.run([sys.executable, "-c", MAKE_BASE, base, minilm_path], check=True, cwd=ROOT)
+    published = json.loads(
+        (ROOT / "tests" / "fixtures" / "neobert_tiny" / "config.json").read_text()
+    )
+    published |= {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "dim_head": 64,
+        "max_length": 4096,
+    }
+    (base / "config.json").write_text(json.dumps(published))
+    overrides = [
+        f"model.base={base}",
+        "model.revision=null",
+        "data.sources=[{path: 'python:docstrings'}]",
+        "data.context_length=128",
+        "data.eval.documents=4",
+        f"training.output_dir={folder}",
+        "training.per_device_train_batch_size=1",
+        "training.gradient_accumulation_steps=1",
+        "training.max_steps=3",
+        "training.save_strategy=no",
+        "training.eval_strategy=no",
+        "training.logging_steps=1",
+        "training.use_cpu=true",
+        "schedule={warmup_ratio: 0.34, decay_ratio: 0.33}",
+    ]
+    config = ROOT / "configs" / "neobert.yaml"
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "sft.py", config, *overrides], check=True, cwd=ROOT
+    )
+    results = json.loads((folder / "results" / "train.json").read_text())
+    assert results["steps"] == 3
+    assert results["peak_memory_bytes"] < 8 * 2**30
+    assert results["head"]["h_exp"] == -4.0
+    # Random features know nothing: the loss is that of a uniform guess, ln(30522) = 10.33.
+    assert results["before"]["loss"] == pytest.approx(10.33, abs=0.5)

@@ -1,0 +1,158 @@
+"""One YAML: what is read, what is refused, and with which words."""
+
+from pathlib import Path
+
+import pytest
+
+from harmonic_sft.config import parse, read_yaml, to_yaml
+from harmonic_sft.training import RunConfig, load_run_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_file_is_valid_and_survives_a_round_trip(path, tmp_path):
+    run = load_run_config(path)
+    assert run.output_dir == Path("runs") / path.stem
+    resolved = tmp_path / "run.yaml"
+    resolved.write_text(to_yaml(run))
+    assert parse(RunConfig, read_yaml(resolved)) == run
+    run.training_arguments(autocast=False)
+
+
+def test_neobert_is_the_plan():
+    run = load_run_config(CONFIGS[[p.stem for p in CONFIGS].index("neobert")])
+    assert run.model.base == "chandar-lab/NeoBERT"
+    assert run.model.revision == "5424c8efeea6491b151d62dee55a752165407430"
+    assert (run.model.dtype, run.model.unfreeze.last_blocks) == ("bfloat16", 1)
+    assert (run.h_exp.start, run.h_exp.end) == (-12.0, -4.0)
+    args = run.training_arguments(autocast=False)
+    assert (args.learning_rate, args.adam_beta1, args.adam_beta2) == (2e-4, 0.95, 0.95)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 16)
+    assert run.schedule.warmup_ratio == 0.1
+    assert run.data.context_length == 4096
+    assert run.oom_fallback
+
+
+def test_the_demo_is_the_plan_on_a_small_base():
+    plan, demo = (
+        load_run_config(CONFIGS[[p.stem for p in CONFIGS].index(name)])
+        for name in ("neobert", "demo")
+    )
+    assert demo.head == plan.head
+    assert demo.h_exp == plan.h_exp
+    assert demo.loss == plan.loss
+    assert demo.schedule == plan.schedule
+    assert demo.data.mask == plan.data.mask
+    for key in ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"):
+        assert demo.training[key] == plan.training[key]
+
+
+def test_the_comparison_runs_differ_in_one_thing():
+    demo, constant, linear = (
+        load_run_config(CONFIGS[[p.stem for p in CONFIGS].index(name)])
+        for name in ("demo", "demo_constant", "demo_linear")
+    )
+    for other, sections in ((constant, {"h_exp"}), (linear, {"head", "h_exp", "loss"})):
+        different = {
+            name
+            for name in RunConfig.__dataclass_fields__
+            if getattr(other, name) != getattr(demo, name)
+        }
+        assert different == sections | {"training"}
+        assert {**other.training, "output_dir": ""} == {**demo.training, "output_dir": ""}
+    assert constant.h_exp.start == constant.h_exp.end == -12.0
+
+
+def test_overrides_are_typed(make_yaml):
+    run = load_run_config(
+        make_yaml(),
+        [
+            "training.learning_rate=1e-4",
+            "training.eval_strategy=no",
+            "data.sources.0.column=body",
+            "head={name: dist, unit_sphere: false}",
+        ],
+    )
+    assert run.training["learning_rate"] == 1e-4
+    assert run.training["eval_strategy"] == "no"
+    assert run.data.sources[0].column == "body"
+    assert run.head.unit_sphere is False
+
+
+REFUSED = [
+    (
+        ["training.max_stepz=5"],
+        r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'\?",
+    ),
+    (["modle.base=x"], r"modle: expected one of the known keys, got 'modle'. Did you mean 'model'"),
+    (["head.unit_spere=true"], r"Did you mean 'unit_sphere'\?"),
+    (["h_exp.start=2.0"], "h_exp.start: expected a number below 0, got 2.0"),
+    (["h_exp.end=0"], "h_exp.end: expected a number below 0, got 0"),
+    (["training.max_steps=many"], "training.max_steps: expected a whole number, got 'many'"),
+    (["data.mask.probability=1.5"], "data.mask.probability: expected a number below 1"),
+    (["data.sources=[]"], "data.sources: "),
+    (["h_exp=null"], "h_exp: expected start and end for a dist head, got nothing"),
+    (["head={name: linear}"], "h_exp: expected nothing for a linear head, got a section"),
+    (
+        ["head={name: linear}", "h_exp=null"],
+        "loss.name: expected 'cross_entropy' for a linear head, got 'harmonic'",
+    ),
+    (["head={name: dit}"], "head.name: expected one of"),
+    (["head.tie=true", "model.dtype=bfloat16"], "head.tie: expected false with model.dtype bfl"),
+    (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
+    (["model.unfreeze.patterns=[x]"], "last_blocks: expected alone, got patterns too"),
+    (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
+    (["training.lr_scheduler_type=linear"], "the schedule section decides"),
+    (["training.hub_token=hf_x"], "a token in a file leaks"),
+    (["training.push_to_hub=true"], "the hub section decides"),
+    (["hub.push=true"], "hub.push: expected false, got true"),
+    (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
+    (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
+    (
+        ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
+        "metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, got the raw loss",
+    ),
+    (
+        ["model.unfreeze={last_blocks: 1, dtype: bfloat16}", "training.optim=adafactor"],
+        "training.optim: expected adamw_torch for bfloat16 weights, got 'adafactor'",
+    ),
+    (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
+    (
+        ["data.sources.0.streaming=true", "training.dataloader_num_workers=2"],
+        "training.dataloader_num_workers: expected 0 or 1 for a stream, got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_settings_are_refused_before_anything_is_loaded(make_yaml, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_run_config(make_yaml(), overrides)
+
+
+def test_an_error_does_not_repeat_a_token(make_yaml):
+    with pytest.raises(ValueError, match="hub_token") as caught:
+        load_run_config(make_yaml(), ["training.hub_token=hf_secret"])
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_best_checkpoint_by_the_post_hoc_loss_is_allowed(make_yaml):
+    run = load_run_config(
+        make_yaml(),
+        [
+            "training.load_best_model_at_end=true",
+            "training.metric_for_best_model=post_hoc_loss",
+            "training.eval_strategy=steps",
+            "training.eval_steps=3",
+        ],
+    )
+    args = run.training_arguments(autocast=False)
+    assert args.greater_is_better is False
+
+
+def test_a_raw_loss_is_allowed_where_nothing_is_annealed(make_yaml):
+    load_run_config(
+        make_yaml(h_exp={"start": -12.0, "end": -12.0}),
+        ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
+    )

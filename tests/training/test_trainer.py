@@ -1,0 +1,273 @@
+"""The Trainer: what must be equal is equal, and what goes wrong is told."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from harmonic_sft.training import NonFiniteLossError, load_run_config, train
+from harmonic_sft.training.run import prepare
+from harmonic_sft.training.trainer import HarmonicTrainer, split_batch
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(path, *overrides):
+    trainer = prepare(load_run_config(path, overrides)).trainer
+    trainer.train()
+    return trainer
+
+
+class NormsCallback(TrainerCallback):
+    def __init__(self):
+        self.worst = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        norms = kwargs["model"].dist_head.weight.double().norm(dim=-1)
+        self.worst.append((norms - 1).abs().max().item())
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_prototypes_have_norm_one_after_every_step(make_yaml, accumulation):
+    path = make_yaml(training={"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.1})
+    trainer = prepare(load_run_config(path)).trainer
+    norms = NormsCallback()
+    trainer.add_callback(norms)
+    before = trainer.model.dist_head.weight.clone()
+    trainer.train()
+    assert len(norms.worst) == 6
+    assert max(norms.worst) < 1e-6
+    assert (trainer.model.dist_head.weight - before).norm() > 0.1
+
+
+def test_accumulation_equals_a_big_batch(make_yaml):
+    runs = []
+    for size, accumulation in [(8, 1), (4, 2), (2, 4)]:
+        path = make_yaml(
+            training={
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": accumulation,
+                # Warmed up from 1e-3: Adam amplifies rounding where gradients are about 0.
+                "learning_rate": 1e-3,
+            }
+        )
+        trainer = trained(path)
+        head = trainer.model.dist_head.weight.detach().clone()
+        runs.append((torch.tensor(losses(trainer)), head))
+    for values, head in runs[1:]:
+        torch.testing.assert_close(values, runs[0][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(head, runs[0][1], rtol=0, atol=1e-4)
+
+
+def test_only_the_last_block_and_the_head_move(make_yaml):
+    run = load_run_config(make_yaml())
+    trainer = prepare(run).trainer
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    expected = {n for n in before if ".layer.2." in n or n == "dist_head.weight"}
+    # A key's bias shifts all scores of a query alike: softmax gives it no gradient.
+    assert expected - moved <= {"model.backbone.encoder.layer.2.attention.self.key.bias"}
+    assert moved <= expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_equals_an_uninterrupted_one(make_yaml, tmp_path, dtype):
+    """Weights and exponent bit for bit, across an epoch's end and with bfloat16 masters."""
+    model = {"dtype": dtype, "unfreeze": {"last_blocks": 1, "dtype": dtype}}
+    shared = {"max_steps": 16, "save_steps": 5, "gradient_accumulation_steps": 2}
+    path = make_yaml(model=model, training=shared)
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    cut = f"training.output_dir={tmp_path / 'cut'}"
+
+    class Interrupted(Exception):
+        pass
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 12:  # two steps after the last checkpoint
+                raise Interrupted
+
+    run = load_run_config(path, [cut])
+    original = HarmonicTrainer.__init__
+
+    def with_stop(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.add_callback(Stop())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarmonicTrainer, "__init__", with_stop)
+        with pytest.raises(Interrupted):
+            train(run)
+    again = train(load_run_config(path, [cut, "resume=true"]))
+    assert again["head"] == whole["head"]
+    assert again["final"] == whole["final"]
+    expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    rows = [[e for e in r["history"] if "loss" in e] for r in (whole, again)]
+    assert [e["loss"] for e in rows[0]] == [e["loss"] for e in rows[1]]
+    assert whole["config"]["training"]["max_steps"] == 16
+
+
+def test_h_exp_is_annealed_logged_and_saved(make_yaml):
+    results = train(load_run_config(make_yaml()))
+    logged = [entry["h_exp"] for entry in results["history"] if "loss" in entry]
+    torch.testing.assert_close(
+        torch.tensor(logged), torch.tensor([-12 + 8 * step / 6 for step in range(1, 7)])
+    )
+    assert results["head"]["h_exp"] == -4.0
+    assert results["before"]["h_exp"] == -12.0
+    assert results["final"]["h_exp"] == -4.0
+
+
+def test_the_learning_rate_follows_the_phases(make_yaml):
+    trainer = trained(make_yaml(training={"max_steps": 10}))
+    rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    torch.testing.assert_close(
+        torch.tensor(rates), 1e-2 * torch.tensor([0, 0.5, 1, 1, 1, 1, *cosine])
+    )
+
+
+def test_bfloat16_blocks_train_through_master_weights(make_yaml):
+    path = make_yaml(
+        model={
+            "dtype": "bfloat16",
+            "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"},
+        }
+    )
+    trainer = trained(path)
+    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
+    assert dtypes.pop("dist_head.weight") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    assert not trainer.args.bf16
+    assert losses(trainer)[-1] > 0
+
+
+def test_float32_blocks_on_a_bfloat16_body_run_under_autocast(make_yaml):
+    path = make_yaml(
+        model={
+            "dtype": "bfloat16",
+            "unfreeze": {"last_blocks": 1, "dtype": "float32"},
+        }
+    )
+    trainer = trained(path)
+    assert trainer.args.bf16
+    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
+    assert {d for n, d in dtypes.items() if ".layer.2." in n} == {torch.float32}
+    assert {d for n, d in dtypes.items() if ".layer.1." in n} == {torch.bfloat16}
+
+
+def with_memory_for(rows, *, checkpointing):
+    """Pretend that the device runs out of memory above some batch size."""
+    original = HarmonicTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = original(self, model, inputs, **kwargs)
+        if len(inputs["input_ids"]) > rows or checkpointing > self._checkpoints_blocks:
+            loss.backward()  # leaves its gradients behind, as a real failure may
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return loss
+
+    return compute_loss
+
+
+@pytest.mark.parametrize(
+    ("rows", "warnings"),
+    [
+        (8, ["checkpointing turned on"]),
+        (4, ["checkpointing turned on", "4 at a time"]),
+        (1, ["checkpointing turned on", "4 at a time", "2 at a time", "1 at a time"]),
+    ],
+)
+def test_out_of_memory_falls_back_at_the_same_effective_batch(
+    make_yaml, monkeypatch, caplog, rows, warnings
+):
+    path = make_yaml(training={"gradient_accumulation_steps": 2, "learning_rate": 1e-3})
+    expected = trained(path)
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(rows, checkpointing=True))
+    fallen = trained(path)
+    torch.testing.assert_close(
+        torch.tensor(losses(fallen)), torch.tensor(losses(expected)), rtol=1e-5, atol=1e-5
+    )
+    said = [r.getMessage() for r in caplog.records if "Out of memory" in r.getMessage()]
+    assert len(said) == len(warnings)
+    assert all(part in message for part, message in zip(warnings, said, strict=True))
+
+
+def test_out_of_memory_is_an_error_when_nothing_is_left_or_allowed(make_yaml, monkeypatch):
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(0, checkpointing=False))
+    with pytest.raises(RuntimeError, match="one row at a time with gradient checkpointing"):
+        trained(make_yaml())
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(make_yaml(), "oom_fallback=false")
+
+
+def test_a_non_finite_loss_stops_before_the_step_and_keeps_the_checkpoint(make_yaml, tmp_path):
+    original = HarmonicTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = original(self, model, inputs, **kwargs)
+        return loss * float("nan") if self.state.global_step == 4 else loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarmonicTrainer, "compute_loss", compute_loss)
+        with pytest.raises(NonFiniteLossError, match="expected a finite number, got nan at step 5"):
+            train(load_run_config(make_yaml()))
+    saved = weights(tmp_path / "run" / "checkpoint-3")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    assert not (tmp_path / "run" / "results" / "train.json").exists()
+
+
+def test_evaluation_weighs_tokens_not_batches(make_yaml):
+    values = []
+    for size in (1, 3, 16):
+        path = make_yaml(training={"per_device_eval_batch_size": size})
+        values.append(prepare(load_run_config(path)).trainer.evaluate()["eval_loss"])
+    ready = prepare(load_run_config(make_yaml()))
+    model, total, count = ready.trainer.model, 0.0, 0
+    for index in range(len(ready.data.eval)):
+        batch = ready.data.collator([ready.data.eval[index]])
+        tokens = int((batch["labels"] != -100).sum())
+        with torch.no_grad():
+            total += model(**batch).loss.double().item() * tokens
+        count += tokens
+    for value in values:
+        assert value == pytest.approx(total / count, rel=1e-5)
+
+
+def test_gradient_checkpointing_trains_the_same(make_yaml):
+    plain = trained(make_yaml())
+    checkpointed = trained(make_yaml(training={"gradient_checkpointing": True}))
+    assert losses(plain) == losses(checkpointed)
+    backbone = checkpointed.model.model.backbone
+    assert [b.gradient_checkpointing for b in backbone.encoder.layer] == [False, False, True]
+
+
+def test_weight_decay_leaves_prototypes_out(make_yaml):
+    trainer = prepare(load_run_config(make_yaml(training={"weight_decay": 0.1}))).trainer
+    names = trainer.get_decay_parameter_names(trainer.model)
+    assert "dist_head.weight" not in names
+    assert "model.backbone.encoder.layer.2.output.dense.weight" in names
+
+
+def test_checkpoints_hold_no_pickled_arguments(make_yaml, tmp_path):
+    train(load_run_config(make_yaml()))
+    names = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert "training_args.bin" not in names
+    assert {"optimizer.pt", "trainer_state.json", "modeling_harmonic.py"} <= names
+
+
+def test_split_batch_keeps_rows_and_order():
+    batch = {"input_ids": torch.arange(10).view(5, 2), "labels": torch.arange(5).view(5, 1)}
+    chunks = split_batch(batch, 2)
+    assert [len(chunk["labels"]) for chunk in chunks] == [3, 2]
+    assert torch.equal(torch.cat([chunk["input_ids"] for chunk in chunks]), batch["input_ids"])
