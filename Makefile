@@ -20,7 +20,8 @@ demo: $(INSTALLED)
 demo-compare: demo
 	$(TRAIN) configs/demo_constant.yaml resume=true
 	$(TRAIN) configs/demo_linear.yaml resume=true
-	$(BIN)/harmonic-sft compare runs/demo runs/demo_constant runs/demo_linear
+	$(BIN)/harmonic-sft compare runs/demo_base runs/demo runs/demo_constant runs/demo_linear \
+		--figure runs/comparison.png
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

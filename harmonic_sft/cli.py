@@ -86,7 +86,3 @@ def _compare(options: argparse.Namespace) -> None:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")
     compare_runs([read_results(path) for path in paths], options.figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -121,6 +121,13 @@ def max_positions(config: PreTrainedConfig) -> int:
     return config.max_position_embeddings - offset
 
 
+def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
+    """Set every dropout probability of a configuration."""
+    for name, value in config.to_dict().items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(config, name, probability)
+
+
 def trains(module: nn.Module) -> bool:
     """Whether any parameter of the module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())

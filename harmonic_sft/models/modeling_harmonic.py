@@ -18,6 +18,7 @@ from .backbones import (
     find_blocks,
     load_backbone,
     load_checked,
+    set_dropout_,
     trains,
 )
 from .configuration_harmonic import HarmonicConfig
@@ -157,6 +158,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
         init: str = "input_embeddings",
         tie: bool = False,
         dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
     ) -> Self:
         """Put a new head on a pretrained encoder.
 
@@ -169,12 +171,17 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
                 `base_head` keeps the weights of the base's own head of the same name.
             tie: Share the head's weight with the input embeddings.
             dtype: Of the backbone; the head is float32.
+            dropout: Probability of every dropout of the backbone; default: the base's own.
 
         Raises:
             ValueError: The checkpoint does not fill the backbone, or has no such head.
         """
         head = dict(head or {"name": "dist"})
-        backbone, old_head = _load_base(name, revision, dtype, with_head=init == "base_head")
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        if dropout is not None:
+            set_dropout_(config.get_text_config(), dropout)
+        source = {"config": config, "revision": revision, "dtype": dtype}
+        backbone, old_head = _load_base(name, source, with_head=init == "base_head")
         backbone.config.name_or_path = ""  # a local path is nobody's business
         harmonic_config = HarmonicConfig(
             text_config=backbone.config,
@@ -281,19 +288,19 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
 
 
 def _load_base(
-    name: str, revision: str | None, dtype: torch.dtype, *, with_head: bool
+    name: str, source: dict[str, Any], *, with_head: bool
 ) -> tuple[PreTrainedModel, Head | None]:
     """Load a backbone, and the head it came with if that is one of ours in shape."""
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    config = source["config"]
     if config.model_type == "harmonic":
-        loaded = load_checked(HarmonicForMaskedLM, name, config, revision=revision, dtype=dtype)
+        loaded = load_checked(HarmonicForMaskedLM, name, **source)
         return loaded.model.backbone, loaded.dist_head
     if config.model_type == "neobert" and with_head:
-        loaded = load_checked(NeoBERTForMaskedLM, name, config, revision=revision, dtype=dtype)
+        loaded = load_checked(NeoBERTForMaskedLM, name, **source)
         head = LinearHead(config.hidden_size, config.vocab_size)
         head.load_state_dict(loaded.get_submodule("decoder").state_dict())
         return loaded.base_model, head
-    return load_backbone(name, config, revision=revision, dtype=dtype), None
+    return load_backbone(name, **source), None
 
 
 def _copy_head(old: Head | None, new: Head, name: str) -> None:

@@ -93,6 +93,7 @@ def load_model(run: RunConfig) -> HarmonicForMaskedLM:
             init=run.head.init,
             tie=run.head.tie,
             dtype=getattr(torch, run.model.dtype),
+            dropout=run.model.dropout,
         )
     except OSError as error:
         raise ValueError(_not_loaded(run.model, error)) from error

@@ -74,9 +74,11 @@ def show_neighbors(before: dict[str, list[str]], after: dict[str, list[str]]) ->
 
 
 def show_comparison(runs: Sequence[dict[str, Any]]) -> None:
-    """Print one row of final results per run, the start of the first on top."""
-    rows = [_metrics_row(f"{runs[0]['run']}, before training", runs[0]["before"])]
-    rows += [_metrics_row(r["run"], r["final"]) for r in runs]
+    """Print every run's results before and after training."""
+    rows = []
+    for run in runs:
+        rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
+        rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
     show_table("Masked tokens of the evaluation split", METRIC_COLUMNS, rows)
 
 

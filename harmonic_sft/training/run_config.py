@@ -82,6 +82,9 @@ class ModelConfig:
     revision: str | None = Field(None, description="Revision on the Hub; pin it")
     task: Literal["masked_lm"] = Field("masked_lm", description="What the model predicts")
     dtype: Precision = Field("float32", description="Of the frozen body")
+    dropout: float | None = Field(
+        None, ge=0, lt=1, description="Of the trained blocks; null keeps the base's own"
+    )
     unfreeze: UnfreezeConfig = Field(
         default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What trains"
     )

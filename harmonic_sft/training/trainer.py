@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from harmonic_sft.data import EpochSampler, MaskedRows
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
-from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
+from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import HExpCallback, PrototypeCallback
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.run_config import Recipe
@@ -232,6 +232,13 @@ class HarmonicTrainer(Trainer):
             metrics={f"{metric_key_prefix}_{key}": value for key, value in metrics.items()},
             num_samples=len(totals),
         )
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's exponent with its weights: they belong together."""
+        super()._load_best_model()
+        if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
+            best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
+            self.model.h_exp = best.head["h_exp"]
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin."""

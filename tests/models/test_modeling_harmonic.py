@@ -331,6 +331,16 @@ def test_checkpointing_recomputes_only_blocks_with_a_graph(bases, family):
         model.gradient_checkpointing_enable(offload=True)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_replaced_everywhere(bases, family):
+    model = HarmonicForMaskedLM.from_base(str(bases / family), dropout=0.0).train()
+    inputs = batch()
+    assert torch.equal(model(**inputs).loss, model(**inputs).loss)
+    if family == "bert":
+        model = HarmonicForMaskedLM.from_base(str(bases / family), dropout=0.3).train()
+        assert not torch.equal(model(**inputs).loss, model(**inputs).loss)
+
+
 def test_config_round_trip(tmp_path):
     config = HarmonicConfig(
         text_config=NeoBERTConfig(**SIZES),

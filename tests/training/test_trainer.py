@@ -128,6 +128,32 @@ def test_h_exp_is_annealed_logged_and_saved(make_yaml):
     assert results["final"]["h_exp"] == -4.0
 
 
+def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
+    """Training goes wrong on purpose: the first checkpoint is the best one."""
+    path = make_yaml(
+        training={
+            "max_steps": 9,
+            "learning_rate": 1.0,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "post_hoc_loss",
+        },
+        schedule={"warmup_ratio": 0.9, "decay_ratio": 0.1},
+    )
+    results = train(load_run_config(path))
+    evaluations = [e for e in results["history"] if "eval_post_hoc_loss" in e and 0 < e["step"] < 9]
+    losses_ = {e["step"]: e["eval_post_hoc_loss"] for e in results["history"] if e["step"] % 3 == 0 and "eval_post_hoc_loss" in e and e["step"] > 0}
+    assert evaluations
+    best = min(losses_, key=losses_.__getitem__)
+    assert best < 9
+    assert results["final"]["h_exp"] == pytest.approx(-12 + 8 * best / 9)
+    assert results["head"]["h_exp"] == results["final"]["h_exp"]
+    saved = weights(tmp_path / "run" / f"checkpoint-{best}")
+    final = weights(tmp_path / "run")
+    assert all(torch.equal(final[name], value) for name, value in saved.items())
+
+
 def test_the_learning_rate_follows_the_phases(make_yaml):
     trainer = trained(make_yaml(training={"max_steps": 10}))
     rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]

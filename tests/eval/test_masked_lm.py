@@ -1,0 +1,80 @@
+"""Metrics against one token at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
+from harmonic_sft.models import DistLayer, LinearHead
+
+B, T, D, V = 4, 6, 16, 30
+
+
+def batch():
+    torch.manual_seed(0)
+    labels = torch.randint(V, (B, T))
+    labels[torch.rand(B, T) < 0.5] = -100
+    labels[2] = -100  # a row with nothing to predict
+    return torch.randn(B, T, D), labels
+
+
+@pytest.mark.parametrize("head", [DistLayer(D, V), LinearHead(D, V)], ids=["dist", "linear"])
+def test_metrics_equal_a_loop_over_tokens(head):
+    states, labels = batch()
+    grid = post_hoc_grid(head, (-5.0,))
+    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
+    losses, hits = [], []
+    for b in range(B):
+        for t in range(T):
+            if labels[b, t] != -100:
+                logits = head(states[b, t][None]).double()
+                losses.append(F.cross_entropy(logits, labels[b, t][None]).item())
+                hits.append(int(logits.argmax()) == int(labels[b, t]))
+    assert metrics["tokens"] == len(losses)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(np.mean(hits))
+
+
+def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
+    head = DistLayer(D, V, h_exp=-12.0)
+    states, labels = batch()
+    grid = post_hoc_grid(head)
+    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
+    by_hand = {}
+    for value in grid:
+        other = DistLayer(D, V, h_exp=value)
+        other.load_state_dict(head.state_dict())
+        scored = labels != -100
+        by_hand[value] = other.nll(states[scored], labels[scored]).mean().item()
+    best = min(by_hand, key=by_hand.__getitem__)
+    assert metrics["post_hoc_h_exp"] == best
+    assert metrics["post_hoc_loss"] == pytest.approx(by_hand[best], rel=1e-5)
+    assert metrics["h_exp"] == grid[0] == -12.0
+    assert len(grid) == len(set(grid))
+
+
+def test_a_linear_head_gets_the_same_freedom():
+    head = LinearHead(D, V)
+    states, labels = batch()
+    grid = post_hoc_grid(head)
+    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
+    assert metrics["post_hoc_loss"] <= metrics["loss"]
+    assert metrics["post_hoc_inverse_temperature"] in grid
+    assert "h_exp" not in metrics
+
+
+def test_nothing_to_evaluate_is_an_error():
+    head = LinearHead(D, V)
+    states, labels = batch()
+    scores = score_rows(head, states, torch.full_like(labels, -100), [1.0])
+    with pytest.raises(ValueError, match="evaluation: expected labelled tokens, got none"):
+        summarize(scores, head, [1.0])
+
+
+def test_unigram_loss_is_the_smoothed_frequency():
+    counts = np.array([3, 0, 5])
+    labels = np.array([0, 1, 2, 2])
+    expected = -np.mean([math.log(4 / 11), math.log(1 / 11), *[math.log(6 / 11)] * 2])
+    assert unigram_loss(labels, counts) == pytest.approx(expected)

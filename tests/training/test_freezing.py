@@ -1,0 +1,81 @@
+"""What trains, in which precision, and the table that says so."""
+
+import pytest
+import torch
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.freezing import needs_autocast, parts, unfreeze_
+from harmonic_sft.training.run_config import UnfreezeConfig
+
+
+@pytest.fixture
+def model(tiny_base):
+    return HarmonicForMaskedLM.from_base(str(tiny_base))
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_last_blocks_and_the_head(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=2))
+    expected = {n for n, _ in model.named_parameters() if ".layer.1." in n or ".layer.2." in n}
+    assert trained(model) == expected | {"dist_head.weight"}
+
+
+def test_patterns_name_parameters(model):
+    unfreeze_(model, UnfreezeConfig(patterns=["*.LayerNorm.*", "encoder.layer.0.*.dense.bias"]))
+    names = trained(model) - {"dist_head.weight"}
+    assert "model.backbone.embeddings.LayerNorm.weight" in names
+    assert "model.backbone.encoder.layer.0.output.dense.bias" in names
+    assert all("LayerNorm" in name or name.endswith("dense.bias") for name in names)
+
+
+def test_nothing_but_the_head(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=0))
+    assert trained(model) == {"dist_head.weight"}
+
+
+def test_table_adds_up(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=1))
+    rows = parts(model)
+    names = [row.name for row in rows]
+    assert names == [
+        "token embeddings",
+        "other (norms, positions)",
+        "blocks 0-1, frozen",
+        "block 2, trained",
+        "head",
+    ]
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in model.parameters())
+    assert sum(row.trainable for row in rows) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    head = rows[-1]
+    assert head.bytes == 4 * head.parameters
+    assert head.training_bytes == 12 * head.parameters  # gradient and two moments
+
+
+def test_bfloat16_parts_count_their_masters(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="bfloat16"))
+    block = next(row for row in parts(model) if row.name == "block 2, trained")
+    assert block.bytes == 2 * block.parameters
+    assert block.training_bytes == (2 + 8 + 4) * block.parameters
+    assert needs_autocast(model)  # the body is float32
+
+
+def test_a_tied_head_is_counted_once(tiny_base):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "linear"}, tie=True)
+    unfreeze_(model, UnfreezeConfig(patterns=["*"]))
+    rows = {row.name: row for row in parts(model)}
+    assert rows["head (tied)"].parameters == 109  # the bias alone
+    assert sum(r.parameters for r in rows.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_float32_on_a_bfloat16_body_is_remembered(tiny_base, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
+    unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="float32"))
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    assert {n: p.dtype for n, p in again.named_parameters()} == {
+        n: p.dtype for n, p in model.named_parameters()
+    }

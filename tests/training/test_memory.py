@@ -1,0 +1,53 @@
+"""The estimate on fake tensors against a real step."""
+
+import pytest
+import torch
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.memory import LiveBytes, estimate_step
+from harmonic_sft.training.model_loading import load_base_config
+from harmonic_sft.training.run import prepare
+
+
+def test_live_bytes_count_what_is_alive():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        second = first + 1
+        view = second[:10]
+        del first
+        third = torch.zeros(500)
+        del second
+    assert live.peak == 8000
+    assert len(view) + len(third) == 510
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_estimate_is_close_to_a_real_step(make_yaml, checkpointing):
+    run = load_run_config(
+        make_yaml(training={"gradient_checkpointing": checkpointing}, data={"context_length": 64}),
+        ["model.unfreeze={patterns: ['*']}"],
+    )
+    config = load_base_config(run.model)
+    rows, estimate = estimate_step(run, config, batch_size=8)
+    trainer = prepare(run).trainer
+    model = trainer.model
+    model.train()
+    assert estimate.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(row.trainable for row in rows) == sum(p.numel() for p in model.parameters())
+    labels = torch.full((8, 64), -100)
+    labels[:, : round(0.2 * 64)] = 7
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        model(input_ids=torch.full((8, 64), 9), labels=labels).loss.backward()
+    assert estimate.activations == pytest.approx(live.peak, rel=0.15)
+
+
+def test_checkpointing_lowers_the_estimate(make_yaml):
+    peaks = []
+    for checkpointing in (False, True):
+        run = load_run_config(
+            make_yaml(training={"gradient_checkpointing": checkpointing}),
+            ["model.unfreeze={patterns: ['*']}"],
+        )
+        peaks.append(estimate_step(run, load_base_config(run.model), batch_size=8)[1].activations)
+    assert peaks[1] < 0.8 * peaks[0]
