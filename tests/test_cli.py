@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from harmonic_sft.cli import main
 
 ROOT = Path(__file__).parents[1]

@@ -44,9 +44,7 @@ def load_backbone(
     return load_checked(backbone_class, name, config, revision=revision, dtype=dtype, **options)
 
 
-def load_checked(
-    model_class: Any, name: str, config: PreTrainedConfig, **options: Any
-) -> Any:
+def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **options: Any) -> Any:
     """Load a model and make sure that the checkpoint fills it.
 
     Args:

@@ -177,7 +177,8 @@ class DistLayer(Head):
     def renormalize_(self) -> None:
         """Scale every prototype back to norm 1; nothing to do off the sphere."""
         if self.unit_sphere:
-            self.weight.copy_(F.normalize(self.weight, dim=-1))
+            norms = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True)
+            self.weight.div_(norms.clamp_min(1e-12))
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the h_exp it has now."""
@@ -187,17 +188,20 @@ class DistLayer(Head):
     def _logits(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            hidden_states, prototypes = hidden_states.to(dtype), self.prototypes.to(dtype)
+            hidden_states, weight = hidden_states.to(dtype), self.weight.to(dtype)
+            inverse_norms = None
             if self.unit_sphere:
                 hidden_states = F.normalize(hidden_states, dim=-1)
-            squared = squared_distances(
-                hidden_states, prototypes, labels, unit_sphere=self.unit_sphere
-            )
+                inverse_norms = 1 / torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12)
+            squared = squared_distances(hidden_states, weight, labels, inverse_norms)
             return self.h_exp * torch.log(squared + self.eps)  # [N, V]
 
 
 def squared_distances(
-    hidden_states: Tensor, prototypes: Tensor, labels: Tensor | None, *, unit_sphere: bool
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor | None = None,
+    inverse_norms: Tensor | None = None,
 ) -> Tensor:
     """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
 
@@ -205,19 +209,21 @@ def squared_distances(
     8 a row on average (the closest ones), so that memory stays bounded.
 
     Args:
-        hidden_states: `[N, D]`, of norm 1 if `unit_sphere`.
-        prototypes: `[V, D]`, of norm 1 if `unit_sphere`.
+        hidden_states: `[N, D]`, of norm 1 with `inverse_norms`.
+        weight: `[V, D]`, the prototypes before normalization.
         labels: `[N, 1]` or None.
-        unit_sphere: Take |x|^2 + |w|^2 for 2.
+        inverse_norms: `[V]`, what normalizes the rows of `weight`; applied to the dot products,
+            since a normalized copy of the vocabulary costs more. None leaves them as they are.
 
     Returns:
         `[N, V]`, not below 0.
     """
-    dots = hidden_states @ prototypes.T  # [N, V]
-    if unit_sphere:
-        scale = dots.new_tensor(2.0)
+    dots = hidden_states @ weight.T  # [N, V]
+    if inverse_norms is not None:
+        dots = dots * inverse_norms
+        scale = dots.new_tensor(2.0)  # |x|^2 + |w|^2
     else:
-        scale = hidden_states.square().sum(-1, keepdim=True) + prototypes.square().sum(-1)
+        scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
     squared = scale - 2 * dots
     near = squared.detach() < NEAR * scale.detach()
     if labels is not None:
@@ -231,7 +237,10 @@ def squared_distances(
     if labels is not None:
         rows = torch.cat([rows, torch.arange(len(labels), device=labels.device)])
         columns = torch.cat([columns, labels.squeeze(-1)])
-    exact = (hidden_states[rows] - prototypes[columns]).square().sum(-1)
+    prototypes = weight[columns]  # [P, D]
+    if inverse_norms is not None:
+        prototypes = prototypes * inverse_norms[columns].unsqueeze(-1)
+    exact = (hidden_states[rows] - prototypes).square().sum(-1)
     return squared.index_put((rows, columns), exact)
 
 

@@ -45,9 +45,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save weights, configuration and the code that loads them without this package."""
         self.config.auto_map = {
             "AutoConfig": "configuration_harmonic.HarmonicConfig",

@@ -136,10 +136,11 @@ def _loss_of_same_size(head: Head, hidden_states: Tensor, labels: Tensor) -> Ten
     if not isinstance(head, DistLayer):
         return head.nll(hidden_states, labels).sum()
     hidden_states = hidden_states.float()
-    prototypes = head.prototypes
+    dots = hidden_states @ head.weight.T  # [N, V]
     if head.unit_sphere:
         hidden_states = F.normalize(hidden_states, dim=-1)
-    squared = (2 - 2 * (hidden_states @ prototypes.T)).clone()  # [N, V]
+        dots = dots * (1 / torch.linalg.vector_norm(head.weight, dim=-1))
+    squared = (2 - 2 * dots).clone()
     logits = head.h_exp * torch.log(squared + head.eps)
     others = logits.scatter(-1, labels.unsqueeze(-1), -torch.inf).logsumexp(-1)
     return (others - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).sum()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
 from harmonic_sft.models import DistLayer, LinearHead
 

@@ -1,9 +1,10 @@
 """Neighbors against all distances written out."""
 
 import torch
-from harmonic_sft.eval import nearest_prototypes
-from harmonic_sft.models import DistLayer
 from transformers import AutoTokenizer
+
+from harmonic_sft.eval import nearest_prototypes
+from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
 
 
 def test_neighbors_are_the_closest_prototypes(minilm_path):
@@ -12,15 +13,14 @@ def test_neighbors_are_the_closest_prototypes(minilm_path):
     head = DistLayer(8, len(tokenizer))
     found = nearest_prototypes(head, tokenizer, ["king", "antidisestablishment"], num_neighbors=3)
     king = tokenizer.convert_tokens_to_ids("king")
-    distances = [(float((w - head.weight[king]).norm()), i) for i, w in enumerate(head.weight)]
+    weight = head.weight.detach()
+    distances = [(float((w - weight[king]).norm()), i) for i, w in enumerate(weight)]
     expected = [i for _, i in sorted(distances) if i != king][:3]
     assert found == {"king": tokenizer.convert_ids_to_tokens(expected)}
 
 
 def test_minilm_knows_what_a_king_is(minilm_path):
     """The prototypes are the input embeddings: neighbors in meaning from the first step."""
-    from harmonic_sft.models import HarmonicForMaskedLM
-
     tokenizer = AutoTokenizer.from_pretrained(minilm_path)
     model = HarmonicForMaskedLM.from_base(str(minilm_path))
     found = nearest_prototypes(model.dist_head, tokenizer, ["king", "monday"])

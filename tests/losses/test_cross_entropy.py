@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, build_head
 

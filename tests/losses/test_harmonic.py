@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from harmonic_sft.losses import LOSSES, HarmonicLoss
 from harmonic_sft.models import DistLayer, LinearHead
 
@@ -9,7 +10,9 @@ def test_it_is_the_cross_entropy_of_a_distance_head():
     states, labels = torch.randn(5, 16), torch.randint(40, (5,))
     loss = HarmonicLoss().prepare(head)(head, states, labels)
     logits = head(states).double()
-    expected = torch.stack([-(row.log_softmax(-1)[y]) for row, y in zip(logits, labels, strict=True)])
+    expected = torch.stack(
+        [-(row.log_softmax(-1)[y]) for row, y in zip(logits, labels, strict=True)]
+    )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 

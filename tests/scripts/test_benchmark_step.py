@@ -7,12 +7,12 @@ from scripts import benchmark_step
 
 def test_three_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     path = tmp_path / "step.json"
-    results = benchmark_step.main(["--steps", "3", "--batch-size", "2", "--json", str(path)])
+    results = benchmark_step.main(["--steps", "3", "--json", str(path)])
     saved = json.loads(path.read_text())
     assert saved["arms"] == results
     assert saved["steps"] == 3
     plain = results["plain Trainer, own MLM head"]
     assert plain["median_ratio"] == 1.0
     # Memory, unlike time, is the same on every machine: no logits for unlabelled tokens.
-    assert results["demo, harmonic head"]["peak_bytes"] < 1.1 * plain["peak_bytes"]
+    assert results["demo, harmonic head"]["peak_bytes"] < 0.6 * plain["peak_bytes"]
     assert "ratio" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.freezing import needs_autocast, parts, unfreeze_
 from harmonic_sft.training.run_config import UnfreezeConfig

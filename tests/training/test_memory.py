@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.memory import LiveBytes, estimate_step
 from harmonic_sft.training.model_loading import load_base_config
