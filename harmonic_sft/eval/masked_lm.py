@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from harmonic_sft.models import DistLayer, Head
@@ -27,7 +28,14 @@ def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
 
 
 @torch.no_grad()
-def score_rows(head: Head, hidden_states: Tensor, labels: Tensor, grid: Sequence[float]) -> Tensor:
+def score_rows(
+    head: Head,
+    hidden_states: Tensor,
+    labels: Tensor,
+    *,
+    grid: Sequence[float],
+    embeddings: Tensor,
+) -> Tensor:
     """Score every row of a batch.
 
     An exponent is an inverse temperature: the logits at another one are the same logits scaled.
@@ -37,9 +45,11 @@ def score_rows(head: Head, hidden_states: Tensor, labels: Tensor, grid: Sequence
         hidden_states: `[B, T, D]`.
         labels: `[B, T]`, -100 where nothing is predicted.
         grid: G exponents or inverse temperatures, the current one first.
+        embeddings: `[V, D]`, the input embeddings: what wrong predictions are compared by.
 
     Returns:
-        `[B, 2 + G]` in float64: labelled tokens, correct ones, summed loss in nats at each value.
+        `[B, 3 + G]` in float64: labelled tokens, correct ones, summed cosine between label and
+        prediction where they differ, summed loss in nats at each value.
     """
     scored = labels != -100
     rows = scored.nonzero()[:, 0]  # [N]
@@ -48,11 +58,13 @@ def score_rows(head: Head, hidden_states: Tensor, labels: Tensor, grid: Sequence
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     # torch.argmax's tie rule is unspecified, a count of better tokens is not.
     correct = (logits > target_logits.unsqueeze(-1)).sum(-1) == 0
-    columns = [torch.ones_like(target_logits), correct]
+    predictions = embeddings[logits.argmax(-1)].float()  # [N, D]
+    cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1)
+    columns = [torch.ones_like(target_logits), correct, cosines * ~correct]
     for value in grid:
         scale = value / grid[0]
         columns.append(torch.logsumexp(logits * scale, -1) - target_logits * scale)
-    scores = torch.stack([column.double() for column in columns], -1)  # [N, 2 + G]
+    scores = torch.stack([column.double() for column in columns], -1)  # [N, 3 + G]
     return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
 
 
@@ -60,13 +72,14 @@ def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, fl
     """Turn the scores of all rows into metrics.
 
     Args:
-        scores: `[B, 2 + G]` from `score_rows`.
+        scores: `[B, 3 + G]` from `score_rows`.
         head: The head they came from.
         grid: The values tried, the current one first.
 
     Returns:
-        `loss` in nats at the current exponent, `accuracy` from 0 to 1, `tokens`, the lowest loss
-        over the grid as `post_hoc_loss`, in nats, and where it was reached.
+        `loss` in nats at the current exponent, `accuracy` from 0 to 1, `tokens`, `error_cosine`,
+        the mean cosine between the input embeddings of label and prediction where they differ,
+        and the lowest loss over the grid as `post_hoc_loss`, in nats, and where it was reached.
 
     Raises:
         ValueError: No token is labelled.
@@ -75,12 +88,13 @@ def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, fl
     tokens = float(totals[0])
     if tokens == 0:
         raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
-    losses = (totals[2:] / tokens).tolist()
+    losses = (totals[3:] / tokens).tolist()
     best = int(np.argmin(losses))
     metrics = {
         "loss": losses[0],
         "accuracy": float(totals[1]) / tokens,
         "tokens": tokens,
+        "error_cosine": float(totals[2] / (tokens - totals[1]).clamp_min(1)),
         "post_hoc_loss": losses[best],
     }
     if isinstance(head, DistLayer):

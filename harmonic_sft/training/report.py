@@ -12,7 +12,15 @@ from harmonic_sft.training.memory import GIB, MemoryEstimate
 
 logger = logging.getLogger(__name__)
 MIB = 2**20
-METRIC_COLUMNS = ["", "loss, nats", "accuracy, %", "h_exp", "best loss, nats", "at h_exp (*)"]
+METRIC_COLUMNS = [
+    "",
+    "loss, nats",
+    "accuracy, %",
+    "error cosine (**)",
+    "h_exp",
+    "best loss, nats",
+    "at h_exp (*)",
+]
 
 
 def show_parts(rows: Sequence[Part], *, title: str) -> None:
@@ -52,13 +60,14 @@ def show_closing_table(results: dict[str, Any]) -> None:
         _metrics_row("after training", results["final"]),
     ]
     if results["unigram_loss"] is not None:
-        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", "", "", "", ""))
+        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[""] * 5))
     title = f"{results['run']}: masked tokens of the evaluation split"
     show_table(title, METRIC_COLUMNS, rows)
     if "neighbors_after" in results:
         show_neighbors(results["neighbors_before"], results["neighbors_after"])
     logger.info(
-        "(*) Best post-hoc value; for a linear head, its inverse temperature. "
+        "(*) Best post-hoc value; for a linear head, its inverse temperature. (**) Between the input "
+        "embeddings of label and prediction where they differ: higher is nearer in meaning. "
         "%d steps, %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],
         results["train_seconds"],
@@ -112,6 +121,7 @@ def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str, ...]:
         name,
         f"{metrics['loss']:.2f}",
         f"{100 * metrics['accuracy']:.1f}",
+        f"{metrics['error_cosine']:.3f}",
         f"{metrics['h_exp']:g}" if "h_exp" in metrics else "",
         f"{metrics['post_hoc_loss']:.2f}",
         f"{best:g}",

@@ -219,7 +219,13 @@ class HarmonicTrainer(Trainer):
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 hidden_states = model.model(**batch).last_hidden_state
-            rows = score_rows(model.dist_head, hidden_states, labels, grid)
+            rows = score_rows(
+                model.dist_head,
+                hidden_states,
+                labels,
+                grid=grid,
+                embeddings=model.get_input_embeddings().get_parameter("weight"),
+            )
             scores.append(self.accelerator.gather_for_metrics(rows).cpu())
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
@@ -252,7 +258,7 @@ class HarmonicTrainer(Trainer):
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     """Evaluate and return the metrics without the prefix that transformers logs them under."""
     metrics = trainer.evaluate(metric_key_prefix=prefix)
-    kept = ("loss", "accuracy", "tokens", "h_exp", "post_hoc")
+    kept = ("loss", "accuracy", "tokens", "error_cosine", "h_exp", "post_hoc")
     plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
     return {key: value for key, value in plain.items() if key.startswith(kept)}
 

@@ -11,6 +11,7 @@ from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
 from harmonic_sft.models import DistLayer, LinearHead
 
 B, T, D, V = 4, 6, 16, 30
+TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
 
 
 def batch():
@@ -25,24 +26,29 @@ def batch():
 def test_metrics_equal_a_loop_over_tokens(head):
     states, labels = batch()
     grid = post_hoc_grid(head, (-5.0,))
-    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
-    losses, hits = [], []
+    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
+    losses, hits, cosines = [], [], []
     for b in range(B):
         for t in range(T):
             if labels[b, t] != -100:
                 logits = head(states[b, t][None]).double()
                 losses.append(F.cross_entropy(logits, labels[b, t][None]).item())
-                hits.append(int(logits.argmax()) == int(labels[b, t]))
+                predicted, label = int(logits.argmax()), int(labels[b, t])
+                hits.append(predicted == label)
+                if predicted != label:
+                    one, other = TABLE[predicted].double(), TABLE[label].double()
+                    cosines.append(float(one @ other / one.norm() / other.norm()))
     assert metrics["tokens"] == len(losses)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(np.mean(hits))
+    assert metrics["error_cosine"] == pytest.approx(np.mean(cosines), rel=1e-5)
 
 
 def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
     head = DistLayer(D, V, h_exp=-12.0)
     states, labels = batch()
     grid = post_hoc_grid(head)
-    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
+    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
     by_hand = {}
     for value in grid:
         other = DistLayer(D, V, h_exp=value)
@@ -60,7 +66,7 @@ def test_a_linear_head_gets_the_same_freedom():
     head = LinearHead(D, V)
     states, labels = batch()
     grid = post_hoc_grid(head)
-    metrics = summarize(score_rows(head, states, labels, grid), head, grid)
+    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
     assert metrics["post_hoc_loss"] <= metrics["loss"]
     assert metrics["post_hoc_inverse_temperature"] in grid
     assert "h_exp" not in metrics
@@ -69,7 +75,7 @@ def test_a_linear_head_gets_the_same_freedom():
 def test_nothing_to_evaluate_is_an_error():
     head = LinearHead(D, V)
     states, labels = batch()
-    scores = score_rows(head, states, torch.full_like(labels, -100), [1.0])
+    scores = score_rows(head, states, torch.full_like(labels, -100), grid=[1.0], embeddings=TABLE)
     with pytest.raises(ValueError, match="evaluation: expected labelled tokens, got none"):
         summarize(scores, head, [1.0])
 
