@@ -12,6 +12,10 @@ from harmonic_sft.training.memory import GIB, MemoryEstimate
 
 logger = logging.getLogger(__name__)
 MIB = 2**20
+METRIC_NOTE = (
+    "(*) Best post-hoc h_exp; for a linear head, its best inverse temperature. (**) Mean cosine "
+    "between the input embeddings of label and prediction where they differ."
+)
 METRIC_COLUMNS = [
     "",
     "loss, nats",
@@ -62,12 +66,10 @@ def show_closing_table(results: dict[str, Any]) -> None:
     if results["unigram_loss"] is not None:
         rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[""] * 5))
     title = f"{results['run']}: masked tokens of the evaluation split"
-    show_table(title, METRIC_COLUMNS, rows)
+    _show_metrics(title, rows)
     if "neighbors_after" in results:
         show_neighbors(results["neighbors_before"], results["neighbors_after"])
     logger.info(
-        "(*) Best post-hoc value; for a linear head, its inverse temperature. (**) Between the input "
-        "embeddings of label and prediction where they differ: higher is nearer in meaning. "
         "%d steps, %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],
         results["train_seconds"],
@@ -88,7 +90,7 @@ def show_comparison(runs: Sequence[dict[str, Any]]) -> None:
     for run in runs:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
-    show_table("Masked tokens of the evaluation split", METRIC_COLUMNS, rows)
+    _show_metrics("Masked tokens of the evaluation split", rows)
 
 
 def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
@@ -104,7 +106,7 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
 def show_metrics(title: str, results: dict[str, Any]) -> None:
     """Print the metrics of one evaluation."""
     row = _metrics_row("now", results["final"])
-    show_table(f"{title}: masked tokens of the evaluation split", METRIC_COLUMNS, [row])
+    _show_metrics(f"{title}: masked tokens of the evaluation split", [row])
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -113,6 +115,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
         logger.info("Figure: %s", plot_run(results, path))
     except ValueError as error:
         logger.warning("No figure: %s", error)
+
+
+def _show_metrics(title: str, rows: Sequence[tuple[str, ...]]) -> None:
+    show_table(title, METRIC_COLUMNS, rows)
+    logger.info(METRIC_NOTE)
 
 
 def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str, ...]:
