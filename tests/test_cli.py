@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, entry points."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_scripts_sft_runs_under_accelerate_launch(tmp_path):
         text=True,
         check=False,
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 1
     assert "training.max_stepz: expected one of the known keys" in run.stderr
