@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ def load_base_config(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ValueError: It cannot be found, with what to do.
     """
-    try:
-        return AutoConfig.from_pretrained(locate_base(model.base), revision=model.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(_not_loaded(model, error)) from error
+    return _from_base(AutoConfig.from_pretrained, model)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -73,10 +71,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     Raises:
         ValueError: It cannot be found, with what to do.
     """
-    try:
-        return AutoTokenizer.from_pretrained(locate_base(model.base), revision=model.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(_not_loaded(model, error)) from error
+    return _from_base(AutoTokenizer.from_pretrained, model)
 
 
 def load_model(run: RunConfig) -> HarmonicForMaskedLM:
@@ -85,18 +80,15 @@ def load_model(run: RunConfig) -> HarmonicForMaskedLM:
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
-    try:
-        model = HarmonicForMaskedLM.from_base(
-            locate_base(run.model.base),
-            revision=run.model.revision,
-            head=run.head_settings(),
-            init=run.head.init,
-            tie=run.head.tie,
-            dtype=getattr(torch, run.model.dtype),
-            dropout=run.model.dropout,
-        )
-    except OSError as error:
-        raise ValueError(_not_loaded(run.model, error)) from error
+    model = _from_base(
+        HarmonicForMaskedLM.from_base,
+        run.model,
+        head=run.head_settings(),
+        init=run.head.init,
+        tie=run.head.tie,
+        dtype=getattr(torch, run.model.dtype),
+        dropout=run.model.dropout,
+    )
     model.config.base_model = run.model.base
     prepare_model_(model, run)
     return model
@@ -108,13 +100,18 @@ def prepare_model_(model: HarmonicForMaskedLM, run: RunConfig) -> None:
     model.loss_fn = LOSSES[run.loss.name]().prepare(model.dist_head)
 
 
-def _not_loaded(model: ModelConfig, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
-    if reason.startswith("model.base:"):
-        return reason
-    at = f" at revision {model.revision}" if model.revision else ""
-    return (
-        f"model.base: expected a model that can be loaded, got {model.base!r}{at}. {reason} "
-        "Check the name and the network; without a network give a folder, or fill the cache with "
-        f"`hf download {model.base}` on a machine that has one"
-    )
+def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:
+    """Call `load` with the base; what transformers raises becomes one line that says what to do."""
+    folder = locate_base(model.base)
+    try:
+        return load(folder, revision=model.revision, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if ": expected " in reason:
+            raise  # one of ours
+        at = f" at revision {model.revision}" if model.revision else ""
+        raise ValueError(
+            f"model.base: expected a model that can be loaded, got {model.base!r}{at}. {reason} "
+            "Check the name and the network; without a network give a folder, or fill the cache "
+            f"with `hf download {model.base}` on a machine that has one"
+        ) from error

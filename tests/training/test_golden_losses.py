@@ -1,7 +1,7 @@
 """Recorded losses of the plan on NeoBERT's fixture: a refactor leaves them as they are.
 
 The weights are the fixture's and the masks come from raw Philox bits, so nothing depends on how a
-version of torch draws random numbers. Recorded on CPU in float32; other machines differ by rounding.
+version of torch draws random numbers. Recorded on CPU in float32: machines differ by rounding.
 """
 
 import json
@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harmonic_sft.training import load_run_config, train
 from transformers import BertTokenizer
+
+from harmonic_sft.training import load_run_config, train
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
