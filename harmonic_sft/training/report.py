@@ -64,7 +64,7 @@ def show_closing_table(results: dict[str, Any]) -> None:
         _metrics_row("after training", results["final"]),
     ]
     if results["unigram_loss"] is not None:
-        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[""] * 5))
+        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[None] * 5))
     title = f"{results['run']}: masked tokens of the evaluation split"
     _show_metrics(title, rows)
     if "neighbors_after" in results:
@@ -117,19 +117,19 @@ def draw(results: dict[str, Any], path: Path) -> None:
         logger.warning("No figure: %s", error)
 
 
-def _show_metrics(title: str, rows: Sequence[tuple[str, ...]]) -> None:
+def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
     show_table(title, METRIC_COLUMNS, rows)
     logger.info(METRIC_NOTE)
 
 
-def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str, ...]:
+def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]:
     best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature"))
     return (
         name,
         f"{metrics['loss']:.2f}",
         f"{100 * metrics['accuracy']:.1f}",
         f"{metrics['error_cosine']:.3f}",
-        f"{metrics['h_exp']:g}" if "h_exp" in metrics else "",
+        f"{metrics['h_exp']:g}" if "h_exp" in metrics else None,
         f"{metrics['post_hoc_loss']:.2f}",
         f"{best:g}",
     )

@@ -124,15 +124,21 @@ def prepare(run: RunConfig) -> Ready:
         oom_fallback=run.oom_fallback,
         gradient_checkpointing=run.gradient_checkpointing,
     )
-    trainer = HarmonicTrainer(
-        model,
-        args,
-        recipe,
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        data_collator=data.collator,
-        processing_class=tokenizer,
-    )
+    try:
+        trainer = HarmonicTrainer(
+            model,
+            args,
+            recipe,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=data.collator,
+            processing_class=tokenizer,
+        )
+        trainer.create_optimizer()
+    except (ImportError, RuntimeError) as error:
+        if "install" not in str(error):
+            raise
+        raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     return Ready(trainer, data, tokenizer)
 
 

@@ -39,6 +39,17 @@ RESERVED = {
     "activation_checkpointing_kwargs": "use gradient_checkpointing",
     "gradient_checkpointing_kwargs": "use gradient_checkpointing",
 }
+POSITIVE = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "logging_steps",
+    "save_steps",
+    "eval_steps",
+    "learning_rate",
+    "num_train_epochs",
+)
+METRICS = ("loss", "accuracy", "error_cosine", "post_hoc_loss")  # of an evaluation
 DEFAULTS = {
     "adam_beta1": 0.95,
     "adam_beta2": 0.95,
@@ -96,7 +107,7 @@ class DistHeadConfig:
 
     name: Literal["dist"]
     unit_sphere: bool = Field(True, description="Normalize hidden states and prototypes")
-    eps: float = Field(1e-6, gt=0, description="Added to d ** 2")
+    eps: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Added to d ** 2")
     init: Init = Field("input_embeddings", description="Where the prototypes start")
     tie: bool = Field(False, description="Share the weight with the input embeddings")
 
@@ -115,8 +126,8 @@ class LinearHeadConfig:
 class HExpConfig:
     """The exponent on the squared distance over the run."""
 
-    start: float = Field(-12.0, lt=0, description="At the first step")
-    end: float = Field(-4.0, lt=0, description="After the last step")
+    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="At the first step")
+    end: float = Field(-4.0, lt=0, allow_inf_nan=False, description="After the last step")
     schedule: Literal["linear"] = Field("linear", description="In between, over the whole run")
 
 
@@ -295,17 +306,31 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
             f"training.dataloader_num_workers: expected 0 or 1 for a stream, got {workers}. "
             "More would change the order of the rows"
         )
-    annealed = run.h_exp is not None and run.h_exp.start != run.h_exp.end
-    metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
-    if annealed and training.get("load_best_model_at_end") and metric == "loss":
-        raise ValueError(
-            "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
-            "got the raw loss, which rises by itself"
-        )
+    for key in POSITIVE:
+        value = training.get(key)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"training.{key}: expected a number above 0, got {value}")
+    if training.get("max_steps", -1) == 0:
+        raise ValueError("training.max_steps: expected a number above 0, or -1 for whole epochs")
+    _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     low_precision = run.model.unfreeze.dtype == "bfloat16"
     optim = str(training.get("optim", "adamw_torch"))
     if low_precision and not optim.startswith("adamw_torch"):
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"
+        )
+
+
+def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:
+    metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if metric not in METRICS:
+        raise ValueError(
+            f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"
+        )
+    wants_best = training.get("load_best_model_at_end") or training.get("save_strategy") == "best"
+    if annealed and wants_best and metric == "loss":
+        raise ValueError(
+            "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
+            "got the raw loss, which rises by itself"
         )

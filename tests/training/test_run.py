@@ -191,6 +191,12 @@ def test_freezing_that_fits_nothing_is_refused(make_yaml):
         start(make_yaml(), "model.unfreeze={patterns: ['blocks.*']}")
 
 
+def test_what_is_not_installed_is_named(make_yaml, tmp_path):
+    with pytest.raises(ValueError, match=r"training: expected what it asks for to be installed. Co"):
+        start(make_yaml(), "training.report_to=comet_ml")
+    assert not (tmp_path / "run").exists()
+
+
 def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeypatch):
     args = load_run_config(make_yaml()).training_arguments(autocast=False)
     check_launch(args)

@@ -113,6 +113,12 @@ REFUSED = [
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
         "metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, got the raw loss",
     ),
+    (["training.save_strategy=best", "training.eval_strategy=steps"], "while h_exp is annealed"),
+    (["training.metric_for_best_model=f1"], "metric_for_best_model: expected one of .* got 'f1'"),
+    (["training.gradient_accumulation_steps=0"], "accumulation_steps: expected a number above 0"),
+    (["training.learning_rate=.nan"], "training.learning_rate: expected a number above 0, got nan"),
+    (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
+    (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
     (
         ["model.unfreeze={last_blocks: 1, dtype: bfloat16}", "training.optim=adafactor"],
         "training.optim: expected adamw_torch for bfloat16 weights, got 'adafactor'",
