@@ -19,6 +19,7 @@ from harmonic_sft.training import (
     train,
 )
 
+INTERRUPTED = 130  # what shells report for Ctrl-C
 OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
 
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; default: `sys.argv`.
 
     Returns:
-        The exit status: 0, or 1 after an error that was printed in one line.
+        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if PartialState().is_main_process:
             sys.stderr.write(f"error: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted. The same command with resume=true goes on.\n")
+        return INTERRUPTED
     return 0
 
 

@@ -31,6 +31,15 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, capsys):
     assert "eval: expected a folder with a trained model" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_says_how_to_go_on(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harmonic_sft.cli.load_run_config", interrupted)
+    assert main(["train", "x.yaml"]) == 130
+    assert "resume=true goes on" in capsys.readouterr().err
+
+
 def test_every_shipped_run_has_a_plan(capsys, tmp_path, monkeypatch):
     """--dry-run of the plan itself needs neither the Hub nor a GPU."""
     monkeypatch.chdir(tmp_path)

@@ -113,7 +113,16 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Return the longest row that a backbone of `config` takes, in tokens."""
+    """Return the longest row that a backbone of `config` takes, in tokens.
+
+    Raises:
+        ValueError: The configuration does not say.
+    """
+    if "max_position_embeddings" not in config.to_dict():
+        raise ValueError(
+            "model.base: expected an encoder with max_position_embeddings, "
+            f"got a model of type {config.model_type!r}"
+        )
     # The RoBERTa family counts positions from pad_token_id + 1.
     offset = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
     return config.max_position_embeddings - offset

@@ -193,6 +193,11 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             model = cls(harmonic_config)
         model.model.backbone = backbone
         embeddings = backbone.get_input_embeddings().get_parameter("weight")
+        if embeddings.shape[1] != backbone.config.hidden_size:
+            raise ValueError(
+                f"base {name}: expected input embeddings as wide as the hidden states "
+                f"({backbone.config.hidden_size}), got {embeddings.shape[1]}"
+            )
         model.dist_head = build_head(
             head, hidden_size=embeddings.shape[1], vocab_size=embeddings.shape[0]
         )

@@ -14,10 +14,13 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertTokenizer,
+    ElectraConfig,
+    ElectraForMaskedLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    T5Config,
 )
 
 from harmonic_sft.models import (
@@ -26,6 +29,7 @@ from harmonic_sft.models import (
     HarmonicModel,
     NeoBERTConfig,
     find_blocks,
+    max_positions,
 )
 
 V = 120
@@ -339,6 +343,20 @@ def test_dropout_is_replaced_everywhere(bases, family):
     if family == "bert":
         model = HarmonicForMaskedLM.from_base(str(bases / family), dropout=0.3).train()
         assert not torch.equal(model(**inputs).loss, model(**inputs).loss)
+
+
+def test_embeddings_narrower_than_the_hidden_states_are_refused(tmp_path):
+    config = ElectraConfig(**{**SIZES, "embedding_size": 16})
+    ElectraForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"expected input embeddings as wide as .*\(32\), got 16"):
+        HarmonicForMaskedLM.from_base(str(tmp_path))
+
+
+def test_positions_of_a_row():
+    assert max_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+    assert max_positions(BertConfig(max_position_embeddings=512)) == 512
+    with pytest.raises(ValueError, match="expected an encoder with max_position_embeddings"):
+        max_positions(T5Config())
 
 
 def test_config_round_trip(tmp_path):
