@@ -2,16 +2,16 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from harmonic_sft.results import read_results
 from harmonic_sft.training import (
-    NonFiniteLossError,
+    StoppedError,
     compare_runs,
     dry_run,
     evaluate_folder,
@@ -32,16 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (any(word.startswith("-") or "=" not in word for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest  # key=value after an option
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("harmonic_sft").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     command: Callable[[argparse.Namespace], None] = options.run_command
     try:
         command(options)
-    except (ValueError, NonFiniteLossError) as error:
-        if PartialState().is_main_process:
-            sys.stderr.write(f"error: {error}\n")
+    except (ValueError, OSError, StoppedError) as error:
+        rank = os.environ.get("RANK", "0")
+        where = f" in process {rank}" if rank != "0" else ""
+        sys.stderr.write(f"error{where}: {error}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted. The same command with resume=true goes on.\n")

@@ -70,10 +70,11 @@ def build_arms(folder: str, batch_size: int) -> tuple[dict[str, Arm], list[dict[
 
 def plain_trainer(folder: str, batch_size: int) -> Trainer:
     """Build transformers' Trainer around BertForMaskedLM, last block and MLM head trained."""
-    model = BertForMaskedLM.from_pretrained(locate_base(BASE))
+    # Untied: with BERT's tied decoder the embeddings would train, and all blocks hold a graph.
+    model = BertForMaskedLM.from_pretrained(locate_base(BASE), tie_word_embeddings=False)
     model.requires_grad_(False)
     model.bert.encoder.layer[-1].requires_grad_(True)
-    model.cls.requires_grad_(True)  # its decoder is the embedding table: trained as well
+    model.cls.requires_grad_(True)
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=batch_size, dataloader_pin_memory=False
     )

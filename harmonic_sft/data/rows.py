@@ -39,6 +39,11 @@ def check_tokenizer(
                 f"tokenizer: expected a {role} token, got none. "
                 "Use the tokenizer of a masked language model."
             )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            "tokenizer: expected ordinary tokens, got only special ones. "
+            "Put the tokenizer's files beside the model"
+        )
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise ValueError(

@@ -64,6 +64,7 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
             config=config,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            trust_remote_code=False,
             **options,
         )
     finally:

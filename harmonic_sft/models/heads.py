@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
-NEAR = 2.0**-7
+NEAR = 2.0**-4
 
 
 class Head(nn.Module, ABC):

@@ -2,7 +2,9 @@
 
 import functools
 import os
-from typing import Any, Self, cast
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _auto_map: ClassVar[dict[str, str]] = {}  # beside AutoConfig and AutoModel
     _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^dist_head\."]  # noqa: RUF012
 
@@ -50,7 +53,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         self.config.auto_map = {
             "AutoConfig": "configuration_harmonic.HarmonicConfig",
             "AutoModel": "modeling_harmonic.HarmonicModel",
-            "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
+            **self._auto_map,
         }
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -128,12 +131,22 @@ class HarmonicModel(HarmonicPreTrainedModel):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Return the backbone's output; `kwargs` are the backbone's further arguments."""
-        return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        """Return the backbone's output; `kwargs` are the backbone's further arguments.
+
+        A backbone of float32 and bfloat16 weights runs under autocast to bfloat16.
+        """
+        mixed = len({parameter.dtype for parameter in self.backbone.parameters()}) > 1
+        autocast = torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext()
+        with autocast:
+            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
 class HarmonicForMaskedLM(HarmonicPreTrainedModel):
     """An encoder with a head that predicts masked tokens."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
+    }
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
@@ -175,16 +188,17 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             ValueError: The checkpoint does not fill the backbone, or has no such head.
         """
         head = dict(head or {"name": "dist"})
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         if dropout is not None:
             set_dropout_(config.get_text_config(), dropout)
         source = {"config": config, "revision": revision, "dtype": dtype}
         backbone, old_head = _load_base(name, source, with_head=init == "base_head")
+        backbone = backbone.to(dtype)  # a base of ours may have had float32 blocks
         backbone.config.name_or_path = ""  # a local path is nobody's business
         harmonic_config = HarmonicConfig(
             text_config=backbone.config,
             head=head,
-            base_model=name,
+            base_model=Path(name).name if os.path.isabs(name) else name,
             base_revision=revision,
             tie_word_embeddings=tie,
             dtype=dtype,
@@ -218,7 +232,10 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
 
     @h_exp.setter
     def h_exp(self, value: float) -> None:
-        assert isinstance(self.dist_head, DistLayer), "only a distance head has an exponent"
+        if not isinstance(self.dist_head, DistLayer):
+            raise ValueError(f"h_exp: expected a dist head, got {self.config.head['name']}")
+        if not value < 0:
+            raise ValueError(f"h_exp: expected a number below 0, got {value}")
         self.dist_head.h_exp = float(value)
         self.config.head = self.dist_head.settings()
 

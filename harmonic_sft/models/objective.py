@@ -40,7 +40,7 @@ def mean_token_loss(
         ignore_index: The label of positions that are not scored.
 
     Returns:
-        A scalar in nats; 0, still attached to the graph, if nothing is labelled.
+        A scalar in nats; 0, still attached to the graph, if nothing is labelled anywhere.
 
     Raises:
         ValueError: A label is not a class of the head.
@@ -59,5 +59,5 @@ def mean_token_loss(
     if num_items_in_batch is None:
         return total / max(len(labels), 1)
     if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return total / num_items_in_batch.to(total.device).clamp_min(1)
+    return total / max(num_items_in_batch, 1)

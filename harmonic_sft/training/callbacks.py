@@ -1,12 +1,18 @@
-"""What happens around optimizer steps: the exponent moves, the prototypes return to the sphere."""
+"""What happens around optimizer steps: h_exp moves, prototypes return, bad gradients stop."""
 
+import math
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.run_config import HExpConfig
 from harmonic_sft.training.schedules import h_exp_at
+
+
+class StoppedError(RuntimeError):
+    """Training had to stop; weights and saved checkpoints are whole."""
 
 
 class HExpCallback(TrainerCallback):
@@ -38,6 +44,36 @@ class HExpCallback(TrainerCallback):
     def _update(self, state: TrainerState, model: HarmonicForMaskedLM) -> None:
         start, end = self.h_exp.start, self.h_exp.end
         model.h_exp = h_exp_at(state.global_step, state.max_steps, start=start, end=end)
+
+
+class GuardCallback(TrainerCallback):
+    """Stops before a non-finite gradient reaches the weights."""
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Look at the gradients; clipping leaves what is not finite as it is, or makes it NaN.
+
+        Raises:
+            StoppedError: One of them is infinite or not a number.
+        """
+        gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        check_finite("gradient norm", norm, state.global_step)
+
+
+def check_finite(name: str, value: float, global_step: int) -> None:
+    """Raise a StoppedError unless `value` is finite."""
+    if not math.isfinite(value):
+        raise StoppedError(
+            f"{name}: expected a finite number, got {value} at step {global_step + 1}. Nothing was "
+            "updated with it, and checkpoints already saved are whole. Try a lower learning_rate "
+            "or max_grad_norm"
+        )
 
 
 class PrototypeCallback(TrainerCallback):

@@ -5,11 +5,11 @@ import logging
 from transformers import PreTrainedConfig
 
 from harmonic_sft.config import to_yaml
-from harmonic_sft.models import NeoBERTConfig
+from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.model_loading import load_base_config
-from harmonic_sft.training.output_folder import check_output_folder
 from harmonic_sft.training.report import show_estimate, show_parts
+from harmonic_sft.training.run import check_plan
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -22,10 +22,15 @@ def dry_run(run: RunConfig) -> None:
     Raises:
         ValueError: What `train` would refuse before loading.
     """
-    args = run.training_arguments(autocast=False)
-    check_output_folder(run)
+    check_plan(run)
     config = _base_config(run)
-    batch_size = args.per_device_train_batch_size
+    longest = max_positions(config.get_text_config())
+    if run.data.context_length > longest:
+        raise ValueError(
+            f"data.context_length: expected at most the {longest} positions of the model, "
+            f"got {run.data.context_length}"
+        )
+    batch_size = run.training_arguments().per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", to_yaml(run))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")

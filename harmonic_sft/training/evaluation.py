@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
-from harmonic_sft.config import apply_overrides, parse, read_yaml, to_plain
+from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
 from harmonic_sft.data import DataConfig, load_data
 from harmonic_sft.models import HarmonicForMaskedLM, load_checked, max_positions
 from harmonic_sft.results import environment, write_results
@@ -45,10 +45,15 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
     config = parse(DataConfig, settings["data"])
-    training = settings.get("training") or {}
-    base = AutoConfig.from_pretrained(folder)
+    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
+    base = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if base.model_type != "harmonic":
+        raise ValueError(
+            f"eval: expected a harmonic model, got a {base.model_type} in {str(folder)!r}. "
+            "Train one on it first"
+        )
     model = load_checked(HarmonicForMaskedLM, str(folder), base)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = model.config.text_config
     data = load_data(
         config,

@@ -40,10 +40,15 @@ def unfreeze_(model: HarmonicForMaskedLM, unfreeze: UnfreezeConfig) -> None:
         parameters[name].requires_grad_(True)
         parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
-    if unfreeze.dtype == "float32" and model.model.dtype != torch.float32:
-        model.config.float32_modules = sorted(
-            name for name, p in backbone.named_parameters() if p.requires_grad
-        )
+    kept = [name for name, p in backbone.named_parameters() if p.dtype == torch.float32]
+    if len(kept) < len(parameters):
+        # Loading casts to the dtype of the first parameter, except what is named here.
+        if next(backbone.parameters()).dtype == torch.float32:
+            raise ValueError(
+                "model.unfreeze.patterns: expected no token embeddings on a bfloat16 body, got "
+                f"{unfreeze.patterns}. Set model.dtype: float32, or leave the embeddings frozen"
+            )
+        model.config.float32_modules = sorted(kept)
 
 
 def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:
@@ -65,11 +70,6 @@ def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[
                 f"{names[-1]!r}, got {pattern!r}, which matches none"
             )
     return [n for n in names if any(fnmatchcase(n, pattern) for pattern in unfreeze.patterns)]
-
-
-def needs_autocast(model: HarmonicForMaskedLM) -> bool:
-    """Whether the backbone mixes float32 and bfloat16, which only autocast can run."""
-    return len({p.dtype for p in model.model.backbone.parameters()}) > 1
 
 
 def parts(model: HarmonicForMaskedLM) -> list[Part]:

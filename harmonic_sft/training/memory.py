@@ -119,12 +119,11 @@ def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int
     num_scored = round(batch_size * length * run.data.mask.probability)
     input_ids = torch.zeros(batch_size, length, dtype=torch.int64)
     positions = labels = torch.zeros(num_scored, dtype=torch.int64)
-    mixed = len({p.dtype for p in model.model.parameters()}) > 1
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)  # counted with the weights
     live = LiveBytes()
-    with live, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+    with live:
         hidden_states = model.model(input_ids=input_ids).last_hidden_state
         hidden_states = hidden_states.flatten(0, 1)[positions]  # [N, D]
         _loss_of_same_size(model.dist_head, hidden_states, labels).backward()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.losses import LOSSES
@@ -62,7 +63,7 @@ def load_base_config(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ValueError: It cannot be found, with what to do.
     """
-    return _from_base(AutoConfig.from_pretrained, model)
+    return _from_base(AutoConfig.from_pretrained, model, trust_remote_code=False)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -71,7 +72,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     Raises:
         ValueError: It cannot be found, with what to do.
     """
-    return _from_base(AutoTokenizer.from_pretrained, model)
+    return _from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
 
 
 def load_model(run: RunConfig) -> HarmonicForMaskedLM:
@@ -89,7 +90,8 @@ def load_model(run: RunConfig) -> HarmonicForMaskedLM:
         dtype=getattr(torch, run.model.dtype),
         dropout=run.model.dropout,
     )
-    model.config.base_model = run.model.base
+    if run.model.base.startswith("package:"):
+        model.config.base_model = run.model.base
     prepare_model_(model, run)
     return model
 
@@ -105,7 +107,7 @@ def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> 
     folder = locate_base(model.base)
     try:
         return load(folder, revision=model.revision, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         if ": expected " in reason:
             raise  # one of ours

@@ -1,15 +1,25 @@
 """The output folder of a run: never overwritten, and where a run goes on."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
-from harmonic_sft.config import parse, read_yaml, to_yaml
+from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.training.run_config import RunConfig
 
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
 # Keys that a resumed run may change: they alter what is shown, not what is trained.
-FREE_KEYS = {"resume", "neighbors", "oom_fallback"}
+FREE_KEYS = (
+    "resume",
+    "neighbors",
+    "oom_fallback",
+    "training.logging_",
+    "training.report_to",
+    "training.disable_tqdm",
+    "training.save_total_limit",
+)
 
 
 def check_output_folder(run: RunConfig) -> None:
@@ -19,6 +29,8 @@ def check_output_folder(run: RunConfig) -> None:
         ValueError: It holds something else, or another run.
     """
     folder = run.output_dir
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"training.output_dir: expected a folder, got the file {str(folder)!r}")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG_NAME).is_file():
@@ -40,17 +52,46 @@ def check_output_folder(run: RunConfig) -> None:
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return the sections of the file in which two runs differ, as far as training goes."""
-    names = [name for name in RunConfig.__dataclass_fields__ if name not in FREE_KEYS]
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+    """Return the keys in which two runs differ, as far as training goes."""
+    before, after = _leaves(to_plain(old)), _leaves(to_plain(new))
+    return sorted(
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS)
+    )
+
+
+def _leaves(node: Any, key: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to `a.b.c: value`."""
+    if not isinstance(node, dict):
+        return {key: node}
+    flat = {}
+    for name, value in node.items():
+        flat |= _leaves(value, f"{key}.{name}" if key else name)
+    return flat
 
 
 def claim_output_folder(run: RunConfig) -> None:
-    """Write the resolved configuration, which marks the folder as this run's."""
+    """Write the resolved configuration, which marks the folder as this run's.
+
+    Raises:
+        ValueError: Another run has claimed it since `check_output_folder`.
+    """
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / CONFIG_NAME
-    if not path.exists():
-        path.write_text(to_yaml(run))
+    if run.resume and path.exists():
+        return
+    draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
+    draft.write_text(to_yaml(run))
+    try:
+        os.link(draft, path)  # whole or not at all, and only once
+    except FileExistsError:
+        raise ValueError(
+            f"training.output_dir: expected an empty folder, got {str(run.output_dir)!r}, which "
+            "another run has just claimed. Choose another one"
+        ) from None
+    finally:
+        draft.unlink()
 
 
 def is_finished(run: RunConfig) -> bool:
@@ -68,10 +109,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     transformers writes `trainer_state.json` last, so a checkpoint that has it is whole.
     """
-    found = sorted(
-        folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True
-    )
-    return next((path for path in found if _is_json(path / "trainer_state.json")), None)
+    whole = [p for p in folder.glob("checkpoint-[0-9]*") if _is_json(p / "trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
 def _is_json(path: Path) -> bool:

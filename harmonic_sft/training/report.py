@@ -70,10 +70,10 @@ def show_closing_table(results: dict[str, Any]) -> None:
     if "neighbors_after" in results:
         show_neighbors(results["neighbors_before"], results["neighbors_after"])
     logger.info(
-        "%d steps, %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
+        "%d steps; this session %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],
         results["train_seconds"],
-        results["tokens_per_second"],
+        results["tokens_per_second"] or 0,
         results["peak_memory_bytes"] / GIB,
     )
 

@@ -1,20 +1,21 @@
 """One run from its configuration to its results."""
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data import IGNORE_INDEX, LoadedData, StreamedMaskedRows, load_data
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.models import HarmonicForMaskedLM, max_positions
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
-from harmonic_sft.training.freezing import needs_autocast, parts
+from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.model_loading import load_base_config, load_model, load_tokenizer
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -26,6 +27,7 @@ from harmonic_sft.training.output_folder import (
 )
 from harmonic_sft.training.report import draw, show_closing_table, show_parts
 from harmonic_sft.training.run_config import Recipe, RunConfig
+from harmonic_sft.training.schedules import phase_steps
 from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,9 @@ def train(run: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: Bad input; nothing was trained or overwritten.
-        NonFiniteLossError: Training was stopped; saved checkpoints are whole.
+        StoppedError: Training was stopped; saved checkpoints are whole.
     """
-    args = run.training_arguments(autocast=False)
-    check_launch(args)
-    check_output_folder(run)
+    check_plan(run)
     if is_finished(run):
         logger.info("This run is finished: %s", run.output_dir)
         results = read_results(results_path(run))
@@ -69,9 +69,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     state.wait_for_everyone()
     before = _measure_before(run, ready)
     checkpoint = last_checkpoint(run.output_dir)
-    if checkpoint is not None:
-        logger.info("Going on from %s", checkpoint)
-    output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    session = _train(trainer, checkpoint)
     final = evaluate(trainer, "final")
     trainer.save_model()
     results = {
@@ -83,8 +81,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         "neighbors_after": _neighbors(run, ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "train_seconds": output.metrics["train_runtime"],
-        "tokens_per_second": _tokens_per_second(trainer, checkpoint, output.metrics),
+        **session,
         "peak_memory_bytes": peak_memory_bytes(),
         "config": to_plain(run),
         "environment": environment(),
@@ -117,7 +114,7 @@ def prepare(run: RunConfig) -> Ready:
         )
     _log_data(data)
     model = load_model(run)
-    args = run.training_arguments(autocast=needs_autocast(model))
+    args = run.training_arguments()
     recipe = Recipe(
         schedule=run.schedule,
         h_exp=run.h_exp,
@@ -142,6 +139,24 @@ def prepare(run: RunConfig) -> Ready:
     return Ready(trainer, data, tokenizer)
 
 
+def check_plan(run: RunConfig) -> None:
+    """Refuse what can be known to fail before anything is loaded.
+
+    Raises:
+        ValueError: transformers' arguments, the way of starting, the output folder, or phases that
+            do not fit into the run.
+    """
+    args = run.training_arguments()
+    check_launch(args)
+    check_output_folder(run)
+    if args.max_steps > 0:
+        phase_steps(
+            args.max_steps,
+            warmup_ratio=run.schedule.warmup_ratio,
+            decay_ratio=run.schedule.decay_ratio,
+        )
+
+
 def check_launch(args: TrainingArguments) -> None:
     """Refuse ways of starting that would train something else than the file says.
 
@@ -156,6 +171,12 @@ def check_launch(args: TrainingArguments) -> None:
                 f"accelerate launch: expected no {plugin}, got {variable}. "
                 "Use plain data parallelism (--multi_gpu)"
             )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no":
+        raise ValueError(
+            f"accelerate launch: expected --mixed_precision no, got {precision}. "
+            "model.dtype and model.unfreeze.dtype decide"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"launch: expected one GPU per process, got {args.n_gpu}. "
@@ -174,8 +195,14 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
         return read_results(path)
+    metrics = evaluate(ready.trainer, "before")
+    if not math.isfinite(metrics["loss"]):
+        raise ValueError(
+            f"model.base: expected weights with a finite loss, got {metrics['loss']}. "
+            "The checkpoint is damaged, or its precision too low"
+        )
     before = {
-        "before": evaluate(ready.trainer, "before"),
+        "before": metrics,
         "unigram_loss": _unigram_loss(ready.data),
         "neighbors_before": _neighbors(run, ready),
     }
@@ -197,14 +224,24 @@ def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
     return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
 
 
-def _tokens_per_second(
-    trainer: HarmonicTrainer, checkpoint: Path | None, metrics: dict[str, float]
-) -> float:
-    """Tokens without padding that this session trained on, by its time with evaluations."""
-    seen = trainer.state.num_input_tokens_seen
-    if checkpoint is not None:
-        seen -= read_results(checkpoint / "trainer_state.json")["num_input_tokens_seen"]
-    return seen / metrics["train_runtime"]
+def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, float | None]:
+    """Train, or go on; return the seconds and the speed of this session.
+
+    Speed counts tokens without padding, and the time of evaluations too.
+    """
+    if checkpoint is None:
+        seconds = trainer.train().metrics["train_runtime"]
+        tokens = trainer.state.num_input_tokens_seen
+        return {"train_seconds": seconds, "tokens_per_second": tokens / seconds}
+    logger.info("Going on from %s", checkpoint)
+    # Read before training, which may delete the checkpoint when newer ones come.
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    if state.global_step >= state.max_steps:
+        trainer.load_finished(checkpoint, state)
+        return {"train_seconds": 0.0, "tokens_per_second": None}
+    seconds = trainer.train(resume_from_checkpoint=str(checkpoint)).metrics["train_runtime"]
+    tokens = trainer.state.num_input_tokens_seen - state.num_input_tokens_seen
+    return {"train_seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
 def _unigram_loss(data: LoadedData) -> float | None:

@@ -30,11 +30,12 @@ RESERVED = {
     "push_to_hub": "the hub section decides",
     "hub_token": "log in with `hf auth login`; a token in a file leaks",
     "resume_from_checkpoint": "use resume: true",
+    "save_only_model": "such a checkpoint cannot be resumed",
+    "tf32": "prototypes need all digits of float32",
     "deepspeed": "it is not supported; use DDP through accelerate launch",
     "fsdp": "it is not supported yet; use DDP through accelerate launch",
     "fsdp_config": "it is not supported yet; use DDP through accelerate launch",
     "use_liger_kernel": "it replaces the head's loss",
-    "remove_unused_columns": "the data section decides",
     "activation_checkpointing": "use gradient_checkpointing",
     "activation_checkpointing_kwargs": "use gradient_checkpointing",
     "gradient_checkpointing_kwargs": "use gradient_checkpointing",
@@ -57,6 +58,7 @@ DEFAULTS = {
     "weight_decay": 0.0,
     "logging_steps": 10,
     "save_total_limit": 3,
+    "seed": 42,
 }
 FORCED = {
     "remove_unused_columns": False,  # our rows hold what the model takes, and nothing else
@@ -211,7 +213,7 @@ class RunConfig:
     @property
     def seed(self) -> int:
         """The seed of masks, order and initialization."""
-        return self.training.get("seed", 42)
+        return self.training["seed"]
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -226,11 +228,8 @@ class RunConfig:
         fields = {"unit_sphere": self.head.unit_sphere, "eps": self.head.eps}
         return {"name": "dist", "h_exp": self.h_exp.start, **fields}
 
-    def training_arguments(self, *, autocast: bool) -> TrainingArguments:
+    def training_arguments(self) -> TrainingArguments:
         """Build transformers' arguments.
-
-        Args:
-            autocast: Run float32 trained blocks on a bfloat16 body.
 
         Raises:
             ValueError: transformers refuses a value.
@@ -240,10 +239,8 @@ class RunConfig:
         }
         computed: dict[str, Any] = {
             "dataloader_pin_memory": torch.cuda.is_available(),  # it warns without a GPU
-            **DEFAULTS,
             **own,
             **FORCED,
-            "bf16": autocast,
         }
         if self.is_stream:  # else the first process alone would read, for all others
             computed["accelerator_config"] = {"dispatch_batches": False}
@@ -273,8 +270,12 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     data = apply_overrides(read_yaml(path), overrides)
     training = data.get("training")
     if isinstance(training, dict):
-        training = {"output_dir": str(Path("runs") / Path(path).stem), **training}
-        data = {**data, "training": check_fields(TrainingArguments, training, "training")}
+        own = {"output_dir": str(Path("runs") / Path(path).stem)}
+        training = check_fields(TrainingArguments, {**own, **DEFAULTS, **training}, "training")
+        if not training["output_dir"]:
+            raise ValueError("training.output_dir: expected a folder, got nothing")
+        training["output_dir"] = str(Path(training["output_dir"]).expanduser())
+        data = {**data, "training": training}
     return parse(RunConfig, data)
 
 
@@ -291,6 +292,17 @@ def _check_head(run: RunConfig) -> None:
             f"head.tie: expected false with model.dtype {run.model.dtype}, got true. "
             "The head is float32 and so would have to be the embeddings"
         )
+    unfreeze = run.model.unfreeze
+    if run.model.dtype == "float32" and unfreeze.dtype == "bfloat16":
+        raise ValueError(
+            "model.unfreeze.dtype: expected 'float32' on a float32 body, got 'bfloat16'. "
+            "Set model.dtype: bfloat16 too"
+        )
+    if run.head.tie and unfreeze.last_blocks is not None:
+        raise ValueError(
+            "head.tie: expected false with model.unfreeze.last_blocks, got true. A tied head "
+            "trains the token embeddings; name them in model.unfreeze.patterns if that is meant"
+        )
 
 
 def _check_training(training: dict[str, Any], run: RunConfig) -> None:
@@ -306,12 +318,7 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
             f"training.dataloader_num_workers: expected 0 or 1 for a stream, got {workers}. "
             "More would change the order of the rows"
         )
-    for key in POSITIVE:
-        value = training.get(key)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"training.{key}: expected a number above 0, got {value}")
-    if training.get("max_steps", -1) == 0:
-        raise ValueError("training.max_steps: expected a number above 0, or -1 for whole epochs")
+    _check_numbers(training)
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     low_precision = run.model.unfreeze.dtype == "bfloat16"
     optim = str(training.get("optim", "adamw_torch"))
@@ -334,3 +341,21 @@ def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"
         )
+
+
+def _check_numbers(training: dict[str, Any]) -> None:
+    for key in POSITIVE:
+        value = training.get(key)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"training.{key}: expected a number above 0, got {value}")
+    if (max_steps := training.get("max_steps", -1)) == 0 or max_steps < -1:
+        raise ValueError(
+            f"training.max_steps: expected a number above 0, or -1 for epochs, got {max_steps}"
+        )
+    if training.get("max_grad_norm", 1.0) < 0:
+        raise ValueError(
+            f"training.max_grad_norm: expected 0 or more, got {training['max_grad_norm']}"
+        )
+    for key, value in FORCED.items():
+        if training.get(key, value) != value:
+            raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")

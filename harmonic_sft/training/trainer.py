@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,25 @@ import torch
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from harmonic_sft.data import EpochSampler, MaskedRows
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM
-from harmonic_sft.training.callbacks import HExpCallback, PrototypeCallback
+from harmonic_sft.training.callbacks import (
+    GuardCallback,
+    HExpCallback,
+    PrototypeCallback,
+    StoppedError,
+    check_finite,
+)
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.run_config import Recipe
-from harmonic_sft.training.schedules import phase_steps
+from harmonic_sft.training.schedules import h_exp_at, phase_steps
 
 logger = logging.get_logger(__name__)
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss became infinite or not a number; no optimizer step was taken with it."""
 
 
 class HarmonicTrainer(Trainer):
@@ -34,8 +37,8 @@ class HarmonicTrainer(Trainer):
     The loss is computed inside the model's `forward`. Around it this class adds: the
     warmup-stable-decay schedule by ratio, the annealed exponent, prototypes re-normalized after
     every optimizer step, float32 master weights for 16-bit parameters, token-weighted evaluation
-    with the best post-hoc exponent, a stop at the first non-finite loss, and a fallback after
-    running out of memory. `training_args.bin` is never written: it is a pickle.
+    with the best post-hoc exponent, a stop at the first non-finite loss or gradient, and a fallback
+    after running out of memory. `training_args.bin` is never written: it is a pickle.
 
     Args:
         model: The model to train, with its `loss_fn` and its frozen parts set.
@@ -63,7 +66,7 @@ class HarmonicTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
-        own: list[TrainerCallback] = [PrototypeCallback()]
+        own: list[TrainerCallback] = [GuardCallback(), PrototypeCallback()]
         if recipe.h_exp is not None:
             own.append(HExpCallback(recipe.h_exp))
         low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
@@ -118,10 +121,11 @@ class HarmonicTrainer(Trainer):
         return names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the exponent to what is logged."""
-        if self.recipe.h_exp is not None:
-            assert self.model.h_exp is not None, "only a distance head is annealed"
-            logs = {**logs, "h_exp": self.model.h_exp}
+        """Add the exponent of the step just taken to its loss."""
+        if self.recipe.h_exp is not None and "loss" in logs:
+            start, end = self.recipe.h_exp.start, self.recipe.h_exp.end
+            step = self.state.global_step - 1
+            logs = {**logs, "h_exp": h_exp_at(step, self.state.max_steps, start=start, end=end)}
         super().log(logs, start_time)
 
     def training_step(
@@ -133,7 +137,7 @@ class HarmonicTrainer(Trainer):
         """Run one micro-batch; after an out-of-memory error in a cheaper way.
 
         Raises:
-            NonFiniteLossError: Before the optimizer could step with it.
+            StoppedError: The loss is not finite, or one row does not fit into memory.
         """
         if self.state.global_step != self._micro_batches_step:
             self._micro_batches, self._micro_batches_step = [], self.state.global_step
@@ -144,12 +148,7 @@ class HarmonicTrainer(Trainer):
             # The failed backward pass may have left some of its gradients: redo the whole step.
             model.zero_grad()
             loss = self._try_replay(self._micro_batches, model, num_items_in_batch)
-        if not math.isfinite(loss.item()):
-            raise NonFiniteLossError(
-                f"loss: expected a finite number, got {loss.item()} at step "
-                f"{self.state.global_step + 1}. Nothing was updated with it, and checkpoints "
-                "already saved are whole. Try a lower learning_rate or max_grad_norm"
-            )
+        check_finite("loss", loss.item(), self.state.global_step)
         return loss
 
     def _try_replay(
@@ -172,7 +171,7 @@ class HarmonicTrainer(Trainer):
             if not is_out_of_memory(error) or not self.recipe.oom_fallback:
                 raise
             if self.accelerator.num_processes > 1:
-                raise RuntimeError(
+                raise StoppedError(
                     "out of memory: oom_fallback works on a single process only, since the others "
                     "wait for this one. Lower per_device_train_batch_size, raise "
                     "gradient_accumulation_steps, or set gradient_checkpointing: true"
@@ -193,7 +192,7 @@ class HarmonicTrainer(Trainer):
             size = math.ceil(rows / self._num_chunks)
             change = f"micro-batches of {rows} rows run {size} at a time, same effective batch"
         else:
-            raise RuntimeError(
+            raise StoppedError(
                 "out of memory: one row at a time with gradient checkpointing does not fit. "
                 "Lower data.context_length or use a smaller model"
             )
@@ -245,6 +244,15 @@ class HarmonicTrainer(Trainer):
         if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
             best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
             self.model.h_exp = best.head["h_exp"]
+
+    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
+        """Load a checkpoint after whose step nothing is left to train."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = state
+        if self.recipe.h_exp is not None:
+            self.model.h_exp = self.recipe.h_exp.end
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin."""

@@ -61,7 +61,7 @@ def test_harmonic_loss_equals_its_definition(unit_sphere, h_exp):
 
 
 @pytest.mark.parametrize("unit_sphere", [True, False])
-@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("distance", [0.3, 0.13, 1e-1, 1e-2, 1e-3])
 @pytest.mark.parametrize("near_label", [True, False])
 def test_loss_and_gradients_hold_next_to_a_prototype(unit_sphere, distance, near_label):
     """Within `distance` of a norm of the right prototype, or of a wrong one."""

@@ -100,10 +100,15 @@ def test_labelled_positions_alone_reach_the_head(bases, family):
     model = HarmonicForMaskedLM.from_base(str(bases / family))
     inputs = batch()
     seen = []
-    model.dist_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+
+    def loss_fn(head, hidden_states, labels):
+        seen.append(len(hidden_states))
+        return head.nll(hidden_states, labels)
+
+    model.loss_fn = loss_fn
     output = model(**inputs)
     assert output.logits is None
-    assert not seen
+    assert seen == [int((inputs["labels"] != -100).sum())]
     asked = model(**inputs, output_logits=True)
     labels = inputs["labels"]
     expected = torch.nn.functional.cross_entropy(asked.logits.flatten(0, 1), labels.flatten())
@@ -154,7 +159,7 @@ def test_published_folder_needs_no_package(bases, tmp_path):
         model.save_pretrained(tmp_path / family)
         saved = json.loads((tmp_path / family / "config.json").read_text())
         assert saved["head"]["h_exp"] == -6.5
-        assert saved["base_model"] == str(bases / family)
+        assert saved["base_model"] == family  # a local path is nobody's business
         assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
         assert not list((tmp_path / family).glob("_*"))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a"]
@@ -180,6 +185,23 @@ def test_published_folder_needs_no_package(bases, tmp_path):
     best = int(probabilities.argmax())
     assert filled[0]["token"] == best
     assert filled[0]["score"] == pytest.approx(probabilities[best].item(), rel=1e-5)
+
+
+def test_the_backbone_alone_claims_no_head(bases, tmp_path):
+    """Saved again, it must not load as a masked model with a random head."""
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path / "whole")
+    HarmonicModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "backbone")
+    saved = json.loads((tmp_path / "backbone" / "config.json").read_text())
+    assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel"}
+
+
+def test_an_exponent_is_below_zero_and_of_a_distance_head(bases):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
+    with pytest.raises(ValueError, match="h_exp: expected a number below 0, got 3"):
+        model.h_exp = 3.0
+    linear = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"})
+    with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
+        linear.h_exp = -3.0
 
 
 def test_our_classes_load_a_saved_folder(bases, tmp_path):
@@ -375,7 +397,9 @@ def test_config_round_trip(tmp_path):
 
 def test_nothing_of_this_machine_is_published(bases, tmp_path):
     HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
+    text = (tmp_path / "config.json").read_text()
+    assert str(bases) not in text
+    saved = json.loads(text)
     assert saved["text_config"].get("_name_or_path", "") == ""
     names = {path.name for path in Path(tmp_path).iterdir()}
     assert {"model.safetensors", "config.json", "heads.py", "modeling_harmonic.py"} <= names

@@ -85,6 +85,19 @@ def test_nothing_labelled_is_a_zero_with_a_graph(batch):
     assert head.weight.grad is not None
 
 
+def test_a_batch_without_a_label_anywhere_is_zero_too(batch):
+    head, states, labels = batch
+    for count in (0, torch.tensor(0)):
+        loss = mean_token_loss(
+            negative_log_likelihood,
+            head,
+            states,
+            torch.full_like(labels, -100),
+            num_items_in_batch=count,
+        )
+        assert loss.item() == 0
+
+
 def test_a_label_out_of_range_is_refused(batch):
     head, states, labels = batch
     labels[0, 0] = V

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.training.freezing import needs_autocast, parts, unfreeze_
+from harmonic_sft.training.freezing import parts, unfreeze_
 from harmonic_sft.training.run_config import UnfreezeConfig
 
 
@@ -56,12 +56,12 @@ def test_table_adds_up(model):
     assert head.training_bytes == 12 * head.parameters  # gradient and two moments
 
 
-def test_bfloat16_parts_count_their_masters(model):
+def test_bfloat16_parts_count_their_masters(tiny_base):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
     unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="bfloat16"))
     block = next(row for row in parts(model) if row.name == "block 2, trained")
     assert block.bytes == 2 * block.parameters
     assert block.training_bytes == (2 + 8 + 4) * block.parameters
-    assert needs_autocast(model)  # the body is float32
 
 
 def test_a_tied_head_is_counted_once(tiny_base):
@@ -80,3 +80,11 @@ def test_float32_on_a_bfloat16_body_is_remembered(tiny_base, tmp_path):
     assert {n: p.dtype for n, p in again.named_parameters()} == {
         n: p.dtype for n, p in model.named_parameters()
     }
+    input_ids = torch.arange(5, 25)[None]
+    assert torch.equal(again(input_ids=input_ids).logits, model(input_ids=input_ids).logits)
+
+
+def test_float32_embeddings_on_a_bfloat16_body_are_refused(tiny_base):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="expected no token embeddings on a bfloat16 body"):
+        unfreeze_(model, UnfreezeConfig(patterns=["*embeddings*"]))

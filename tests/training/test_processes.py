@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def launch(path, folder, *, processes, batch_size):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)),
-        *("--master_port", "29517", str(ROOT / "scripts" / "sft.py"), str(path)),
+        *("--standalone", str(ROOT / "scripts" / "sft.py"), str(path)),
         f"training.output_dir={folder}",
         f"training.per_device_train_batch_size={batch_size}",
         "training.learning_rate=1e-3",

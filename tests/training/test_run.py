@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import dry_run, evaluate_folder, load_run_config, train
-from harmonic_sft.training.output_folder import last_checkpoint
+from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint
 from harmonic_sft.training.run import check_launch
 
 
@@ -91,10 +91,34 @@ def test_a_run_is_resumed_only_as_it_was(make_yaml, tmp_path, capsys):
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true"):
         start(path)
-    with pytest.raises(ValueError, match="other values for h_exp, schedule"):
+    with pytest.raises(ValueError, match=r"other values for h_exp.end, schedule.decay"):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
     assert start(path, "resume=true")["final"] == results["final"]
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_tilde_is_the_home_folder(make_yaml, tmp_path, monkeypatch):
+    """transformers expands it: ours must look at the same folder before writing there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("precious")
+    with pytest.raises(ValueError, match=r"expected an empty folder, got .*mine"):
+        start(make_yaml(), "training.output_dir=~/mine")
+    assert (tmp_path / "mine" / "config.json").read_text() == "precious"
+
+
+def test_a_file_is_no_output_folder(make_yaml, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
+        start(make_yaml())
+
+
+def test_a_folder_is_claimed_once(make_yaml):
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    with pytest.raises(ValueError, match="another run has just claimed"):
+        claim_output_folder(run)
+    assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
 
 
 def test_a_half_written_checkpoint_is_passed_over(tmp_path):
@@ -184,6 +208,16 @@ def test_a_tokenizer_that_does_not_fit_is_one_line(make_yaml, tiny_base, tmp_pat
         start(make_yaml(), f"model.base={folder}")
 
 
+def test_a_base_without_a_tokenizer_is_one_line(make_yaml, tiny_base, tmp_path):
+    folder = copy_base(tiny_base, tmp_path / "bare", vocab=False)
+    with pytest.raises(
+        ValueError, match=r"tokenizer: expected|model.base: expected a model"
+    ) as caught:
+        start(make_yaml(), f"model.base={folder}")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_freezing_that_fits_nothing_is_refused(make_yaml):
     with pytest.raises(ValueError, match=r"model.unfreeze.last_blocks: expected at most 3, got 4"):
         start(make_yaml(), "model.unfreeze.last_blocks=4")
@@ -198,12 +232,18 @@ def test_what_is_not_installed_is_named(make_yaml, tmp_path):
 
 
 def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeypatch):
-    args = load_run_config(make_yaml()).training_arguments(autocast=False)
+    args = load_run_config(make_yaml()).training_arguments()
     check_launch(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate launch: expected no FSDP"):
         check_launch(args)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(
+        ValueError, match="accelerate launch: expected --mixed_precision no, got bf16"
+    ):
+        check_launch(args)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="launch: expected 2 processes that work together"):
         check_launch(args)

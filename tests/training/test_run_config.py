@@ -17,7 +17,7 @@ def test_every_shipped_file_is_valid_and_survives_a_round_trip(path, tmp_path):
     resolved = tmp_path / "run.yaml"
     resolved.write_text(to_yaml(run))
     assert parse(RunConfig, read_yaml(resolved)) == run
-    run.training_arguments(autocast=False)
+    run.training_arguments()
 
 
 def test_neobert_is_the_plan():
@@ -26,7 +26,7 @@ def test_neobert_is_the_plan():
     assert run.model.revision == "5424c8efeea6491b151d62dee55a752165407430"
     assert (run.model.dtype, run.model.unfreeze.last_blocks) == ("bfloat16", 1)
     assert (run.h_exp.start, run.h_exp.end) == (-12.0, -4.0)
-    args = run.training_arguments(autocast=False)
+    args = run.training_arguments()
     assert (args.learning_rate, args.adam_beta1, args.adam_beta2) == (2e-4, 0.95, 0.95)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 16)
     assert run.schedule.warmup_ratio == 0.1
@@ -120,9 +120,16 @@ REFUSED = [
     (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
     (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
     (
-        ["model.unfreeze={last_blocks: 1, dtype: bfloat16}", "training.optim=adafactor"],
+        [
+            "model={base: x, dtype: bfloat16, unfreeze: {last_blocks: 1, dtype: bfloat16}}",
+            "training.optim=adafactor",
+        ],
         "training.optim: expected adamw_torch for bfloat16 weights, got 'adafactor'",
     ),
+    (["model.unfreeze={dtype: bfloat16}"], "unfreeze.dtype: expected 'float32' on a float32 body"),
+    (["head.tie=true"], "head.tie: expected false with model.unfreeze.last_blocks"),
+    (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
+    (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
     (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
     (
         ["data.sources.0.streaming=true", "training.dataloader_num_workers=2"],
@@ -153,7 +160,7 @@ def test_best_checkpoint_by_the_post_hoc_loss_is_allowed(make_yaml):
             "training.eval_steps=3",
         ],
     )
-    args = run.training_arguments(autocast=False)
+    args = run.training_arguments()
     assert args.greater_is_better is False
 
 
