@@ -48,7 +48,7 @@ def score_rows(
         embeddings: `[V, D]`, the input embeddings: what wrong predictions are compared by.
 
     Returns:
-        `[B, 3 + G]` in float64: labelled tokens, correct ones, summed cosine between label and
+        `[B, 3 + G]`: labelled tokens, correct ones, summed cosine between label and
         prediction where they differ, summed loss in nats at each value.
     """
     scored = labels != -100
@@ -64,7 +64,7 @@ def score_rows(
     for value in grid:
         scale = value / grid[0]
         columns.append(torch.logsumexp(logits * scale, -1) - target_logits * scale)
-    scores = torch.stack([column.double() for column in columns], -1)  # [N, 3 + G]
+    scores = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
     return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
 
 

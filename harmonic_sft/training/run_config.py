@@ -31,6 +31,8 @@ RESERVED = {
     "hub_token": "log in with `hf auth login`; a token in a file leaks",
     "resume_from_checkpoint": "use resume: true",
     "save_only_model": "such a checkpoint cannot be resumed",
+    "data_seed": "training.seed decides",
+    "train_sampling_strategy": "the order is shuffled by training.seed",
     "tf32": "prototypes need all digits of float32",
     "deepspeed": "it is not supported; use DDP through accelerate launch",
     "fsdp": "it is not supported yet; use DDP through accelerate launch",

@@ -225,7 +225,7 @@ class HarmonicTrainer(Trainer):
                 grid=grid,
                 embeddings=model.get_input_embeddings().get_parameter("weight"),
             )
-            scores.append(self.accelerator.gather_for_metrics(rows).cpu())
+            scores.append(self.accelerator.gather_for_metrics(rows).cpu().double())
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )
