@@ -56,6 +56,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
     """
     check_plan(run)
+    check_output_folder(run)
     if is_finished(run):
         logger.info("This run is finished: %s", run.output_dir)
         results = read_results(results_path(run))
@@ -69,6 +70,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     state.wait_for_everyone()
     before = _measure_before(run, ready)
     checkpoint = last_checkpoint(run.output_dir)
+    set_seed(run.seed)  # dropout starts alike, whether the evaluation above was made or remembered
     session = _train(trainer, checkpoint)
     final = evaluate(trainer, "final")
     trainer.save_model()
@@ -143,12 +145,11 @@ def check_plan(run: RunConfig) -> None:
     """Refuse what can be known to fail before anything is loaded.
 
     Raises:
-        ValueError: transformers' arguments, the way of starting, the output folder, or phases that
-            do not fit into the run.
+        ValueError: transformers' arguments, the way of starting, or phases that do not fit into
+            the run.
     """
     args = run.training_arguments()
     check_launch(args)
-    check_output_folder(run)
     if args.max_steps > 0:
         phase_steps(
             args.max_steps,

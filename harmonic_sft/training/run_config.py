@@ -86,6 +86,8 @@ class UnfreezeConfig:
     def _check(self) -> Self:
         if self.last_blocks is not None and self.patterns:
             raise ValueError("last_blocks: expected alone, got patterns too. Keep one of them")
+        if self.last_blocks is None and not self.patterns:
+            raise ValueError("last_blocks: expected this or patterns, got neither. 0 is head only")
         return self
 
 
