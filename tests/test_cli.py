@@ -40,7 +40,7 @@ def test_an_interrupted_run_says_how_to_go_on(monkeypatch, capsys):
     assert "resume=true goes on" in capsys.readouterr().err
 
 
-def test_every_shipped_run_has_a_plan(capsys, tmp_path, monkeypatch):
+def test_the_main_job_has_a_dry_run(capsys, tmp_path, monkeypatch):
     """--dry-run of the plan itself needs neither the Hub nor a GPU."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(ROOT / "configs" / "neobert.yaml"), "--dry-run"]) == 0

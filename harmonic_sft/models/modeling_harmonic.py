@@ -239,6 +239,11 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
         self.dist_head.h_exp = float(value)
         self.config.head = self.dist_head.settings()
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save with the head's settings as they are now, also where only the head was changed."""
+        self.config.head = self.dist_head.settings()
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def renormalize_prototypes_(self) -> None:
         """Bring the prototypes back to norm 1 where the head wants it; tied ones stay."""
         if not self.config.tie_word_embeddings:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.run_config import HExpConfig
 from harmonic_sft.training.schedules import h_exp_at
 
@@ -28,22 +27,12 @@ class HExpCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Set the exponent of the first step, also of a resumed run."""
-        self._update(state, kwargs["model"])
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Set the exponent of the next step; evaluation and checkpoints see the same."""
-        self._update(state, kwargs["model"])
-
-    def _update(self, state: TrainerState, model: HarmonicForMaskedLM) -> None:
+        """Set the exponent of the next step, also at the start of a resumed run."""
         start, end = self.h_exp.start, self.h_exp.end
-        model.h_exp = h_exp_at(state.global_step, state.max_steps, start=start, end=end)
+        value = h_exp_at(state.global_step, state.max_steps, start=start, end=end)
+        kwargs["model"].h_exp = value
+
+    on_step_end = on_train_begin  # evaluation and checkpoints come later and see the same
 
 
 class GuardCallback(TrainerCallback):

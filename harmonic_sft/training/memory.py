@@ -54,10 +54,6 @@ class LiveBytes(TorchDispatchMode):
                 self._count(tensor.untyped_storage())
         return result
 
-    def ignore(self, tensors: Any) -> None:
-        """Leave these tensors out: they were there before."""
-        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
-
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._seen:
@@ -135,9 +131,10 @@ def _loss_of_same_size(head: Head, hidden_states: Tensor, labels: Tensor) -> Ten
     if not isinstance(head, DistLayer):
         return head.nll(hidden_states, labels).sum()
     hidden_states = hidden_states.float()
-    dots = hidden_states @ head.weight.T  # [N, V]
     if head.unit_sphere:
         hidden_states = F.normalize(hidden_states, dim=-1)
+    dots = hidden_states @ head.weight.T  # [N, V]
+    if head.unit_sphere:
         dots = dots * (1 / torch.linalg.vector_norm(head.weight, dim=-1))
     squared = (2 - 2 * dots).clone()
     logits = head.h_exp * torch.log(squared + head.eps)

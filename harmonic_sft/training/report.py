@@ -67,8 +67,7 @@ def show_closing_table(results: dict[str, Any]) -> None:
         rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[None] * 5))
     title = f"{results['run']}: masked tokens of the evaluation split"
     _show_metrics(title, rows)
-    if "neighbors_after" in results:
-        show_neighbors(results["neighbors_before"], results["neighbors_after"])
+    show_neighbors(results["neighbors_before"], results["neighbors_after"])
     logger.info(
         "%d steps; this session %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],

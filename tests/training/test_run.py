@@ -1,7 +1,6 @@
 """A whole run, and every bad input: one line, before any training."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -264,7 +263,3 @@ def test_dry_run_loads_nothing_and_writes_nothing(make_yaml, tmp_path, capsys, t
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"model.base: expected a model that can be loaded"):
         dry_run(load_run_config(path, ["model.base=nobody/nothing"]))
-
-
-def test_the_tests_are_offline():
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
