@@ -1,0 +1,18 @@
+"""Fused losses: the same numbers as the heads give, without the [N, V] matrix of logits."""
+
+from harmonic_sft.ops.cross_entropy import (
+    distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+from harmonic_sft.ops.options import LossOptions, TokenMetrics
+
+__all__ = [
+    "LossOptions",
+    "TokenMetrics",
+    "distance_cross_entropy",
+    "distance_cross_entropy_with_metrics",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics",
+]

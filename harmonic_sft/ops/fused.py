@@ -1,0 +1,238 @@
+"""The chunk loop of the fused losses: forward with gradients, forward alone, and recomputation."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harmonic_sft.ops.chunked import ChunkedTiles, Gradients
+from harmonic_sft.ops.gemm import allocate
+from harmonic_sft.ops.geometry import all_reduce_
+from harmonic_sft.ops.options import TokenMetrics
+from harmonic_sft.ops.request import Request
+from harmonic_sft.ops.rows import (
+    Pairs,
+    Rows,
+    TileSums,
+    exponent_gradients,
+    log_normalizer_of,
+    logit_totals,
+    losses,
+    mass_of,
+    measure_pairs,
+    metrics,
+    normalize,
+    pair_gradients,
+)
+from harmonic_sft.ops.workers import Workers, cpu_workers
+
+# A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB.
+STORED_ROWS, STORED_ELEMENTS = 240, 2**24
+TILE_ROWS = 512  # of chunks that keep no weights
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden_states: bool = False
+    prototypes: bool = False
+    class_bias: bool = False
+    h_exp: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one pass gives: `[N]` each, gradients in the shape of their inputs; None if not asked.
+
+    Attributes:
+        loss: Weighted, in nats.
+        log_normalizer: logsumexp of the logits, distances in `Frame.unit`.
+        log_probs: `[N, K]`, of the labels.
+        metrics: Of every token.
+        exponent: dL/dh_exp of each token.
+        gradients: Of the sum of the losses.
+    """
+
+    loss: Tensor
+    log_normalizer: Tensor
+    log_probs: Tensor
+    metrics: TokenMetrics | None
+    exponent: Tensor | None
+    gradients: Gradients
+
+
+def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradients: bool) -> Outcome:
+    """Return the losses, and beside them their gradients if `with_gradients`."""
+    hidden_states, frame = request.hidden_states, request.frame
+    loss = hidden_states.new_empty(len(hidden_states), dtype=frame.dtype)
+    log_normalizer = torch.empty_like(loss)
+    log_probs = loss.new_empty(request.labels.shape)
+    exponent = torch.empty_like(loss) if needs.h_exp else None
+    found: list[TokenMetrics] = []
+    smoothing = request.label_smoothing > 0
+    gradients = _empty_gradients(request, needs if with_gradients else Needs())
+    with _tiles(request) as tiles:
+        for chunk in _chunks(request, with_gradients):
+            placed, norms = frame.place(hidden_states[chunk])  # [T, D]
+            labels = request.labels[chunk]  # [T, K]
+            moments = with_metrics or needs.h_exp or smoothing
+            sums = tiles.score(placed, labels, store=with_gradients, moments=moments)
+            pairs = measure_pairs(request, placed, sums.unit, labels, sums.near)
+            rows = normalize(request, pairs, sums, chunk)
+            log_normalizer[chunk], log_probs[chunk] = rows.log_normalizer, rows.log_probs
+            totals = logit_totals(request, pairs, sums) if smoothing else None
+            loss[chunk] = losses(request, rows, sums.unit, totals, chunk)
+            if with_metrics:
+                found.append(metrics(request, pairs, sums, rows, chunk))
+            slopes = pair_gradients(request, pairs, rows, chunk)  # [T, S]
+            if exponent is not None:
+                slope = exponent_gradients(request, pairs, sums, rows, slopes)
+                exponent[chunk] = slope * token_weights(request, chunk)
+            if with_gradients:
+                factors = _factors(request, sums, rows) * token_weights(request, chunk)
+                tiles.accumulate(placed, factors, gradients, chunk)
+                slopes = slopes * token_weights(request, chunk)[:, None]
+                _add_pairs(request, placed, pairs, slopes, gradients, chunk)
+                _finish_hidden_states(request, placed, norms, gradients, chunk)
+        tiles.finish_prototypes(gradients)
+    joined = TokenMetrics(*map(torch.cat, zip(*found, strict=True))) if found else None
+    return Outcome(loss, log_normalizer, log_probs, joined, exponent, gradients)
+
+
+def backward(
+    request: Request, needs: Needs, log_normalizer: Tensor, log_probs: Tensor, upstream: Tensor
+) -> Gradients:
+    """Return the gradients for any `upstream` `[N]`, with the scores made anew."""
+    frame = request.frame
+    gradients = _empty_gradients(request, needs)
+    floor = request.label_smoothing / request.vocab_size
+    with _tiles(request) as tiles:
+        for chunk in _chunks(request, False):
+            placed, norms = frame.place(request.hidden_states[chunk])
+            labels, normalizer = request.labels[chunk], log_normalizer[chunk]
+            outer = upstream[chunk].to(frame.dtype) * token_weights(request, chunk)
+            unit = frame.unit(placed)
+            mass = mass_of(request, log_normalizer_of(request, normalizer, unit), chunk)
+            rows = Rows(normalizer, log_probs[chunk], mass)
+            masses = (normalizer, outer * rows.mass, outer * floor)
+            near = tiles.recompute(placed, labels, masses, gradients, chunk)
+            pairs = measure_pairs(request, placed, unit, labels, near)
+            slopes = pair_gradients(request, pairs, rows, chunk) * outer[:, None]
+            _add_pairs(request, placed, pairs, slopes, gradients, chunk)
+            _finish_hidden_states(request, placed, norms, gradients, chunk)
+        tiles.finish_prototypes(gradients)
+    return gradients
+
+
+def _empty_gradients(request: Request, needs: Needs) -> Gradients:
+    frame, hidden_states = request.frame, request.hidden_states
+    dtype, device = frame.dtype, hidden_states.device
+    shape = frame.prototypes.shape
+    prototypes = columns = bias = hidden = None
+    if needs.hidden_states:
+        hidden = hidden_states.new_empty(hidden_states.shape, dtype=dtype)
+    if needs.prototypes:
+        # The first chunk writes, the others add; with no token nobody writes.
+        prototypes = allocate(*shape, dtype=dtype, device=device)
+        if not len(hidden_states):
+            prototypes.zero_()
+        if frame.with_sums:
+            columns = torch.zeros(shape[0], dtype=dtype, device=device)
+    if needs.class_bias:
+        bias = torch.zeros(shape[0], dtype=dtype, device=device)
+    return Gradients(hidden, prototypes, columns, bias)
+
+
+@contextmanager
+def _tiles(request: Request) -> Generator[ChunkedTiles]:
+    device = request.hidden_states.device.type
+    workers = cpu_workers() if device == "cpu" else nullcontext(Workers(1))
+    with torch.no_grad(), torch.autocast(device, enabled=False), workers as threads:
+        yield ChunkedTiles(request, threads)
+
+
+def _chunks(request: Request, stored: bool) -> Iterator[slice]:
+    """Yield even chunks of the tokens, as long as their memory allows."""
+    num_tokens = len(request.hidden_states)
+    rows = TILE_ROWS
+    if stored:
+        rows = min(STORED_ROWS, max(STORED_ELEMENTS // request.num_classes, 96))
+    if request.hidden_states.device.type != "cpu":
+        rows *= 8
+    count = -(-num_tokens // rows)
+    for index in range(count):
+        yield slice(index * num_tokens // count, (index + 1) * num_tokens // count)
+
+
+def token_weights(request: Request, chunk: slice) -> Tensor:
+    """Return the weights of the chunk's tokens `[T]`."""
+    if request.token_weights is None:
+        rows = len(request.labels[chunk])
+        return request.target_weights.new_ones(rows)
+    return request.token_weights[chunk]
+
+
+def _factors(request: Request, sums: TileSums, rows: Rows) -> Tensor:
+    """Return what makes the kept weights dL/dlogit or -2 dL/d(d2): `[tiles, T]`."""
+    factors = rows.mass * (sums.log_scale - rows.log_normalizer).exp()
+    if request.frame.kind == "linear":
+        return factors
+    return factors * (-2 * request.h_exp) / sums.scale.masked_fill(sums.scale == 0, 1)
+
+
+def _add_pairs(
+    request: Request,
+    hidden_states: Tensor,
+    pairs: Pairs,
+    slopes: Tensor,
+    gradients: Gradients,
+    chunk: slice,
+) -> None:
+    """Add what the pairs' dL/dlogit `[T, S]` send to hidden states, prototypes and bias."""
+    frame = request.frame
+    for column, classes in enumerate(pairs.columns.unbind(1)):
+        known, slope = classes.clamp_min(0), slopes[:, column]
+        if gradients.class_bias is not None:
+            _add_rows_(gradients.class_bias, known, slope)
+        prototypes = frame.rows(known)  # [T, D]
+        to_hidden, to_prototypes = prototypes, hidden_states
+        if frame.kind != "linear":
+            slope = slope * (2 * request.h_exp) / pairs.squared[:, column]
+            to_hidden = hidden_states - prototypes
+            to_prototypes = -to_hidden
+        slope = slope.unsqueeze(1)
+        if gradients.hidden_states is not None:
+            gradients.hidden_states[chunk].addcmul_(slope, to_hidden)
+        if gradients.prototypes is not None:
+            found = slope * to_prototypes
+            if frame.kind == "sphere" and frame.center is None and frame.norms is not None:
+                found /= frame.norms[known].unsqueeze(1)
+            _add_rows_(gradients.prototypes, known, found)
+
+
+def _finish_hidden_states(
+    request: Request,
+    placed: Tensor,
+    norms: Tensor | None,
+    gradients: Gradients,
+    chunk: slice,
+) -> None:
+    """Complete the gradient of a chunk's hidden states: over all ranks, tangent on the sphere."""
+    if gradients.hidden_states is None:
+        return
+    found = all_reduce_(gradients.hidden_states[chunk], request.group)
+    if norms is not None:
+        units = placed if request.frame.center is None else placed + request.frame.center
+        found -= units * torch.linalg.vecdot(units, found).unsqueeze(1)
+        found /= norms
+
+
+def _add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:
+    """Add `values` to the rows `index` of `target`, in the same order in every run."""
+    if target.device.type == "cpu":
+        target.index_add_(0, index, values)
+    else:  # index_add_ would use atomic additions there
+        target.index_put_((index,), values, accumulate=True)

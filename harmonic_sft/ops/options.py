@@ -1,0 +1,136 @@
+"""What the fused losses can be asked for beyond the plain loss, and what they report."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Impl = Literal["auto", "reference", "chunked", "triton"]
+IMPLS = ("auto", "reference", "chunked", "triton")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossOptions:
+    """The rare options of the fused losses.
+
+    Attributes:
+        token_weights: `[N]`, factors of the tokens' losses; not differentiated.
+        class_bias: `[V]`, added to the logits (a log prior); may require gradients.
+        target_weights: `[N, K]`, the target's probabilities of labels `[N, K]`; not
+            differentiated. A weight of 0 with label -1 pads. Repeated labels add up.
+        label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
+        z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
+        gradients: "forward" makes them beside the loss with three matrix products and keeps
+            `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth
+            product and tile-sized memory. Label smoothing, the gradient of `class_bias` of a
+            distance loss and an upstream gradient that differs between tokens recompute anyway.
+        gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products where the
+            processor has it, at an error of some 1e-4; None keeps float32 or better.
+        gemm: Matrix product on the CPU: "mm" (torch.mm), "mkldnn" (oneDNN), or "auto", the
+            faster one in a trial of some milliseconds, once per dtype and size class.
+        group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
+            the same hidden states and global labels on each. The loss and the gradient of the
+            hidden states come out complete on every rank.
+    """
+
+    token_weights: Tensor | None = None
+    class_bias: Tensor | None = None
+    target_weights: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    gradients: Literal["forward", "recompute"] = "forward"
+    gradient_dtype: torch.dtype | None = None
+    gemm: Literal["auto", "mm", "mkldnn"] = "auto"
+    group: ProcessGroup | None = None
+
+
+class TokenMetrics(NamedTuple):
+    """What the loss pass knows of each token; not differentiable.
+
+    Attributes:
+        log_probs: `[N]`, log-probability of the target in nats (its mean under a soft target).
+        log_normalizer: `[N]`, logsumexp of the logits.
+        entropy: `[N]`, of the predicted distribution, in nats.
+        predictions: `[N]`, the most probable class: the nearest prototype if there is no bias.
+    """
+
+    log_probs: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    predictions: Tensor
+
+
+def check_inputs(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions, impl: str
+) -> None:
+    """Refuse inputs that do not fit together.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or an option are off.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {list(IMPLS)}, got {impl!r}")
+    if hidden_states.dim() != 2:
+        raise ValueError(f"hidden_states: expected [N, D], got {list(hidden_states.shape)}")
+    num_tokens, hidden_size = hidden_states.shape
+    if prototypes.dim() != 2 or prototypes.shape[1] != hidden_size:
+        raise ValueError(f"prototypes: expected [V, {hidden_size}], got {list(prototypes.shape)}")
+    for name, tensor in {"hidden_states": hidden_states, "prototypes": prototypes}.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels: expected torch.int64, got {labels.dtype}")
+    _check_options(num_tokens, len(prototypes), labels, options)
+    others = {
+        "prototypes": prototypes,
+        "labels": labels,
+        "token_weights": options.token_weights,
+        "class_bias": options.class_bias,
+        "target_weights": options.target_weights,
+    }
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ValueError(
+                f"{name}: expected device {hidden_states.device} of hidden_states, "
+                f"got {tensor.device}"
+            )
+
+
+def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: LossOptions) -> None:
+    soft = options.target_weights
+    if soft is None and list(labels.shape) != [num_tokens]:
+        raise ValueError(f"labels: expected [{num_tokens}], got {list(labels.shape)}")
+    if soft is not None and (
+        labels.dim() != 2 or len(labels) != num_tokens or labels.shape != soft.shape
+    ):
+        raise ValueError(
+            f"labels, target_weights: expected both [{num_tokens}, K], "
+            f"got {list(labels.shape)} and {list(soft.shape)}"
+        )
+    weights, bias = options.token_weights, options.class_bias
+    if weights is not None and list(weights.shape) != [num_tokens]:
+        raise ValueError(f"token_weights: expected [{num_tokens}], got {list(weights.shape)}")
+    if bias is not None and list(bias.shape) != [vocab_size]:
+        raise ValueError(f"class_bias: expected [{vocab_size}], got {list(bias.shape)}")
+    for name, tensor in {"token_weights": weights, "target_weights": soft}.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name}: expected a tensor without requires_grad. Detach it")
+    _check_settings(options)
+
+
+def _check_settings(options: LossOptions) -> None:
+    choices = {
+        "gradients": ("forward", "recompute"),
+        "gemm": ("auto", "mm", "mkldnn"),
+        "gradient_dtype": (None, torch.bfloat16),
+    }
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        if value not in allowed:
+            raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
+    if options.z_loss < 0:
+        raise ValueError(f"z_loss: expected 0 or more, got {options.z_loss}")
