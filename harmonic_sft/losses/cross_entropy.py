@@ -5,7 +5,8 @@ from typing import Self
 
 from torch import Tensor
 
-from harmonic_sft.models import Head
+from harmonic_sft.models import DistLayer, Head, LinearHead
+from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class CrossEntropyLoss:
         return self
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
+        """Return one loss per token, what `head.nll` defines, without logits where that is known.
 
         Args:
             head: Maps `[N, D]` to logits `[N, V]`.
@@ -27,4 +28,16 @@ class CrossEntropyLoss:
         Returns:
             `[N]`, in nats.
         """
+        if isinstance(head, DistLayer):
+            return distance_cross_entropy(
+                hidden_states,
+                head.weight,
+                labels,
+                h_exp=head.h_exp,
+                unit_sphere=head.unit_sphere,
+                eps=head.eps,
+            )
+        if isinstance(head, LinearHead):
+            options = LossOptions(class_bias=head.bias)
+            return linear_cross_entropy(hidden_states, head.weight, labels, options=options)
         return head.nll(hidden_states, labels)

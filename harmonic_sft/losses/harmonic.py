@@ -5,6 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
+from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.models import DistLayer, Head
 
 
@@ -33,7 +34,7 @@ class HarmonicLoss:
         return self
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
+        """Return one loss per token: the cross-entropy of the distances.
 
         Args:
             head: A `DistLayer`.
@@ -43,4 +44,4 @@ class HarmonicLoss:
         Returns:
             `[N]`, in nats.
         """
-        return head.nll(hidden_states, labels)
+        return CrossEntropyLoss()(head, hidden_states, labels)

@@ -6,6 +6,7 @@ from harmonic_sft.ops.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from harmonic_sft.ops.fused import workspace_bytes
 from harmonic_sft.ops.options import LossOptions, TokenMetrics
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "distance_cross_entropy_with_metrics",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "workspace_bytes",
 ]

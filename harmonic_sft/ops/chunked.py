@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.ops.gemm import Gemm, allocate, choose_backend, product
-from harmonic_sft.ops.geometry import NEAR
+from harmonic_sft.ops.geometry import NEAR, Frame
 from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.tiles import (
@@ -31,12 +31,14 @@ class Gradients:
         prototypes: `[V, D]`, before `finish_prototypes`.
         columns: `[V]`, sums of the weights of each class.
         class_bias: `[V]`.
+        scaled: Whether `prototypes` is already divided by the prototypes' norms.
     """
 
     hidden_states: Tensor | None
     prototypes: Tensor | None
     columns: Tensor | None
     class_bias: Tensor | None
+    scaled: bool = False
 
 
 @dataclass
@@ -110,20 +112,27 @@ class ChunkedTiles:
         return TileSums(unit, log_scale, sums, scale, self._compact(near), found, best)
 
     def accumulate(
-        self, hidden_states: Tensor, factors: Tensor, gradients: Gradients, chunk: slice
+        self,
+        hidden_states: Tensor,
+        factors: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        gradients: Gradients,
+        chunk: slice,
     ) -> None:
         """Add a chunk's products to the gradients, from the weights that `score` kept.
 
         Args:
             hidden_states: `[T, D]`, in the frame.
             factors: `[tiles, T]`, what makes the weights coefficients.
+            rows: As in `recompute`; the kept weights do without.
             gradients: Accumulated in place.
             chunk: The tokens.
         """
-        rows = len(hidden_states)
+        del rows
+        count = len(hidden_states)
 
         def coefficients(k: int) -> Tensor:
-            weights = self._buffer(k, rows).mul_(factors[k].unsqueeze(1))
+            weights = self._buffer(k, count).mul_(factors[k].unsqueeze(1))
             if gradients.class_bias is not None:
                 gradients.class_bias[slice(*self.edges[k])] += weights.sum(0)
             return weights if self.gain is None else weights.mul_(self.gain[slice(*self.edges[k])])
@@ -173,26 +182,11 @@ class ChunkedTiles:
 
     def finish_prototypes(self, gradients: Gradients) -> None:
         """Turn the accumulated products into the gradient of the prototypes, in place."""
-        frame, target = self.request.frame, gradients.prototypes
-        if target is None or frame.kind == "linear":
-            return
+        finish_prototypes(self.request.frame, gradients, self.edges, self.workers)
 
-        def work(worker: int) -> None:
-            for k in range(worker, len(self.edges), self.workers.count):
-                start, stop = self.edges[k]
-                tile = target[start:stop]
-                if gradients.columns is not None:
-                    columns = gradients.columns[start:stop].unsqueeze(1)
-                    tile.addcmul_(frame.tile(start, stop), columns, value=-1)
-                if frame.kind == "sphere" and frame.norms is not None:
-                    raw = frame.prototypes[start:stop].to(frame.dtype)
-                    inverse = 1 / frame.norms[start:stop].unsqueeze(1)
-                    radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
-                    tile.addcmul_(raw, radial, value=-1)
-                    if frame.center is not None:
-                        tile.mul_(inverse)
-
-        self.workers.run(work)
+    def unit(self, hidden_states: Tensor) -> Tensor:
+        """Return the unit of squared distances `[T, 1]`."""
+        return self.request.frame.unit(hidden_states)
 
     @property
     def _leaves_rest(self) -> bool:
@@ -209,12 +203,11 @@ class ChunkedTiles:
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
         """Return near limits `[T]`, left operand `[T, D]`, row terms and units `[T, 1]`."""
         frame = self.request.frame
-        unit = frame.unit(hidden_states)
+        unit = self.unit(hidden_states)
         if frame.kind == "linear":
             return None, hidden_states, None, unit
         squared = hidden_states.square().sum(1)
-        # Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
-        limits = squared * (2.6 * NEAR) + frame.eps
+        limits = near_limits(frame, squared)
         row = squared.unsqueeze(1) if self.gain is None else None
         return limits, hidden_states * -2, row, unit
 
@@ -316,3 +309,43 @@ class ChunkedTiles:
             return joined
         width = int((joined >= 0).sum(1).max())
         return joined.sort(1, descending=True).values[:, :width]
+
+
+def near_limits(frame: Frame, squared_norms: Tensor) -> Tensor:
+    """Return the squared distances `[T]` below which expansion has lost digits.
+
+    Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
+    """
+    return squared_norms * (2.6 * NEAR) + frame.eps
+
+
+def finish_prototypes(
+    frame: Frame, gradients: Gradients, edges: Sequence[tuple[int, int]], workers: Workers
+) -> None:
+    """Turn the accumulated products into the gradient of the prototypes, in place.
+
+    Args:
+        frame: Its prototypes complete the distances' gradient; on the sphere it is made tangent.
+        gradients: Of all chunks.
+        edges: Of the tiles.
+        workers: Share the tiles.
+    """
+    target = gradients.prototypes
+    if target is None or frame.kind == "linear":
+        return
+
+    def work(worker: int) -> None:
+        for start, stop in edges[worker :: workers.count]:
+            tile = target[start:stop]
+            if gradients.columns is not None:
+                columns = gradients.columns[start:stop].unsqueeze(1)
+                tile.addcmul_(frame.tile(start, stop), columns, value=-1)
+            if frame.kind == "sphere" and frame.norms is not None:
+                raw = frame.prototypes[start:stop].to(frame.dtype)
+                inverse = 1 / frame.norms[start:stop].unsqueeze(1)
+                radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
+                tile.addcmul_(raw, radial, value=-1)
+                if not gradients.scaled:
+                    tile.mul_(inverse)
+
+    workers.run(work)

@@ -1,5 +1,7 @@
 """Cross-entropy of a distance or linear head without the [N, V] matrix of logits."""
 
+import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -149,13 +151,15 @@ def _cross_entropy(
     check_inputs(hidden_states, prototypes, labels, options, impl)
     if kind != "linear" and eps <= 0:
         raise ValueError(f"eps: expected a number above 0, got {eps}")
-    if not isinstance(h_exp, Tensor) and h_exp >= 0 and kind != "linear":
-        raise ValueError(f"h_exp: expected a number below 0, got {h_exp}")
     if impl == "reference":
+        value = h_exp.item() if isinstance(h_exp, Tensor) else h_exp
+        if not value < 0:
+            raise ValueError(f"h_exp: expected a number below 0, got {value}")
         return _reference(inputs, kind, h_exp, eps, options)
     bias = options.class_bias
-    learned = h_exp if isinstance(h_exp, Tensor) else None
-    tensors = (hidden_states, prototypes, bias, learned)
+    if not isinstance(h_exp, Tensor):  # this product is what torch.compile keeps symbolic
+        h_exp = h_exp * torch.ones((), dtype=torch.float64, device="cpu")
+    tensors = (hidden_states, prototypes, bias, h_exp)
     enabled = torch.is_grad_enabled()
     needs = tuple(enabled and tensor is not None and tensor.requires_grad for tensor in tensors)
     arguments = Arguments(
@@ -163,8 +167,7 @@ def _cross_entropy(
         options.target_weights,
         options.token_weights,
         bias,
-        learned,
-        -1.0 if isinstance(h_exp, Tensor) else float(h_exp),
+        h_exp,
         kind,
         eps,
         options.label_smoothing,
@@ -174,7 +177,7 @@ def _cross_entropy(
         with_metrics,
         options.gradient_dtype,
         options.gemm,
-        "chunked",
+        _resolve(impl, hidden_states, prototypes),
         "" if options.group is None else options.group.group_name,
     )
     results = Results(*_operator(kind)(*arguments))
@@ -186,6 +189,29 @@ def _cross_entropy(
 
 def _operator(kind: str) -> Any:
     return linear_op if kind == "linear" else distance_op
+
+
+def _resolve(impl: str, hidden_states: Tensor, prototypes: Tensor) -> str:
+    """Return "chunked" or "triton" for what was asked.
+
+    Raises:
+        ValueError: Triton cannot serve these tensors on this machine.
+    """
+    if impl == "chunked":
+        return impl
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    served = hidden_states.dtype in floats and prototypes.dtype in floats
+    there = find_spec("triton") is not None
+    if impl == "auto":
+        on_gpu = hidden_states.device.type == "cuda"
+        return "triton" if on_gpu and served and there else "chunked"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (there and served and (hidden_states.device.type == "cuda" or interpreted)):
+        raise ValueError(
+            "impl: expected reference or chunked, since triton needs a GPU and 16- or 32-bit "
+            f"floats, got triton with {hidden_states.dtype} on {hidden_states.device}"
+        )
+    return impl
 
 
 def _are_early(needs: tuple[bool, ...], kind: str, options: LossOptions) -> bool:

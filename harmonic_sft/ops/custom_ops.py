@@ -24,8 +24,8 @@ class Arguments(NamedTuple):
         target_weights: `[N, K]` or None.
         token_weights: `[N]` or None.
         class_bias: `[V]` or None.
-        h_exp_tensor: A learned exponent; it takes the place of `h_exp`.
-        h_exp: Below 0; unused by a linear head.
+        h_exp: Of no axis, below 0; unused by a linear head. A tensor, since the graph that
+            torch.compile makes would hold a number fast and be made anew when it changes.
         kind: "linear", "euclidean" or "sphere".
         eps: Added to the squared distance.
         label_smoothing: Share of the target spread over all classes.
@@ -45,8 +45,7 @@ class Arguments(NamedTuple):
     target_weights: Tensor | None
     token_weights: Tensor | None
     class_bias: Tensor | None
-    h_exp_tensor: Tensor | None
-    h_exp: float
+    h_exp: Tensor
     kind: str
     eps: float
     label_smoothing: float
@@ -62,7 +61,7 @@ class Arguments(NamedTuple):
 
 _ARGUMENTS = (
     "Tensor hidden_states, Tensor prototypes, Tensor labels, Tensor? target_weights, "
-    "Tensor? token_weights, Tensor? class_bias, Tensor? h_exp_tensor, float h_exp, str kind, "
+    "Tensor? token_weights, Tensor? class_bias, Tensor h_exp, str kind, "
     "float eps, float label_smoothing, float z_loss, bool[] needs, bool early, bool with_metrics, "
     "ScalarType? gradient_dtype, str gemm, str impl, str group"
 )
@@ -173,6 +172,7 @@ def _request(arguments: Arguments) -> Request:
         z_loss=arguments.z_loss,
         gradient_dtype=arguments.gradient_dtype,
         gemm=arguments.gemm,
+        impl=arguments.impl,
         group=group,
         vocab_size=vocab_size,
         vocab_start=start,
@@ -180,12 +180,11 @@ def _request(arguments: Arguments) -> Request:
 
 
 def _exponent(arguments: Arguments) -> float | Tensor:
-    exponent: float | Tensor = arguments.h_exp
-    if arguments.h_exp_tensor is not None:
-        exponent = arguments.h_exp_tensor.detach()
-        if exponent.device.type == "cpu":
-            exponent = float(exponent)
-    if isinstance(exponent, float) and exponent >= 0 and arguments.kind != "linear":
+    """Return the exponent as a number where reading it does not halt a device."""
+    if arguments.h_exp.device.type != "cpu":
+        return arguments.h_exp.detach()
+    exponent = float(arguments.h_exp)
+    if not exponent < 0:
         raise ValueError(f"h_exp: expected a number below 0, got {exponent}")
     return exponent
 
@@ -218,6 +217,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors, results.relative_normalizer, results.label_log_probs)
     ctx.settings = arguments[7:]
     ctx.exponent = results.exponent
+    ctx.h_exp = arguments.h_exp.new_empty(0)
     ctx.ready = list(results[8:]) if arguments.early else None
 
 
@@ -256,11 +256,10 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     else:
         found = [None] * 3
     wanted = [tensor if need else None for tensor, need in zip(found, needs, strict=False)]
-    exponent = (ctx.exponent * upstream).sum() if needs.h_exp else None
+    exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs.h_exp else None
     empty: list[Any] = [None] * len(Arguments._fields)
     for name, tensor in zip(Needs._fields, [*wanted, exponent], strict=True):
-        field = "h_exp_tensor" if name == "h_exp" else name
-        empty[Arguments._fields.index(field)] = tensor
+        empty[Arguments._fields.index(name)] = tensor
     return tuple(empty)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,13 @@ from harmonic_sft.ops.rows import (
 )
 from harmonic_sft.ops.workers import Workers, cpu_workers
 
+if TYPE_CHECKING:
+    from harmonic_sft.ops.triton_engine import TritonTiles
+
 # A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB.
 STORED_ROWS, STORED_ELEMENTS = 240, 2**24
 TILE_ROWS = 512  # of chunks that keep no weights
+DEVICE_ELEMENTS = 2**27  # of a chunk on a GPU, where small products are slow
 
 
 class Needs(NamedTuple):
@@ -92,9 +96,11 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
                 slope = exponent_gradients(request, pairs, sums, rows, slopes)
                 exponent[chunk] = slope * token_weights(request, chunk)
             if with_gradients:
-                factors = _factors(request, sums, rows) * token_weights(request, chunk)
-                tiles.accumulate(placed, factors, gradients, chunk)
-                slopes = slopes * token_weights(request, chunk)[:, None]
+                weights = token_weights(request, chunk)
+                factors = _factors(request, sums, rows) * weights
+                masses = (rows.log_normalizer, rows.mass * weights, torch.zeros_like(weights))
+                tiles.accumulate(placed, factors, masses, gradients, chunk)
+                slopes = slopes * weights[:, None]
                 _add_pairs(request, placed, pairs, slopes, gradients, chunk)
                 _finish_hidden_states(request, placed, norms, gradients, chunk)
         tiles.finish_prototypes(gradients)
@@ -114,7 +120,7 @@ def backward(
             placed, norms = frame.place(request.hidden_states[chunk])
             labels, normalizer = request.labels[chunk], log_normalizer[chunk]
             outer = upstream[chunk].to(frame.dtype) * token_weights(request, chunk)
-            unit = frame.unit(placed)
+            unit = tiles.unit(placed)
             mass = mass_of(request, log_normalizer_of(request, normalizer, unit), chunk)
             rows = Rows(normalizer, log_probs[chunk], mass)
             masses = (normalizer, outer * rows.mass, outer * floor)
@@ -125,6 +131,16 @@ def backward(
             _finish_hidden_states(request, placed, norms, gradients, chunk)
         tiles.finish_prototypes(gradients)
     return gradients
+
+
+def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Return about how much memory a call takes beside its results, in float32."""
+    rows = min(num_tokens, _stored_rows(vocab_size))
+    return 4 * (rows * vocab_size + 8 * rows * hidden_size + 2**20)
+
+
+def _stored_rows(vocab_size: int) -> int:
+    return min(STORED_ROWS, max(STORED_ELEMENTS // vocab_size, 96))
 
 
 def _empty_gradients(request: Request, needs: Needs) -> Gradients:
@@ -143,25 +159,30 @@ def _empty_gradients(request: Request, needs: Needs) -> Gradients:
             columns = torch.zeros(shape[0], dtype=dtype, device=device)
     if needs.class_bias:
         bias = torch.zeros(shape[0], dtype=dtype, device=device)
-    return Gradients(hidden, prototypes, columns, bias)
+    # The PyTorch tiles fold the norms into the weights; see `ChunkedTiles.gain`.
+    scaled = frame.kind == "sphere" and frame.center is None and request.impl == "chunked"
+    return Gradients(hidden, prototypes, columns, bias, scaled)
 
 
 @contextmanager
-def _tiles(request: Request) -> Generator[ChunkedTiles]:
+def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
     device = request.hidden_states.device.type
     workers = cpu_workers() if device == "cpu" else nullcontext(Workers(1))
     with torch.no_grad(), torch.autocast(device, enabled=False), workers as threads:
-        yield ChunkedTiles(request, threads)
+        if request.impl == "triton":
+            from harmonic_sft.ops.triton_engine import TritonTiles  # not on every system
+
+            yield TritonTiles(request)
+        else:
+            yield ChunkedTiles(request, threads)
 
 
 def _chunks(request: Request, stored: bool) -> Iterator[slice]:
     """Yield even chunks of the tokens, as long as their memory allows."""
     num_tokens = len(request.hidden_states)
-    rows = TILE_ROWS
-    if stored:
-        rows = min(STORED_ROWS, max(STORED_ELEMENTS // request.num_classes, 96))
+    rows = _stored_rows(request.num_classes) if stored else TILE_ROWS
     if request.hidden_states.device.type != "cpu":
-        rows *= 8
+        rows = max(DEVICE_ELEMENTS // request.num_classes, 256)
     count = -(-num_tokens // rows)
     for index in range(count):
         yield slice(index * num_tokens // count, (index + 1) * num_tokens // count)
@@ -208,7 +229,7 @@ def _add_pairs(
             gradients.hidden_states[chunk].addcmul_(slope, to_hidden)
         if gradients.prototypes is not None:
             found = slope * to_prototypes
-            if frame.kind == "sphere" and frame.center is None and frame.norms is not None:
+            if gradients.scaled and frame.norms is not None:
                 found /= frame.norms[known].unsqueeze(1)
             _add_rows_(gradients.prototypes, known, found)
 

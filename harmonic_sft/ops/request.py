@@ -26,6 +26,7 @@ class Request:
         z_loss: Factor of the squared log-normalizer.
         gradient_dtype: Of the operands of the gradient products; None is the frame's.
         gemm: Wanted backend on the CPU.
+        impl: "chunked" or "triton".
         group: Ranks that share the vocabulary.
         vocab_size: Over all ranks.
         vocab_start: Where this rank's slice begins.
@@ -42,6 +43,7 @@ class Request:
     z_loss: float
     gradient_dtype: torch.dtype | None
     gemm: str
+    impl: str
     group: dist.ProcessGroup | None
     vocab_size: int
     vocab_start: int

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM, Head
+from harmonic_sft.losses import LOSSES
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
+from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
 from harmonic_sft.training.run_config import RunConfig
 
@@ -122,21 +123,6 @@ def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int
     with live:
         hidden_states = model.model(input_ids=input_ids).last_hidden_state
         hidden_states = hidden_states.flatten(0, 1)[positions]  # [N, D]
-        _loss_of_same_size(model.dist_head, hidden_states, labels).backward()
-    return live.peak
-
-
-def _loss_of_same_size(head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-    """Keep what `head.nll` keeps, but for near pairs: how many there are depends on the data."""
-    if not isinstance(head, DistLayer):
-        return head.nll(hidden_states, labels).sum()
-    hidden_states = hidden_states.float()
-    if head.unit_sphere:
-        hidden_states = F.normalize(hidden_states, dim=-1)
-    dots = hidden_states @ head.weight.T  # [N, V]
-    if head.unit_sphere:
-        dots = dots * (1 / torch.linalg.vector_norm(head.weight, dim=-1))
-    squared = (2 - 2 * dots).clone()
-    logits = head.h_exp * torch.log(squared + head.eps)
-    others = logits.scatter(-1, labels.unsqueeze(-1), -torch.inf).logsumexp(-1)
-    return (others - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).sum()
+        loss_fn = LOSSES[run.loss.name]()
+        loss_fn(model.dist_head, hidden_states, labels).sum().backward()
+    return live.peak + workspace_bytes(num_scored, *model.dist_head.weight.shape)

@@ -1,0 +1,91 @@
+"""Plain implementations that the fused losses are tested and measured against."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def harmonic_float64(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, h_exp: float, unit_sphere: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss `[N]` and the gradients of its sum in float64, distances by difference, row by row."""
+    loss = torch.empty(len(labels), dtype=torch.float64)
+    hidden = hidden_states.detach().double()
+    weight = prototypes.detach().double()
+    hidden_gradient = torch.empty_like(hidden)
+    weight_gradient = torch.zeros_like(weight)
+    norms = weight.norm(dim=-1, keepdim=True)
+    units = weight / norms if unit_sphere else weight
+    for row, label in enumerate(labels.tolist()):
+        x = hidden[row]
+        norm = x.norm()
+        x = x / norm if unit_sphere else x
+        difference = x - units  # [V, D]
+        squared = difference.square().sum(-1) + 1e-6
+        logits = h_exp * squared.log()
+        others = logits.clone()
+        others[label] = -torch.inf
+        loss[row] = F.softplus(others.logsumexp(0) - logits[label], threshold=100)
+        slopes = logits.softmax(0)
+        slopes[label] = -(others.logsumexp(0) - logits.logsumexp(0)).exp()
+        pulls = (slopes * h_exp * 2 / squared)[:, None] * difference  # dL/dx, per class
+        total = pulls.sum(0)
+        if unit_sphere:
+            total = (total - x * (x @ total)) / norm
+        hidden_gradient[row] = total
+        weight_gradient -= pulls
+    if unit_sphere:
+        radial = (units * weight_gradient).sum(-1, keepdim=True)
+        weight_gradient = (weight_gradient - units * radial) / norms
+    return loss, hidden_gradient, weight_gradient
+
+
+def linear_full_logits(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of full logits: what transformers and plain PyTorch do."""
+    return F.cross_entropy(F.linear(hidden_states, prototypes), labels)
+
+
+def harmonic_full_logits(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, n: float = 28.0
+) -> Tensor:
+    """Mean harmonic loss of full logits, written as the known optimized implementation does it.
+
+    Distances are expanded, clamped at 1e-6, rooted and raised to -n through the logarithm.
+    """
+    products = torch.matmul(hidden_states, prototypes.T)
+    squared = hidden_states.square().sum(-1, keepdim=True) + prototypes.square().sum(-1)
+    distances = torch.sqrt(torch.clamp(squared - 2 * products, min=1e-6))
+    return F.cross_entropy(-n * torch.log(distances), labels)
+
+
+def regime(name: str, num_tokens: int, vocab_size: int, hidden_size: int = 768) -> tuple:
+    """Hidden states, prototypes, labels and unit_sphere of a numerical regime, at h_exp = -14."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    prototypes = normal(vocab_size, hidden_size)
+    labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    noise = normal(num_tokens, hidden_size)
+
+    def beside(probability: float) -> Tensor:
+        """Hidden states about their labels' prototypes, at a distance that gives `probability`."""
+        odds = vocab_size * probability / (1 - probability)
+        return (2 / (odds ** (1 / 14) - 1)) ** 0.5 * noise
+
+    unit_sphere = name.startswith("sphere")
+    kind, _, value = name.removeprefix("sphere ").partition(" ")
+    if kind == "random":
+        hidden_states = noise
+    elif kind == "p":
+        hidden_states = prototypes[labels] + beside(float(value))
+    elif kind == "mean":
+        prototypes = prototypes + float(value) * normal(hidden_size)
+        hidden_states = prototypes[labels] + beside(0.47)
+    else:
+        assert kind == "captured", name
+        wrong = prototypes[(labels + 1) % vocab_size]
+        direction = F.normalize(noise, dim=-1)
+        hidden_states = wrong + float(value) * wrong.norm(dim=-1, keepdim=True) * direction
+    return hidden_states, prototypes, labels, unit_sphere
