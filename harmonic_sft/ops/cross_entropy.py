@@ -1,5 +1,6 @@
 """Cross-entropy of a distance or linear head without the [N, V] matrix of logits."""
 
+import math
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -151,9 +152,11 @@ def _cross_entropy(
     check_inputs(hidden_states, prototypes, labels, options, impl)
     if kind != "linear" and eps <= 0:
         raise ValueError(f"eps: expected a number above 0, got {eps}")
+    if isinstance(h_exp, Tensor) and h_exp.dim():
+        raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
     if impl == "reference":
         value = h_exp.item() if isinstance(h_exp, Tensor) else h_exp
-        if not value < 0:
+        if not -math.inf < value < 0:
             raise ValueError(f"h_exp: expected a number below 0, got {value}")
         return _reference(inputs, kind, h_exp, eps, options)
     bias = options.class_bias

@@ -1,5 +1,6 @@
 """The fused losses as custom operators: one node for torch.compile, gradients of their own."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -184,7 +185,7 @@ def _exponent(arguments: Arguments) -> float | Tensor:
     if arguments.h_exp.device.type != "cpu":
         return arguments.h_exp.detach()
     exponent = float(arguments.h_exp)
-    if not exponent < 0:
+    if not -math.inf < exponent < 0:
         raise ValueError(f"h_exp: expected a number below 0, got {exponent}")
     return exponent
 
@@ -264,20 +265,20 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _fake_forward(*flat: Any) -> Results:
-    arguments = Arguments(*flat)
+    arguments = Arguments(*flat)  # .shape and not len(), which would fix a symbolic size
     dtype = torch.promote_types(arguments.hidden_states.dtype, arguments.prototypes.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    tokens = arguments.hidden_states.new_empty(len(arguments.hidden_states), dtype=dtype)
+    tokens = arguments.hidden_states.new_empty(arguments.hidden_states.shape[0], dtype=dtype)
     num_labels = 1 if arguments.target_weights is None else arguments.labels.shape[1]
     nothing = tokens.new_empty(0)
     measured = _no_metrics(arguments, tokens)
     if arguments.with_metrics:
-        predictions = arguments.labels.new_empty(len(tokens))
+        predictions = torch.empty_like(tokens, dtype=arguments.labels.dtype)
         measured = TokenMetrics(*(torch.empty_like(tokens) for _ in range(3)), predictions)
     return Results(
         tokens,
         torch.empty_like(tokens),
-        tokens.new_empty(len(tokens), num_labels),
+        tokens.new_empty(tokens.shape[0], num_labels),
         *measured,
         torch.empty_like(tokens if arguments.needs[3] else nothing),
         *_fake_gradients(arguments, arguments.early),

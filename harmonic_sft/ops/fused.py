@@ -133,14 +133,23 @@ def backward(
     return gradients
 
 
-def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Return about how much memory a call takes beside its results, in float32."""
-    rows = min(num_tokens, _stored_rows(vocab_size))
-    return 4 * (rows * vocab_size + 8 * rows * hidden_size + 2**20)
+def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:
+    """Return about how much memory a call takes beside its results, in float32.
+
+    Args:
+        num_tokens: N.
+        vocab_size: V.
+        hidden_size: D.
+        device: "cpu", or the type of another device.
+    """
+    rows = min(num_tokens, _chunk_rows(vocab_size, stored=True, device=device))
+    return 4 * rows * (vocab_size + 8 * hidden_size)
 
 
-def _stored_rows(vocab_size: int) -> int:
-    return min(STORED_ROWS, max(STORED_ELEMENTS // vocab_size, 96))
+def _chunk_rows(vocab_size: int, *, stored: bool, device: str) -> int:
+    if device != "cpu":
+        return max(DEVICE_ELEMENTS // vocab_size, 256)
+    return min(STORED_ROWS, max(STORED_ELEMENTS // vocab_size, 96)) if stored else TILE_ROWS
 
 
 def _empty_gradients(request: Request, needs: Needs) -> Gradients:
@@ -180,9 +189,8 @@ def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
 def _chunks(request: Request, stored: bool) -> Iterator[slice]:
     """Yield even chunks of the tokens, as long as their memory allows."""
     num_tokens = len(request.hidden_states)
-    rows = _stored_rows(request.num_classes) if stored else TILE_ROWS
-    if request.hidden_states.device.type != "cpu":
-        rows = max(DEVICE_ELEMENTS // request.num_classes, 256)
+    device = request.hidden_states.device.type
+    rows = _chunk_rows(request.num_classes, stored=stored, device=device)
     count = -(-num_tokens // rows)
     for index in range(count):
         yield slice(index * num_tokens // count, (index + 1) * num_tokens // count)

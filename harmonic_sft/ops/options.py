@@ -100,11 +100,10 @@ def check_inputs(
 
 def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: LossOptions) -> None:
     soft = options.target_weights
-    if soft is None and list(labels.shape) != [num_tokens]:
-        raise ValueError(f"labels: expected [{num_tokens}], got {list(labels.shape)}")
-    if soft is not None and (
-        labels.dim() != 2 or len(labels) != num_tokens or labels.shape != soft.shape
-    ):
+    if soft is None:
+        if list(labels.shape) != [num_tokens]:
+            raise ValueError(f"labels: expected [{num_tokens}], got {list(labels.shape)}")
+    elif labels.shape != soft.shape or soft.shape[:-1] != (num_tokens,) or not soft.shape[-1]:
         raise ValueError(
             f"labels, target_weights: expected both [{num_tokens}, K], "
             f"got {list(labels.shape)} and {list(soft.shape)}"

@@ -21,16 +21,24 @@ GIB = 2**30
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of one training step at its peak."""
+    """Bytes of one training step at its peak.
+
+    Attributes:
+        weights: Of all parameters.
+        training: Gradients and optimizer state.
+        activations: What the backward pass needs.
+        workspace: The chunk of the loss at work.
+    """
 
     weights: int
     training: int
     activations: int
+    workspace: int
 
     @property
     def total(self) -> int:
         """All of it; the CUDA context and fragmentation come on top, about 1 GiB."""
-        return self.weights + self.training + self.activations
+        return self.weights + self.training + self.activations + self.workspace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -107,13 +115,16 @@ def estimate_step(
             model.gradient_checkpointing_enable()
         rows = parts(model)
         activations = _activation_peak(model, run, batch_size)
+        vocab_size, hidden_size = model.dist_head.weight.shape
+        num_scored = _num_scored(run, batch_size)
+        workspace = workspace_bytes(num_scored, vocab_size, hidden_size, "cuda")
     weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
-    return rows, MemoryEstimate(weights, training, activations)
+    return rows, MemoryEstimate(weights, training, activations, workspace)
 
 
 def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int) -> int:
     length = run.data.context_length
-    num_scored = round(batch_size * length * run.data.mask.probability)
+    num_scored = _num_scored(run, batch_size)
     input_ids = torch.zeros(batch_size, length, dtype=torch.int64)
     positions = labels = torch.zeros(num_scored, dtype=torch.int64)
     for parameter in model.parameters():
@@ -125,4 +136,8 @@ def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int
         hidden_states = hidden_states.flatten(0, 1)[positions]  # [N, D]
         loss_fn = LOSSES[run.loss.name]()
         loss_fn(model.dist_head, hidden_states, labels).sum().backward()
-    return live.peak + workspace_bytes(num_scored, *model.dist_head.weight.shape)
+    return live.peak
+
+
+def _num_scored(run: RunConfig, batch_size: int) -> int:
+    return round(batch_size * run.data.context_length * run.data.mask.probability)

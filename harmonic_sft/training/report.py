@@ -46,6 +46,7 @@ def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 2
         ("weights", _gib(estimate.weights)),
         ("gradients and optimizer", _gib(estimate.training)),
         ("activations and head, at the peak", _gib(estimate.activations)),
+        ("a chunk of the loss", _gib(estimate.workspace)),
         ("total", _gib(estimate.total)),
     ]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)

@@ -1,0 +1,325 @@
+"""What `benchmark_ops` measures: the fused losses, their peers and the bare matrix products."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops.gemm import product
+from harmonic_sft.ops.options import Impl
+from harmonic_sft.ops.workers import Workers, cpu_workers
+from tests.ops.baselines import harmonic_full_logits, linear_full_logits
+
+BASELINE = "linear, full logits"
+CHUNK_ROWS, TILE_COLUMNS = 240, 512
+
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unavailable(Exception):
+    """An arm cannot run here; the message says why."""
+
+
+class Sizes(NamedTuple):
+    """The shape of a loss."""
+
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `NxDxV`.
+
+        Raises:
+            ValueError: Not three counts above 0.
+        """
+        counts = [int(part) if part.isdecimal() else 0 for part in text.strip().split("x")]
+        if len(counts) != 3 or min(counts) < 1:
+            raise ValueError(f"rows: expected NxDxV, such as 1638x768x30522, got {text!r}")
+        return cls(*counts)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+class Inputs(NamedTuple):
+    """Leaf tensors of a loss: hidden states `[N, D]`, prototypes `[V, D]`, labels `[N]`."""
+
+    hidden_states: Tensor
+    prototypes: Tensor
+    labels: Tensor
+
+    @classmethod
+    def draw(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Self:
+        """Draw random inputs whose linear logits have a standard deviation of 1."""
+        generator = torch.Generator().manual_seed(0)
+        num_tokens, hidden_size, vocab_size = sizes
+        hidden_states = torch.randn(num_tokens, hidden_size, generator=generator)
+        prototypes = torch.randn(vocab_size, hidden_size, generator=generator)
+        labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
+        return cls.place(hidden_states, prototypes.mul_(hidden_size**-0.5), labels, device, dtype)
+
+    @classmethod
+    def place(
+        cls,
+        hidden_states: Tensor,
+        prototypes: Tensor,
+        labels: Tensor,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Make leaves on a device."""
+        return cls(
+            hidden_states.to(device, dtype).requires_grad_(),
+            prototypes.to(device, dtype).requires_grad_(),
+            labels.to(device),
+        )
+
+    def clear(self) -> None:
+        """Free the gradients."""
+        self.hidden_states.grad = self.prototypes.grad = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The least that a step has to allocate."""
+        return self.hidden_states.nbytes + self.prototypes.nbytes
+
+
+class Step(Protocol):
+    """One measured step: `prepare` is not timed, calling it is."""
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Bring the gradients into the state in which the step wants them."""
+
+    def __call__(self, inputs: Inputs) -> None:
+        """Make the gradients."""
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """Forward and backward pass of a mean loss."""
+
+    loss_fn: LossFn
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Free the gradients of the step before."""
+        inputs.clear()
+
+    def __call__(self, inputs: Inputs) -> None:
+        """Make the loss and its gradients."""
+        self.loss_fn(*inputs).backward()
+
+
+class BareProducts:
+    """The three matrix products of a loss and nothing else, tile by tile on the CPU."""
+
+    def __init__(self, backend: str):
+        self.gemm = product(backend)
+        self.parts = torch.empty(0)  # a gradient of the chunk's hidden states per worker
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Allocate and touch all that the products write to."""
+        for tensor in inputs[:2]:
+            tensor.grad = torch.empty_like(tensor).fill_(0)
+        rows = min(CHUNK_ROWS, len(inputs.labels))
+        hidden_size = inputs.hidden_states.shape[1]
+        shape = (torch.get_num_threads(), rows, hidden_size)
+        self.parts = torch.full(shape, 0.0, dtype=inputs.hidden_states.dtype)
+
+    def __call__(self, inputs: Inputs) -> None:
+        """Multiply."""
+        num_tokens = len(inputs.labels)
+        count = -(-num_tokens // CHUNK_ROWS)
+        with torch.no_grad(), cpu_workers() as workers:
+            for index in range(count):
+                start, stop = (i * num_tokens // count for i in (index, index + 1))
+                self._chunk(inputs, slice(start, stop), workers)
+
+    def _chunk(self, inputs: Inputs, chunk: slice, workers: Workers) -> None:
+        hidden_states, prototypes = inputs.hidden_states[chunk], inputs.prototypes
+        hidden_gradient, weight_gradient = inputs.hidden_states.grad, inputs.prototypes.grad
+        assert hidden_gradient is not None, "prepare makes it"
+        assert weight_gradient is not None, "prepare makes it"
+        parts = self.parts[:, : len(hidden_states)].zero_()
+        starts = range(0, len(prototypes), TILE_COLUMNS)
+
+        def work(worker: int) -> None:
+            for start in starts[worker :: workers.count]:
+                tile = prototypes[start : start + TILE_COLUMNS]
+                scores = self.gemm(hidden_states, tile, None)  # [T, W]
+                parts[worker] += self.gemm(scores, tile.T, None)
+                found = self.gemm(scores.T, hidden_states.T, None)
+                weight_gradient[start : start + TILE_COLUMNS] += found
+
+        workers.run(work)
+        hidden_gradient[chunk] += parts.sum(0)
+
+
+class WholeProducts:
+    """The three matrix products of a loss and nothing else, whole, on an accelerator."""
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Allocate the gradients."""
+        for tensor in inputs[:2]:
+            tensor.grad = torch.empty_like(tensor)
+
+    def __call__(self, inputs: Inputs) -> None:
+        """Multiply."""
+        hidden_states, prototypes = inputs.hidden_states.detach(), inputs.prototypes.detach()
+        logits = torch.mm(hidden_states, prototypes.T)
+        torch.mm(logits, prototypes, out=inputs.hidden_states.grad)
+        torch.mm(logits.T, hidden_states, out=inputs.prototypes.grad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A loss to be measured.
+
+    Attributes:
+        build_fn: Makes the mean loss for a device; `Unavailable` if it cannot.
+        is_ours: Whether this package makes it.
+        head: Which function it computes.
+        h_exp: Of a distance head.
+        devices: Where it applies.
+        compiles: The first step at a size compiles for that size.
+    """
+
+    build_fn: Callable[[torch.device], LossFn]
+    is_ours: bool = True
+    head: Literal["linear", "euclidean", "sphere"] = "euclidean"
+    h_exp: float = -14.0
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    compiles: bool = False
+
+
+def _distance(
+    h_exp: float = -14.0,
+    unit_sphere: bool = False,
+    impl: Impl = "chunked",
+    options: LossOptions | None = None,
+) -> Callable[[torch.device], LossFn]:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        loss = distance_cross_entropy(
+            hidden_states,
+            prototypes,
+            labels,
+            h_exp=h_exp,
+            unit_sphere=unit_sphere,
+            options=options or LossOptions(),
+            impl=impl,
+        )
+        return loss.sum() / len(labels)  # unlike mean(), no fourth product on an accelerator
+
+    return lambda device: mean_loss
+
+
+def _linear_chunked(device: torch.device) -> LossFn:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        loss = linear_cross_entropy(hidden_states, prototypes, labels, impl="chunked")
+        return loss.sum() / len(labels)
+
+    return mean_loss
+
+
+def _compiled_linear(device: torch.device) -> LossFn:
+    return torch.compile(linear_full_logits, dynamic=False)
+
+
+def _transformers(device: torch.device) -> LossFn:
+    from transformers.loss.loss_utils import ForMaskedLMLoss
+
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        return ForMaskedLMLoss(F.linear(hidden_states, prototypes), labels, len(prototypes))
+
+    return mean_loss
+
+
+def _torch_linear(device: torch.device) -> LossFn:
+    try:
+        return F.linear_cross_entropy
+    except AttributeError as error:
+        raise Unavailable(f"torch {torch.__version__} does not have it") from error
+
+
+def _torch_chunked(device: torch.device) -> LossFn:
+    try:
+        options = torch.nn.LinearCrossEntropyOptions()
+    except AttributeError as error:
+        raise Unavailable(f"torch {torch.__version__} does not have it") from error
+    return partial(F.linear_cross_entropy, options=options)
+
+
+def _liger(device: torch.device) -> LossFn:
+    loss = _import("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden_states, prototypes, labels: loss(prototypes, hidden_states, labels)
+
+
+def _cut_cross_entropy(device: torch.device) -> LossFn:
+    impl = "cce" if device.type == "cuda" else "torch_compile"
+    return partial(_import("cut_cross_entropy").linear_cross_entropy, impl=impl)
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
+
+
+ARMS = {
+    BASELINE: Arm(build_fn=lambda device: linear_full_logits, is_ours=False, head="linear"),
+    # ForCausalLMLoss is the same but for the shift.
+    "transformers ForMaskedLMLoss": Arm(build_fn=_transformers, is_ours=False, head="linear"),
+    "torch F.linear_cross_entropy": Arm(build_fn=_torch_linear, is_ours=False, head="linear"),
+    "torch F.linear_cross_entropy, chunked": Arm(
+        build_fn=_torch_chunked, is_ours=False, head="linear"
+    ),
+    "linear, torch.compile": Arm(
+        build_fn=_compiled_linear, is_ours=False, head="linear", compiles=True
+    ),
+    "Liger": Arm(build_fn=_liger, is_ours=False, head="linear", devices=("cuda",)),
+    "cut-cross-entropy": Arm(
+        build_fn=_cut_cross_entropy, is_ours=False, head="linear", compiles=True
+    ),
+    "harmonic, full logits": Arm(build_fn=lambda device: harmonic_full_logits, is_ours=False),
+    "linear, chunked": Arm(build_fn=_linear_chunked, head="linear"),
+    "harmonic, reference": Arm(build_fn=_distance(impl="reference")),
+    "harmonic, chunked": Arm(build_fn=_distance()),
+    "harmonic sphere, chunked": Arm(build_fn=_distance(unit_sphere=True), head="sphere"),
+    "harmonic h_exp=-7.3, chunked": Arm(build_fn=_distance(-7.3), h_exp=-7.3),
+    "harmonic, recompute": Arm(build_fn=_distance(options=LossOptions(gradients="recompute"))),
+    "harmonic, MKL": Arm(build_fn=_distance(options=LossOptions(gemm="mm")), devices=("cpu",)),
+    "harmonic, bfloat16 gradients": Arm(
+        build_fn=_distance(options=LossOptions(gradient_dtype=torch.bfloat16))
+    ),
+    "harmonic, triton": Arm(build_fn=_distance(impl="triton"), devices=("cuda",)),
+    "harmonic sphere, triton": Arm(
+        build_fn=_distance(unit_sphere=True, impl="triton"), head="sphere", devices=("cuda",)
+    ),
+}
+FLOORS = {"three bare GEMMs, mm": "mm", "three bare GEMMs, mkldnn": "mkldnn"}
+
+
+def build_step(name: str, device: torch.device) -> Step:
+    """Build what a name in `ARMS` or `FLOORS` stands for.
+
+    Raises:
+        Unavailable: It does not apply to the device, or something is not installed.
+    """
+    if name in FLOORS:
+        if device.type == "cpu":
+            return BareProducts(FLOORS[name])
+        if FLOORS[name] == "mm":
+            return WholeProducts()
+        raise Unavailable(f"not on {device.type}")
+    arm = ARMS[name]
+    if device.type not in arm.devices:
+        raise Unavailable(f"only on {' and '.join(arm.devices)}")
+    return LossStep(arm.build_fn(device))

@@ -1,0 +1,227 @@
+"""The fused losses under torch.compile, and their registration as custom operators."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from harmonic_sft.ops import (
+    LossOptions,
+    cross_entropy,
+    custom_ops,
+    distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+)
+
+KINDS = ["euclidean", "sphere", "linear"]
+OPTIONS = [
+    *("plain", "recompute", "label_smoothing", "soft target", "class_bias", "learned h_exp"),
+    "all",
+]
+CASES = [(option, kind) for option in OPTIONS for kind in KINDS]
+CASES = [case for case in CASES if case[0] in ("plain", "all") or case[1] == "sphere"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_inputs(num_tokens=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden_states = torch.randn(num_tokens, 5, generator=generator).requires_grad_()
+    prototypes = torch.randn(600, 5, generator=generator).requires_grad_()
+    return hidden_states, prototypes, torch.randint(600, (num_tokens,), generator=generator)
+
+
+def make_call(option, kind):
+    """Tensors, learned ones first, and a function of them that gives the loss and metrics."""
+    hidden_states, prototypes, labels = make_inputs()
+    settings = {"gemm": "mm"}
+    h_exp, bias = -7.3, None
+    if option == "recompute":
+        settings["gradients"] = "recompute"
+    if option in ("label_smoothing", "all"):
+        settings["label_smoothing"] = 0.1
+    if option in ("soft target", "all"):
+        labels = torch.stack([labels, labels.flip(0)], 1)
+        settings["target_weights"] = torch.full(labels.shape, 0.5)
+    if option == "all":
+        settings |= {"z_loss": 0.01, "token_weights": torch.linspace(0, 1, 6)}
+    if option in ("class_bias", "all"):
+        bias = torch.linspace(-1, 1, 600).requires_grad_()
+    if option in ("learned h_exp", "all") and kind != "linear":
+        h_exp = torch.tensor(-7.0, requires_grad=True)
+    leaves = [hidden_states, prototypes]
+    leaves += [leaf for leaf in (bias, h_exp) if isinstance(leaf, torch.Tensor)]
+
+    def call():
+        options = LossOptions(class_bias=bias, **settings)
+        if kind == "linear":
+            return linear_cross_entropy_with_metrics(
+                hidden_states, prototypes, labels, options=options
+            )
+        return distance_cross_entropy_with_metrics(
+            *(hidden_states, prototypes, labels),
+            h_exp=h_exp,
+            unit_sphere=kind == "sphere",
+            options=options,
+        )
+
+    return leaves, call
+
+
+@pytest.mark.parametrize(("option", "kind"), CASES)
+def test_compiled_and_eager_give_the_same(option, kind):
+    leaves, call = make_call(option, kind)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    loss, metrics = call()
+    compiled_loss, compiled_metrics = compiled()
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(compiled_metrics, metrics)
+    expected = torch.autograd.grad(loss.sum(), leaves)
+    found = torch.autograd.grad(compiled_loss.sum(), leaves)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weights"])
+def test_a_compiled_reduction_gives_the_same_gradients(reduction, kind):
+    hidden_states, prototypes, labels = make_inputs()
+    weights = {"sum": 1.0, "mean": 1 / 6, "weights": torch.linspace(-1, 2, 6)}[reduction]
+
+    def reduced():
+        if kind == "linear":
+            loss = linear_cross_entropy(hidden_states, prototypes, labels)
+        else:
+            sphere = kind == "sphere"
+            loss = distance_cross_entropy(
+                *(hidden_states, prototypes, labels), h_exp=-3.0, unit_sphere=sphere
+            )
+        return loss.mean() if reduction == "mean" else (loss * weights).sum()
+
+    leaves = [hidden_states, prototypes]
+    expected = torch.autograd.grad(reduced(), leaves)
+    compiled = torch.compile(reduced, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(), leaves), expected)
+
+
+@pytest.mark.parametrize("name", ["distance_cross_entropy", "linear_cross_entropy"])
+def test_the_graph_holds_one_node_for_the_loss(name):
+    counter = CompileCounterWithBackend("aot_eager")
+    settings = {"h_exp": -14.0} if name.startswith("distance") else {}
+    compiled = torch.compile(
+        lambda *tensors: getattr(cross_entropy, name)(*tensors, **settings),
+        fullgraph=True,
+        backend=counter,
+    )
+    compiled(*make_inputs()).sum().backward()
+    (graph,) = counter.graphs
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    ours = [target for target in calls if "harmonic_sft" in target]
+    assert ours == [f"harmonic_sft.{name}.default"]
+    assert not any("mm" in target or "linear" in target for target in calls if target not in ours)
+
+
+def test_another_exponent_compiles_nothing():
+    counter = CompileCounterWithBackend("aot_eager")
+    inputs = make_inputs()
+    compiled = torch.compile(
+        lambda h_exp: distance_cross_entropy(*inputs, h_exp=h_exp), fullgraph=True, backend=counter
+    )
+    for value in (-14.0, -7.3, -1.0):
+        h_exp = torch.tensor(value, requires_grad=True)
+        loss = compiled(h_exp)
+        loss.sum().backward()
+        torch.testing.assert_close(loss, distance_cross_entropy(*inputs, h_exp=value))
+        assert h_exp.grad.isfinite()
+    assert counter.frame_count == 1
+
+
+def test_another_exponent_that_is_a_number_compiles_nothing_after_the_second():
+    counter = CompileCounterWithBackend("aot_eager")
+    inputs = make_inputs()
+    compiled = torch.compile(
+        lambda h_exp: distance_cross_entropy(*inputs, h_exp=h_exp), fullgraph=True, backend=counter
+    )
+    for value in (-14.0, -7.3, -1.0, -0.5, -28.0):
+        loss = compiled(value)
+        torch.testing.assert_close(loss, distance_cross_entropy(*inputs, h_exp=value))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_tokens_compiles_nothing_after_the_second(kind):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(hidden_states, prototypes, labels):
+        if kind == "linear":
+            return linear_cross_entropy(hidden_states, prototypes, labels)
+        sphere = kind == "sphere"
+        return distance_cross_entropy(
+            hidden_states, prototypes, labels, h_exp=-7.3, unit_sphere=sphere
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for num_tokens in (6, 9, 4, 17, 33):
+        inputs = make_inputs(num_tokens, seed=num_tokens)
+        loss = compiled(*inputs)
+        expected = call(*inputs)
+        torch.testing.assert_close(loss, expected)
+        found = torch.autograd.grad(loss.sum(), inputs[:2])
+        torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), inputs[:2]))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_losses_need_no_gradient(mode):
+    inputs = make_inputs()
+    compiled = torch.compile(
+        lambda *tensors: distance_cross_entropy(*tensors, h_exp=-3.0),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with mode():
+        loss = compiled(*inputs)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, distance_cross_entropy(*inputs, h_exp=-3.0).detach())
+
+
+def recorded(monkeypatch, option, kind):
+    """The operator behind a call with its arguments, and those of its backward pass."""
+    calls = []
+
+    def watch(module, name):
+        operator = getattr(module, name)
+
+        def call(*arguments):
+            calls.append((operator._opoverload, arguments))
+            return operator(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+
+    watch(cross_entropy, "linear_op" if kind == "linear" else "distance_op")
+    watch(custom_ops, "backward_op")
+    _, call = make_call(option, kind)
+    (call()[0] * torch.linspace(-1, 2, 6)).sum().backward()
+    return calls
+
+
+@pytest.mark.parametrize(("option", "kind"), CASES)
+def test_both_operators_pass_the_checks_of_pytorch(monkeypatch, option, kind):
+    forward, backward = recorded(monkeypatch, option, kind)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    # Gradients made in the forward pass are handed on after a look at the upstream values, which
+    # torch.compile skips but the bare tracer of this check cannot.
+    late = option in ("recompute", "label_smoothing", "class_bias", "all")
+    traced = ("test_aot_dispatch_dynamic",) if late else ()
+    torch.library.opcheck(*forward, test_utils=(*utils, *traced))
+    operator, arguments = backward
+    arguments = tuple(
+        argument.detach() if isinstance(argument, torch.Tensor) else argument
+        for argument in arguments
+    )
+    torch.library.opcheck(operator, arguments, test_utils=utils)

@@ -1,0 +1,278 @@
+"""Accuracy in float32 where distances lose their digits, against float64."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from harmonic_sft.ops import (
+    LossOptions,
+    distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
+    linear_cross_entropy_with_metrics,
+)
+from harmonic_sft.ops.geometry import prototype_norms
+from tests.ops.baselines import harmonic_float64, harmonic_full_logits, regime
+
+EPS = 1e-6
+REGIMES = [
+    *("random", "p 0.47", "p 0.998", "captured 3e-1", "captured 1.3e-1", "captured 1e-1"),
+    *("captured 1e-2", "captured 1e-3", "mean 5", "mean 20"),
+    *("sphere p 0.9996", "sphere captured 1e-1", "sphere mean 20"),
+]
+EXPONENTS = [-0.5, -7.3, -14.0, -28.0]
+TOLERANCE = 3e-6  # of the median token's gradient, to h_exp -28
+KINDS = ["euclidean", "sphere", "linear"]
+
+
+@cache
+def setting(name):
+    """Tensors of a regime and its squared distances `[N, V]` in float64, by difference."""
+    hidden_states, prototypes, labels, unit_sphere = regime(name, 64, 1024)
+    x, w = hidden_states.double(), prototypes.double()
+    if unit_sphere:
+        x, w = F.normalize(x, dim=-1), F.normalize(w, dim=-1)
+    squared = torch.cdist(x, w, compute_mode="donot_use_mm_for_euclid_dist").square() + EPS
+    return hidden_states, prototypes, labels, unit_sphere, x, w, squared
+
+
+def truth(name, h_exp):
+    """Loss `[N]` and its gradients for the hidden states, as `harmonic_float64` makes them."""
+    hidden_states, _, labels, unit_sphere, x, w, squared = setting(name)
+    logits = h_exp * squared.log()
+    others = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+    label_logits = logits.gather(1, labels[:, None]).squeeze(1)
+    loss = F.softplus(others - label_logits, threshold=100)
+    slopes = logits.softmax(1)
+    missing = (others - logits.logsumexp(1)).exp()
+    slopes.scatter_(1, labels[:, None], -missing[:, None])
+    pulls = slopes * h_exp * 2 / squared
+    gradient = pulls.sum(1, keepdim=True) * x - pulls @ w
+    if unit_sphere:
+        radial = (gradient * x).sum(1, keepdim=True)
+        gradient = (gradient - x * radial) / hidden_states.double().norm(dim=1, keepdim=True)
+    return loss, gradient
+
+
+def measured(name, h_exp, gradients="forward"):
+    hidden_states, prototypes, labels, unit_sphere = setting(name)[:4]
+    hidden_states = hidden_states.clone().requires_grad_()
+    options = LossOptions(gradients=gradients)
+    loss = distance_cross_entropy(
+        hidden_states,
+        prototypes.clone().requires_grad_(),
+        labels,
+        h_exp=h_exp,
+        unit_sphere=unit_sphere,
+        options=options,
+        impl="chunked",
+    )
+    loss.sum().backward()
+    return loss.detach(), hidden_states.grad
+
+
+def row_errors(actual, expected):
+    return (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+@pytest.mark.parametrize("name", ["random", "captured 1e-3", "mean 20", "sphere captured 1e-1"])
+def test_the_truth_equals_the_loops_of_the_baseline(name):
+    hidden_states, prototypes, labels, unit_sphere = setting(name)[:4]
+    loss, gradient, _ = harmonic_float64(
+        hidden_states[:2], prototypes, labels[:2], -14.0, unit_sphere
+    )
+    expected_loss, expected_gradient = truth(name, -14.0)
+    torch.testing.assert_close(loss, expected_loss[:2], rtol=1e-9, atol=0)
+    assert row_errors(gradient, expected_gradient[:2]).max() < 1e-9
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("h_exp", EXPONENTS)
+@pytest.mark.parametrize("name", REGIMES)
+def test_gradients_keep_their_digits(name, h_exp, gradients):
+    expected_loss, expected = truth(name, h_exp)
+    loss, gradient = measured(name, h_exp, gradients)
+    assert row_errors(gradient, expected).median() <= TOLERANCE
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_errors_grow_no_faster_than_the_exponent(name):
+    expected_loss, expected = truth(name, -200.0)
+    _, gradient = measured(name, -200.0)
+    counted = expected_loss > 1e-30  # of the others, the gradient is below float32
+    assert gradient.isfinite().all()
+    if counted.any():
+        errors = row_errors(gradient[counted], expected[counted])
+        assert errors.median() <= TOLERANCE * 200 / 28
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("name", REGIMES)
+def test_the_steepest_exponents_give_finite_numbers(name, gradients):
+    for h_exp in (-768.0, -767.5, -2000.0):
+        loss, gradient = measured(name, h_exp, gradients)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+def test_full_logits_are_far_worse_near_a_wrong_prototype():
+    hidden_states, prototypes, labels = setting("captured 1e-3")[:3]
+    leaf = hidden_states.clone().requires_grad_()
+    (harmonic_full_logits(leaf, prototypes, labels) * len(labels)).backward()
+    _, expected = truth("captured 1e-3", -14.0)
+    assert row_errors(leaf.grad, expected).median() > 1000 * TOLERANCE
+
+
+def assert_as_in_float64(hidden_states, prototypes, labels, h_exp, tolerance, **settings):
+    """Compare losses and gradients with the reference in float64."""
+    found = []
+    for impl, dtype in (("chunked", torch.float32), ("reference", torch.float64)):
+        leaves = [
+            tensor.detach().to(dtype).requires_grad_() for tensor in (hidden_states, prototypes)
+        ]
+        loss = distance_cross_entropy(*leaves, labels, h_exp=h_exp, impl=impl, **settings)
+        found.append([loss, *torch.autograd.grad(loss.sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(
+            actual.double(), expected, rtol=tolerance, atol=tolerance * scale
+        )
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_many_near_copies_of_one_prototype_stay_accurate(unit_sphere, gradients):
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(600, 40, generator=generator)
+    shifts = torch.randn(12, 40, generator=generator)
+    prototypes[100:112] = prototypes[100] + 0.1 * shifts  # more than a tile hands over
+    hidden_states = prototypes[100] + 0.05 * torch.randn(9, 40, generator=generator)
+    labels = torch.tensor([100, 101, 105, 111, 5, 599, 99, 112, 110])
+    options = LossOptions(gradients=gradients)
+    inputs = (hidden_states, prototypes, labels)
+    assert_as_in_float64(*inputs, -3.0, 1e-3, unit_sphere=unit_sphere, options=options)
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("h_exp", [-0.5, -14.0, -14.5])
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_many_near_copies_that_rounding_swallows_stay_finite(unit_sphere, h_exp, gradients):
+    generator = torch.Generator().manual_seed(0)
+    prototypes = 4 * torch.randn(40, 40, generator=generator)
+    prototypes[10:30] = prototypes[10] + 1e-5 * torch.randn(20, 40, generator=generator)
+    hidden_states = prototypes[10] + 1e-5 * torch.randn(9, 40, generator=generator)
+    leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
+    loss = distance_cross_entropy(
+        *(*leaves, torch.arange(9) + 8),
+        h_exp=h_exp,
+        unit_sphere=unit_sphere,
+        options=LossOptions(gradients=gradients),
+    )
+    loss.sum().backward()
+    assert all(found.isfinite().all() for found in (loss, *(leaf.grad for leaf in leaves)))
+
+
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_identical_prototypes_share_their_probability(unit_sphere):
+    prototypes = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    prototypes[3] = prototypes[4]
+    hidden_states = prototypes[[3, 3, 4, 1]] + 0.01
+    labels = torch.tensor([3, 4, 3, 4])
+    inputs = (hidden_states, prototypes, labels)
+    assert_as_in_float64(*inputs, -14.0, 1e-4, unit_sphere=unit_sphere)
+    loss, metrics = distance_cross_entropy_with_metrics(
+        *inputs, h_exp=-14.0, unit_sphere=unit_sphere
+    )
+    assert loss[:3] == pytest.approx(0.6931472, rel=1e-5)
+    assert metrics.entropy[:3] == pytest.approx(0.6931472, rel=1e-5)
+    assert metrics.predictions.tolist()[3] == 1
+    assert all(choice in (3, 4) for choice in metrics.predictions.tolist()[:3])
+
+
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_a_hidden_state_on_its_prototype_or_a_wrong_one_is_finite(unit_sphere):
+    prototypes = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    inputs = (prototypes[[2, 2]], prototypes, torch.tensor([2, 5]))
+    assert_as_in_float64(*inputs, -1.0, 1e-3, unit_sphere=unit_sphere, eps=1e-2)
+    for h_exp in (-0.5, -14.0, -28.0):
+        hidden_states = inputs[0].clone().requires_grad_()
+        loss = distance_cross_entropy(
+            hidden_states, *inputs[1:], h_exp=h_exp, unit_sphere=unit_sphere
+        )
+        loss.sum().backward()
+        assert loss.isfinite().all()
+        assert hidden_states.grad.isfinite().all()
+
+
+def test_a_hidden_state_or_prototype_of_zero_is_finite():
+    for unit_sphere in (False, True):
+        leaves = [torch.zeros(2, 5).requires_grad_(), torch.zeros(3, 5)]
+        leaves[1][1:] = torch.eye(2, 5)
+        leaves[1].requires_grad_()
+        loss = distance_cross_entropy(
+            *leaves, torch.tensor([0, 1]), h_exp=-2.0, unit_sphere=unit_sphere
+        )
+        loss.sum().backward()
+        assert loss.isfinite().all()
+        assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("masked", [(2,), (2, 5, 512)])  # 512 is a tile of its own
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_of_minus_infinity_masks_a_class(kind, masked, gradients, learned):
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(6, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    prototypes = torch.randn(513, 5, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        hidden_states[0] = prototypes[2] + 0.01  # near what is masked
+    prototypes.requires_grad_()
+    labels = torch.tensor([1, 3, 4, 6, 511, 100])
+    bias = torch.zeros(513, dtype=torch.float64)
+    bias[list(masked)] = -torch.inf
+    bias.requires_grad_(learned)
+    options = LossOptions(class_bias=bias, gradients=gradients)
+    settings = {} if kind == "linear" else {"h_exp": -3.0, "unit_sphere": kind == "sphere"}
+    call = distance_cross_entropy_with_metrics
+    call = linear_cross_entropy_with_metrics if kind == "linear" else call
+    leaves = [hidden_states, prototypes, *([bias] if learned else [])]
+    loss, metrics = call(hidden_states, prototypes, labels, options=options, **settings)
+    found = torch.autograd.grad(loss.sum(), leaves)
+
+    kept = torch.tensor([index for index in range(513) if index not in masked])
+    expected, expected_metrics = call(
+        hidden_states, prototypes[kept], torch.searchsorted(kept, labels), **settings
+    )
+    for actual, wanted in zip(found, torch.autograd.grad(expected.sum(), leaves[:2]), strict=False):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    assert all((gradient[list(masked)] == 0).all() for gradient in found[1:])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics[:3], expected_metrics[:3])
+    torch.testing.assert_close(metrics.predictions, kept[expected_metrics.predictions])
+
+
+def test_the_norms_of_frozen_prototypes_are_kept_until_they_change():
+    prototypes = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    norms = prototype_norms(prototypes)
+    torch.testing.assert_close(norms, prototypes.norm(dim=1))
+    assert prototype_norms(prototypes) is norms
+    prototypes.mul_(2)
+    torch.testing.assert_close(prototype_norms(prototypes), 2 * norms)
+    prototypes.requires_grad_()
+    assert prototype_norms(prototypes) is not prototype_norms(prototypes)
+
+
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_frozen_prototypes_that_change_give_another_loss(unit_sphere):
+    prototypes = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    inputs = (prototypes[:3] + 0.5, prototypes, torch.tensor([0, 1, 5]))
+    for _ in range(3):
+        loss, expected = (
+            distance_cross_entropy(*inputs, h_exp=-3.0, unit_sphere=unit_sphere, impl=impl)
+            for impl in ("chunked", "reference")
+        )
+        torch.testing.assert_close(loss, expected)
+        prototypes[5] *= 1.5

@@ -1,0 +1,265 @@
+"""Threads, processes and modes of PyTorch around the fused losses."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from harmonic_sft.ops import (
+    LossOptions,
+    chunked,
+    distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
+    linear_cross_entropy,
+)
+from harmonic_sft.ops.workers import Workers, cpu_workers
+
+SHAPE = (20, 1600, 8)  # four tiles
+KINDS = ["euclidean", "sphere", "linear"]
+
+
+def make_inputs(dtype=torch.float32):
+    num_tokens, num_classes, hidden_size = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
+    prototypes = torch.randn(num_classes, hidden_size, generator=generator).to(dtype)
+    return hidden_states, prototypes, torch.randint(num_classes, (num_tokens,), generator=generator)
+
+
+def loss_of(hidden_states, prototypes, labels, kind="sphere", **settings):
+    options = LossOptions(gemm="mm", **settings)
+    if kind == "linear":
+        return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
+    return distance_cross_entropy(
+        *(hidden_states, prototypes, labels),
+        h_exp=-3.5,
+        unit_sphere=kind == "sphere",
+        options=options,
+    )
+
+
+def run(kind="sphere", **settings):
+    """Loss and both gradients."""
+    hidden_states, prototypes, labels = make_inputs()
+    leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
+    loss = loss_of(*leaves, labels, kind, **settings)
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+
+@pytest.fixture
+def restored_threads():
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_worker_works_once_on_one_core(count):
+    torch.set_num_threads(count)
+    seen = [[] for _ in range(count)]
+    with cpu_workers() as workers:
+        assert workers.count == count
+        workers.run(lambda index: seen[index].append(torch.get_num_threads()))
+    assert seen == [[1]] * count
+    assert torch.get_num_threads() == count
+
+
+def fail(index):
+    raise ArithmeticError(f"worker {index} fails")
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("count", [1, 2])
+def test_errors_of_workers_are_raised_and_threads_are_restored(count):
+    torch.set_num_threads(count)
+    with pytest.raises(ArithmeticError, match="worker 0 fails"), cpu_workers() as workers:
+        workers.run(fail)
+    assert torch.get_num_threads() == count
+    with cpu_workers() as workers:  # the pool is still of use
+        workers.run(lambda index: None)
+
+
+def test_an_error_in_a_tile_is_raised_and_the_next_call_works(monkeypatch):
+    def broken(*_, **__):
+        raise ArithmeticError("no statistics")
+
+    before, threads = run(), torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked, "distance_statistics", broken)
+        with pytest.raises(ArithmeticError, match="no statistics"):
+            run()
+    assert torch.get_num_threads() == threads
+    for first, second in zip(before, run(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_refused_labels_leave_the_threads_as_they_were():
+    hidden_states, prototypes, labels = make_inputs()
+    threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match="labels: expected values from 0 to 1599"):
+        loss_of(hidden_states, prototypes, labels + 1600)
+    assert torch.get_num_threads() == threads
+
+
+def test_one_worker_needs_no_pool():
+    seen = []
+    Workers(1).run(seen.append)
+    assert seen == [0]
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("settings", [{}, {"gradients": "recompute"}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_threads_hardly_changes_results(kind, settings):
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(run(kind, **settings))
+    for other in found[1:]:
+        for actual, expected in zip(other, found[0], strict=True):
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradients": "recompute"}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_are_equal_to_the_last_bit(kind, settings):
+    for first, second in zip(run(kind, **settings), run(kind, **settings), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_changes_nothing(kind, gradients):
+    expected = run(kind, gradients=gradients)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(kind, gradients=gradients)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_the_same_where_no_gradient_is_wanted(kind, mode):
+    expected = run(kind)[0]
+    inputs = make_inputs()
+    with mode():
+        hidden_states, prototypes = (tensor.clone() for tensor in inputs[:2])
+        torch.testing.assert_close(loss_of(hidden_states, prototypes, inputs[2], kind), expected)
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:2]]
+        loss = loss_of(*leaves, inputs[2], kind)
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(kind, frozen, gradients):
+    expected = run(kind, gradients=gradients)[1:]
+    *leaves, labels = make_inputs()
+    leaves[1 - frozen].requires_grad_()
+    loss_of(*leaves, labels, kind, gradients=gradients).sum().backward()
+    assert leaves[frozen].grad is None
+    torch.testing.assert_close(leaves[1 - frozen].grad, expected[1 - frozen])
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+def test_gradients_on_the_sphere_are_tangent(gradients):
+    _, *found = run("sphere", gradients=gradients)
+    for leaf, gradient in zip(make_inputs(), found, strict=False):
+        radial = torch.nn.functional.cosine_similarity(leaf, gradient, dim=-1)
+        moved = gradient.norm(dim=-1) > 0
+        assert radial[moved].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_inputs_are_as_good_as_contiguous_ones(kind):
+    hidden_states, prototypes, labels = make_inputs()
+    expected = run(kind)
+    leaves = [tensor.T.contiguous().T.requires_grad_() for tensor in (hidden_states, prototypes)]
+    strided = torch.stack([labels, labels], 1)[:, 0]
+    loss = loss_of(*leaves, strided, kind)
+    for actual, wanted in zip(
+        [loss, *torch.autograd.grad(loss.sum(), leaves)], expected, strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_dtypes_compute_in_the_better_one(kind, gradients):
+    hidden_states, prototypes, labels = make_inputs()
+    leaves = [hidden_states.bfloat16().requires_grad_(), prototypes.double().requires_grad_()]
+    same = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    losses = [loss_of(*pair, labels, kind, gradients=gradients) for pair in (leaves, same)]
+    assert losses[0].dtype == torch.float64
+    assert torch.equal(*losses)
+    gradients = [
+        torch.autograd.grad(losses[i].sum(), pair) for i, pair in enumerate((leaves, same))
+    ]
+    for leaf, actual, wanted in zip(leaves, *gradients, strict=True):
+        assert actual.dtype == leaf.dtype
+        torch.testing.assert_close(actual, wanted.to(leaf.dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_is_not_a_number_spoils_itself_alone(kind):
+    expected = run(kind)
+    hidden_states, prototypes, labels = make_inputs()
+    hidden_states[3, 2] = torch.nan
+    leaves = [hidden_states.requires_grad_(), prototypes]
+    loss = loss_of(*leaves, labels, kind)
+    loss.sum().backward()
+    others = torch.arange(len(labels)) != 3
+    for actual, wanted in ((loss.detach(), expected[0]), (hidden_states.grad, expected[1])):
+        assert actual[3].isnan().all()
+        torch.testing.assert_close(actual[others], wanted[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
+    hidden_states, prototypes, labels = make_inputs()
+    prototypes[1234, 0] = torch.nan
+    labels[labels == 1234] = 0
+    leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
+    for gradients in ("forward", "recompute"):
+        loss = loss_of(*leaves, labels, kind, gradients=gradients)
+        found = torch.autograd.grad(loss.sum(), leaves)
+        assert loss.isnan().all()
+        assert found[0].isnan().any(1).all()
+
+
+def test_metrics_of_what_is_not_a_number_end():
+    hidden_states, prototypes, labels = make_inputs()
+    hidden_states[0] = torch.nan
+    _, metrics = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, h_exp=-3.0)
+    assert metrics.entropy[0].isnan()
+    assert metrics.log_probs[0].isnan()
+    assert metrics.entropy[1:].isfinite().all()
+
+
+def _send(connection):
+    torch.set_num_threads(2)
+    hidden_states, prototypes, labels = make_inputs()
+    loss = loss_of(hidden_states.requires_grad_(), prototypes, labels)
+    connection.send(loss.detach().tolist())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_starts_threads_of_its_own():
+    expected = run()[0]  # the parent has a pool now
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(sender,))
+    child.start()
+    try:
+        assert receiver.poll(60), "the child does not end"
+        torch.testing.assert_close(torch.tensor(receiver.recv()), expected)
+    finally:
+        child.kill()
+        child.join()

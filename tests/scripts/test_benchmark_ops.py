@@ -1,0 +1,135 @@
+"""The benchmark of the losses runs, and its arms do what they say."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import benchmark_ops, benchmark_ops_arms
+from scripts.benchmark_ops_arms import (
+    ARMS,
+    BASELINE,
+    FLOORS,
+    BareProducts,
+    Inputs,
+    Sizes,
+    Step,
+    Unavailable,
+    WholeProducts,
+    build_step,
+)
+
+CPU = torch.device("cpu")
+QUICK = "^(?!.*(compile|cut-cross))"  # compilers take their time
+ON_CPU = [name for name, arm in ARMS.items() if "cpu" in arm.devices and not arm.compiles]
+
+
+def run(rows: str, only: str, *options: str) -> dict[str, Any]:
+    fixed = ["--repetitions", "3", "--device", "cpu"]
+    return benchmark_ops.main(["--rows", rows, "--only", only, *fixed, *options])
+
+
+def gradients(step: Step, inputs: Inputs) -> list[torch.Tensor]:
+    step.prepare(inputs)
+    step(inputs)
+    found = [inputs.hidden_states.grad.clone(), inputs.prototypes.grad.clone()]
+    inputs.clear()
+    return found
+
+
+def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
+    path = tmp_path / "ops.json"
+    where = ["--json", str(path), "--figure", str(tmp_path / "ops.png")]
+    results = run("24x16x700,8x32x96", QUICK, *where)
+    saved = json.loads(path.read_text())
+    assert saved == results
+    assert saved["threads"] == torch.get_num_threads()
+    assert "versions" in saved["environment"]
+    assert [row["vocab_size"] for row in saved["rows"]] == [700, 96]
+    for row in saved["rows"]:
+        assert set(row["arms"]) == {*ON_CPU, *FLOORS} - set(row["skipped"])
+        assert row["arms"][BASELINE]["median_ratio"] == 1.0
+        assert row["arms"][row["floor"]]["ratio_to_floor"] == 1.0
+        assert row["skipped"].keys() >= {"Liger", "harmonic, triton"}
+        assert not [reason for reason in row["skipped"].values() if reason.startswith("failed")]
+    out = capsys.readouterr().out
+    assert "24x16x700" in out
+    assert "skipped: Liger: only on cuda" in out
+    assert (tmp_path / "ops.png").is_file()
+
+
+def test_memory_error_and_contention_are_measured(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_ops, "ACCURACY_SIZES", Sizes(8, 32, 64))
+    only = "^harmonic, (chunked|full logits)$"
+    results = run("512x16x16384", only, "--memory", "--accuracy", "--contended")
+    (row,) = results["rows"]
+    arms = row["arms"]
+    # 32 MB of logits, a few times, against some chunks of tiles.
+    full, chunked = (
+        arms[name]["peak_bytes_above_gradients"] for name in (BASELINE, "harmonic, chunked")
+    )
+    assert full > 2**25
+    assert arms["harmonic, chunked"]["peak_bytes"] - chunked == (512 + 16384) * 16 * 4
+    assert chunked < full
+    errors = results["accuracy"]
+    assert set(errors[BASELINE]) == {"linear"}
+    assert max(errors["harmonic, chunked"].values()) < 1e-4
+    assert errors["harmonic, full logits"]["captured 0.001"] > 1e-3
+    for figures in row["contended"].values():
+        assert figures["slowdown_over_two"] > 0
+    assert "slowdown / 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["linear", "euclidean", "sphere"])
+def test_arms_of_a_head_make_the_same_gradients(head):
+    inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.float32)
+    names = [name for name in ON_CPU if ARMS[name].head == head and ARMS[name].h_exp == -14]
+    exact = benchmark_ops.exact_gradient(head, -14, inputs) / 20
+    for name in names:
+        found = gradients(build_step(name, CPU), inputs)[0].double()
+        tolerance = 1e-2 if "bfloat16" in name else 1e-4
+        assert (found - exact).norm() < tolerance * exact.norm(), name
+
+
+@pytest.mark.parametrize("step", [*map(BareProducts, FLOORS.values()), WholeProducts()])
+def test_bare_products_are_those_of_the_gradients(step):
+    inputs = Inputs.draw(Sizes(500, 16, 1100), CPU, torch.float32)
+    hidden_states, prototypes = inputs.hidden_states.detach(), inputs.prototypes.detach()
+    scores = hidden_states @ prototypes.T
+    hidden_gradient, weight_gradient = gradients(step, inputs)
+    torch.testing.assert_close(hidden_gradient, scores @ prototypes, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(weight_gradient, scores.T @ hidden_states, rtol=1e-4, atol=1e-3)
+
+
+def test_a_failing_arm_is_reported_and_the_others_go_on(monkeypatch, capsys):
+    def fail(device):
+        raise RuntimeError("no compiler")
+
+    broken = {"broken": benchmark_ops_arms.Arm(build_fn=fail), BASELINE: ARMS[BASELINE]}
+    monkeypatch.setattr(benchmark_ops_arms, "ARMS", broken)
+    steps, skipped = benchmark_ops.warm_up(
+        list(broken), Inputs.draw(Sizes(4, 4, 8), CPU, torch.float32)
+    )
+    assert list(steps) == [BASELINE]
+    assert skipped == {"broken": "failed: RuntimeError: no compiler"}
+    assert "no compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["12x3", "12x3x0", "axbxc", "1x2x3x4"])
+def test_sizes_are_checked(text, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_ops.main(["--rows", text, "--device", "cpu"])
+    assert "rows: expected NxDxV, such as 1638x768x30522, got " in capsys.readouterr().err
+
+
+def test_what_a_device_lacks_is_refused(monkeypatch, tmp_path, capsys):
+    with pytest.raises(Unavailable, match="not on cuda"):
+        build_step("three bare GEMMs, mkldnn", torch.device("cuda"))
+    with pytest.raises(SystemExit):
+        benchmark_ops.main(["--device", "cuda", "--contended"])
+    assert "--contended: expected the CPU, got cuda" in capsys.readouterr().err
+    monkeypatch.setattr(benchmark_ops, "CLEAR_REFS", tmp_path / "none")
+    with pytest.raises(SystemExit):
+        benchmark_ops.main(["--device", "cpu", "--memory"])
+    assert "--memory: expected Linux or CUDA" in capsys.readouterr().err
