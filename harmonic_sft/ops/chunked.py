@@ -6,39 +6,54 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.gemm import Gemm, allocate, choose_backend, product
-from harmonic_sft.ops.geometry import NEAR, Frame
+from harmonic_sft.ops.gemm import (
+    AccumulatedGemm,
+    Gemm,
+    accumulated_product,
+    allocate,
+    choose_backend,
+    product,
+)
+from harmonic_sft.ops.geometry import near_limits
+from harmonic_sft.ops.gradients import Gradients, finish_prototypes
 from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.tiles import (
-    TileStatistics,
+    Exclusion,
+    TileArrays,
+    build_exclusion,
     distance_coefficients,
     distance_statistics,
-    exclude_,
+    distance_weights,
     linear_coefficients,
     linear_statistics,
+    near_count,
     take_near,
 )
 from harmonic_sft.ops.workers import Workers
 
+UNIT = 2.0**-21  # norms this close to 1 are 1: a product loses as much by rounding
 
-@dataclass
-class Gradients:
-    """What is accumulated over the chunks; None where nobody needs it.
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What all tiles of one chunk share.
 
     Attributes:
-        hidden_states: `[N, D]`.
-        prototypes: `[V, D]`, before `finish_prototypes`.
-        columns: `[V]`, sums of the weights of each class.
-        class_bias: `[V]`.
-        scaled: Whether `prototypes` is already divided by the prototypes' norms.
+        limits: `[T]`, below which a squared distance has lost digits; None for a linear head.
+        operand: `[T, D]`, what multiplies the prototypes.
+        row: `[T, 1]` or None, added to the scores.
+        unit: `[T, 1]`, of squared distances.
+        exclusion: Of the labels.
+        near: Columns `[T, S]` of near pairs by tile, filled in as they are found.
     """
 
-    hidden_states: Tensor | None
-    prototypes: Tensor | None
-    columns: Tensor | None
-    class_bias: Tensor | None
-    scaled: bool = False
+    limits: Tensor | None
+    operand: Tensor
+    row: Tensor | None
+    unit: Tensor
+    exclusion: Exclusion
+    near: list[Tensor | None]
 
 
 @dataclass
@@ -53,23 +68,30 @@ class ChunkedTiles:
     request: Request
     workers: Workers
     gemm: Gemm = field(init=False)
+    add_gemm: AccumulatedGemm = field(init=False)
     edges: Sequence[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
+        self.linear = frame.kind == "linear"
         # Small tiles stay in the cache of a core; an accelerator wants large ones.
-        width = 512 if self.on_cpu else 8192
+        width = 384 if self.on_cpu else 8192
         starts = range(0, request.num_classes, width)
         self.edges = [(start, min(start + width, request.num_classes)) for start in starts]
         hidden_size = request.hidden_states.shape[1]
         wanted = request.gemm if self.on_cpu else "mm"
-        self.gemm = product(choose_backend(wanted, frame.dtype, hidden_size))
+        backend = choose_backend(wanted, frame.dtype, hidden_size)
+        self.gemm, self.add_gemm = product(backend), accumulated_product(backend)
         self.gain = frame.gain if frame.center is None else None
-        self.columns = None  # [V], |w|^2 + eps
-        if frame.kind == "euclidean" and frame.center is None and frame.norms is not None:
-            self.columns = frame.norms.square().add_(frame.eps)
+        self.columns = None  # [V], |w|^2 + eps, and |x|^2 on the sphere
+        if frame.center is None and frame.norms is not None:
+            if frame.kind == "euclidean":
+                self.columns = frame.norms.square().add_(frame.eps)
+            elif self.on_cpu and bool(((frame.norms - 1).abs() < UNIT).all()):
+                # As training keeps them; the products need no scaling then.
+                self.gain, self.columns = None, torch.full_like(frame.norms, 2 + frame.eps)
         self.buffers: list[Tensor] = []
 
     def score(
@@ -83,33 +105,51 @@ class ChunkedTiles:
             store: Keep weights, `[T, V]` in all.
             moments: Also sum moments and find the best columns.
         """
-        count, rows = len(self.edges), len(hidden_states)
         if store:
-            self._reserve(rows)
-        limits, operand, row, unit = self._prepare(hidden_states)
-        shape = (count, rows)
-        log_scale = hidden_states.new_empty(shape)
-        sums, scale = torch.empty_like(log_scale), torch.ones_like(log_scale)
-        found = hidden_states.new_empty(4, *shape) if moments else None
-        best = labels.new_empty(shape) if moments else None
-        near: list[Tensor | None] = [None] * count
+            self._reserve(len(hidden_states))
+        chunk = self._prepare(hidden_states, labels)
+        arrays = self._arrays(hidden_states, labels, moments)
+        by_logits = moments or self.request.class_bias is not None
 
-        def work(worker: int) -> None:
-            for k in range(worker, count, self.workers.count):
-                start = self.edges[k][0]
-                scores = self._scores(operand, row, k)
-                exclude_(scores, labels - start, self._fill)
-                near[k] = self._take_near(scores, limits, start)
-                out = self._buffer(k, rows) if store else None
-                tile = self._statistics(scores, unit, k, moments, out)
-                log_scale[k], sums[k], scale[k] = tile.log_scale, tile.sums, tile.scale
-                if found is not None and tile.moments is not None:
-                    found[:, k] = tile.moments
-                if best is not None and tile.best is not None:
-                    best[k] = tile.best + start
+        tiles = iter(range(len(self.edges)))  # whoever is free takes the next: results are per tile
+
+        def work(_: int) -> None:
+            for k in tiles:
+                out = self._buffer(k, len(hidden_states)) if store else None
+                rows = arrays.tile(k)
+                scores = self._scores(chunk, k)
+                chunk.exclusion.apply_(scores, k)
+                if self.linear:
+                    linear_statistics(scores, self._bias(k), rows, out)
+                    continue
+                nearest = rows.scale
+                self._take_near(chunk, scores, k, nearest)
+                if by_logits:
+                    h_exp = self.request.h_exp
+                    distance_statistics(scores, chunk.unit, h_exp, self._bias(k), rows, out)
+                else:
+                    distance_weights(scores, self.request.h_exp, nearest, rows.sums, out)
 
         self.workers.run(work)
-        return TileSums(unit, log_scale, sums, scale, self._compact(near), found, best)
+        if self.linear or by_logits:
+            arrays.scale.fill_(1)
+        else:
+            torch.log(arrays.scale / chunk.unit.T, out=arrays.log_scale)
+            arrays.log_scale.mul_(self.request.h_exp)
+            arrays.log_scale.masked_fill_(arrays.scale == 0, -torch.inf)  # nothing was left
+        if arrays.best is not None:
+            starts = [[start] for start, _ in self.edges]
+            arrays.best.add_(torch.tensor(starts, device=arrays.best.device))
+        moments_first = None if arrays.moments is None else arrays.moments.transpose(0, 1)
+        return TileSums(
+            chunk.unit,
+            arrays.log_scale,
+            arrays.sums,
+            arrays.scale,
+            self._compact(chunk.near),
+            moments_first,
+            arrays.best,
+        )
 
     def accumulate(
         self,
@@ -134,7 +174,7 @@ class ChunkedTiles:
         def coefficients(k: int) -> Tensor:
             weights = self._buffer(k, count).mul_(factors[k].unsqueeze(1))
             if gradients.class_bias is not None:
-                gradients.class_bias[slice(*self.edges[k])] += weights.sum(0)
+                gradients.class_bias[slice(*self.edges[k])].add_(weights.sum(0))
             return weights if self.gain is None else weights.mul_(self.gain[slice(*self.edges[k])])
 
         self._products(hidden_states, coefficients, gradients, chunk)
@@ -156,29 +196,29 @@ class ChunkedTiles:
             gradients: Accumulated in place.
             chunk: The tokens.
         """
-        limits, operand, row, unit = self._prepare(hidden_states)
-        near: list[Tensor | None] = [None] * len(self.edges)
+        shared = self._prepare(hidden_states, labels)
 
         def coefficients(k: int) -> Tensor:
             start, stop = self.edges[k]
-            scores = self._scores(operand, row, k)
-            exclude_(scores, labels - start, self._fill)
-            near[k] = self._take_near(scores, limits, start)
+            scores = self._scores(shared, k)
+            shared.exclusion.apply_(scores, k)
+            if not self.linear:
+                self._take_near(shared, scores, k, scores.new_empty(len(scores)))
             excluded = scores == self._fill if self._leaves_rest else None
-            if self.request.frame.kind == "linear":
+            if self.linear:
                 weights = gradient = linear_coefficients(scores, self._bias(k), rows)
             else:
                 weights, gradient = distance_coefficients(
-                    scores, unit, self.request.h_exp, self._bias(k), rows
+                    scores, shared.unit, self.request.h_exp, self._bias(k), rows
                 )
             if excluded is not None:
                 gradient.masked_fill_(excluded, 0)
             if gradients.class_bias is not None:
-                gradients.class_bias[start:stop] += gradient.sum(0)
+                gradients.class_bias[start:stop].add_(gradient.sum(0))
             return weights if self.gain is None else weights.mul_(self.gain[start:stop])
 
         self._products(hidden_states, coefficients, gradients, chunk)
-        return self._compact(near)
+        return self._compact(shared.near)
 
     def finish_prototypes(self, gradients: Gradients) -> None:
         """Turn the accumulated products into the gradient of the prototypes, in place."""
@@ -191,51 +231,69 @@ class ChunkedTiles:
     @property
     def _leaves_rest(self) -> bool:
         """Whether excluded pairs keep the smoothing, having no infinite distance to divide by."""
-        linear = self.request.frame.kind == "linear"
-        return self.request.label_smoothing > 0 and (linear or self.request.class_bias is not None)
+        biased = self.request.class_bias is not None
+        return self.request.label_smoothing > 0 and (self.linear or biased)
 
     @property
     def _fill(self) -> float:
-        return -torch.inf if self.request.frame.kind == "linear" else torch.inf
+        return -torch.inf if self.linear else torch.inf
 
-    def _prepare(
-        self, hidden_states: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
-        """Return near limits `[T]`, left operand `[T, D]`, row terms and units `[T, 1]`."""
-        frame = self.request.frame
+    def _prepare(self, hidden_states: Tensor, labels: Tensor) -> _Chunk:
+        exclusion = build_exclusion(labels, self.edges, self._fill, hidden_states.dtype)
+        near: list[Tensor | None] = [None] * len(self.edges)
         unit = self.unit(hidden_states)
-        if frame.kind == "linear":
-            return None, hidden_states, None, unit
-        squared = hidden_states.square().sum(1)
-        limits = near_limits(frame, squared)
-        row = squared.unsqueeze(1) if self.gain is None else None
-        return limits, hidden_states * -2, row, unit
+        if self.linear:
+            return _Chunk(None, hidden_states, None, unit, exclusion, near)
+        squared = torch.linalg.vecdot(hidden_states, hidden_states)
+        limits = near_limits(self.request.frame, squared)
+        on_sphere = self.request.frame.kind == "sphere" and self.request.frame.center is None
+        row = None if on_sphere else squared.unsqueeze(1)
+        return _Chunk(limits, hidden_states * -2, row, unit, exclusion, near)
 
-    def _scores(self, operand: Tensor, row: Tensor | None, k: int) -> Tensor:
+    def _arrays(self, hidden_states: Tensor, labels: Tensor, moments: bool) -> TileArrays:
+        shape = (len(self.edges), len(hidden_states))
+        return TileArrays(
+            hidden_states.new_empty(shape),
+            hidden_states.new_empty(shape),
+            hidden_states.new_empty(shape),
+            hidden_states.new_zeros(shape[0], 4, shape[1]) if moments else None,
+            labels.new_empty(shape) if moments else None,
+        )
+
+    def _scores(self, chunk: _Chunk, k: int) -> Tensor:
         """Return squared distances with eps, or dot products, of tile `k`: `[T, W]`."""
         start, stop = self.edges[k]
         frame = self.request.frame
         tile = frame.tile(start, stop)
-        if frame.kind == "linear":
-            return self.gemm(operand, tile, None)
+        if self.linear:
+            return self.gemm(chunk.operand, tile, None)
         if self.gain is not None:
-            dots = self.gemm(operand, tile, None)
+            dots = self.gemm(chunk.operand, tile, None)
             both = dots.new_tensor(2 + frame.eps)  # |x|^2 + |w|^2 + eps
             return torch.addcmul(both, dots, self.gain[start:stop], out=dots)
         if self.columns is not None:
             columns = self.columns[start:stop]
         else:
             columns = tile.square().sum(1).add_(frame.eps)
-        scores = self.gemm(operand, tile, columns)
-        return scores if row is None else scores.add_(row)
+        scores = self.gemm(chunk.operand, tile, columns)
+        return scores if chunk.row is None else scores.add_(chunk.row)
 
-    def _statistics(
-        self, scores: Tensor, unit: Tensor, k: int, moments: bool, out: Tensor | None
-    ) -> TileStatistics:
-        if self.request.frame.kind == "linear":
-            return linear_statistics(scores, self._bias(k), moments, out)
-        h_exp, bias = self.request.h_exp, self._bias(k)
-        return distance_statistics(scores, unit, h_exp, bias=bias, moments=moments, out=out)
+    def _take_near(self, chunk: _Chunk, squared: Tensor, k: int, nearest: Tensor) -> None:
+        """Exclude near pairs from a tile, and write what is nearest then to `nearest` `[T]`."""
+        assert chunk.limits is not None, "a linear head has no near pairs"
+        torch.amin(squared, 1, out=nearest)
+        limits, count = chunk.limits.unsqueeze(1), 2
+        if self.on_cpu:  # elsewhere a look at the values would halt the device
+            count = 0
+            if bool((nearest < chunk.limits).any()):
+                count = near_count(squared, limits)
+        if count:
+            columns = take_near(squared, limits, self.request.frame.eps, count)
+            chunk.near[k] = torch.where(columns >= 0, columns + self.edges[k][0], -1)
+            torch.amin(squared, 1, out=nearest)
+        width, excluded = squared.shape[1], chunk.exclusion.columns.shape[2]
+        if width <= excluded + max(count, 0):
+            nearest.masked_fill_(nearest == torch.inf, 0)
 
     def _products(
         self,
@@ -248,7 +306,7 @@ class ChunkedTiles:
         sums = hidden_states.new_zeros(self.workers.count, len(hidden_states), 1)
         parts = None
         if gradients.hidden_states is not None:
-            parts = hidden_states.new_zeros(self.workers.count, *hidden_states.shape)
+            parts = [torch.zeros_like(hidden_states) for _ in range(self.workers.count)]
         dtype = self.request.gradient_dtype or frame.dtype
         operand = hidden_states.to(dtype).T
         first = chunk.start == 0
@@ -258,12 +316,12 @@ class ChunkedTiles:
                 start, stop = self.edges[k]
                 weights = coefficients(k).to(dtype)
                 if frame.with_sums:
-                    sums[worker] += weights.sum(1, keepdim=True, dtype=frame.dtype)
+                    sums[worker].add_(weights.sum(1, keepdim=True, dtype=frame.dtype))
                     if gradients.columns is not None:
-                        gradients.columns[start:stop] += weights.sum(0, dtype=frame.dtype)
+                        gradients.columns[start:stop].add_(weights.sum(0, dtype=frame.dtype))
                 if parts is not None:
                     tile = frame.tile(start, stop).to(dtype)
-                    parts[worker] += self.gemm(weights, tile.T, None)
+                    parts[worker] = self.add_gemm(parts[worker], weights, tile.T)
                 if gradients.prototypes is not None:
                     found = self.gemm(weights.T, operand, None)
                     target = gradients.prototypes[start:stop]
@@ -271,7 +329,7 @@ class ChunkedTiles:
 
         self.workers.run(work)
         if parts is not None and gradients.hidden_states is not None:
-            total = parts.sum(0)
+            total = sum(parts[1:], parts[0])
             if frame.with_sums:
                 total -= hidden_states * sums.sum(0)
             gradients.hidden_states[chunk] = total
@@ -279,12 +337,6 @@ class ChunkedTiles:
     def _bias(self, k: int) -> Tensor | None:
         bias = self.request.class_bias
         return None if bias is None else bias[slice(*self.edges[k])].to(self.request.frame.dtype)
-
-    def _take_near(self, scores: Tensor, limits: Tensor | None, start: int) -> Tensor | None:
-        if limits is None:
-            return None
-        columns = take_near(scores, limits, self.request.frame.eps, always=not self.on_cpu)
-        return None if columns is None else torch.where(columns >= 0, columns + start, -1)
 
     def _reserve(self, rows: int) -> None:
         if not self.buffers or len(self.buffers[0]) < rows * self.edges[0][1]:
@@ -309,43 +361,3 @@ class ChunkedTiles:
             return joined
         width = int((joined >= 0).sum(1).max())
         return joined.sort(1, descending=True).values[:, :width]
-
-
-def near_limits(frame: Frame, squared_norms: Tensor) -> Tensor:
-    """Return the squared distances `[T]` below which expansion has lost digits.
-
-    Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
-    """
-    return squared_norms * (2.6 * NEAR) + frame.eps
-
-
-def finish_prototypes(
-    frame: Frame, gradients: Gradients, edges: Sequence[tuple[int, int]], workers: Workers
-) -> None:
-    """Turn the accumulated products into the gradient of the prototypes, in place.
-
-    Args:
-        frame: Its prototypes complete the distances' gradient; on the sphere it is made tangent.
-        gradients: Of all chunks.
-        edges: Of the tiles.
-        workers: Share the tiles.
-    """
-    target = gradients.prototypes
-    if target is None or frame.kind == "linear":
-        return
-
-    def work(worker: int) -> None:
-        for start, stop in edges[worker :: workers.count]:
-            tile = target[start:stop]
-            if gradients.columns is not None:
-                columns = gradients.columns[start:stop].unsqueeze(1)
-                tile.addcmul_(frame.tile(start, stop), columns, value=-1)
-            if frame.kind == "sphere" and frame.norms is not None:
-                raw = frame.prototypes[start:stop].to(frame.dtype)
-                inverse = 1 / frame.norms[start:stop].unsqueeze(1)
-                radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
-                tile.addcmul_(raw, radial, value=-1)
-                if not gradients.scaled:
-                    tile.mul_(inverse)
-
-    workers.run(work)

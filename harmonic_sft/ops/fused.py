@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.chunked import ChunkedTiles, Gradients
+from harmonic_sft.ops.chunked import ChunkedTiles
 from harmonic_sft.ops.gemm import allocate
-from harmonic_sft.ops.geometry import all_reduce_
+from harmonic_sft.ops.gradients import Gradients, add_pairs, finish_hidden_states
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import (
-    Pairs,
     Rows,
     TileSums,
     exponent_gradients,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 # A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB.
 STORED_ROWS, STORED_ELEMENTS = 240, 2**24
-TILE_ROWS = 512  # of chunks that keep no weights
+TILE_ROWS = 256  # of chunks that keep no weights
 DEVICE_ELEMENTS = 2**27  # of a chunk on a GPU, where small products are slow
 
 
@@ -101,8 +100,8 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
                 masses = (rows.log_normalizer, rows.mass * weights, torch.zeros_like(weights))
                 tiles.accumulate(placed, factors, masses, gradients, chunk)
                 slopes = slopes * weights[:, None]
-                _add_pairs(request, placed, pairs, slopes, gradients, chunk)
-                _finish_hidden_states(request, placed, norms, gradients, chunk)
+                add_pairs(request, placed, pairs, slopes, gradients, chunk)
+                finish_hidden_states(request, placed, norms, gradients, chunk)
         tiles.finish_prototypes(gradients)
     joined = TokenMetrics(*map(torch.cat, zip(*found, strict=True))) if found else None
     return Outcome(loss, log_normalizer, log_probs, joined, exponent, gradients)
@@ -127,8 +126,8 @@ def backward(
             near = tiles.recompute(placed, labels, masses, gradients, chunk)
             pairs = measure_pairs(request, placed, unit, labels, near)
             slopes = pair_gradients(request, pairs, rows, chunk) * outer[:, None]
-            _add_pairs(request, placed, pairs, slopes, gradients, chunk)
-            _finish_hidden_states(request, placed, norms, gradients, chunk)
+            add_pairs(request, placed, pairs, slopes, gradients, chunk)
+            finish_hidden_states(request, placed, norms, gradients, chunk)
         tiles.finish_prototypes(gradients)
     return gradients
 
@@ -210,58 +209,3 @@ def _factors(request: Request, sums: TileSums, rows: Rows) -> Tensor:
     if request.frame.kind == "linear":
         return factors
     return factors * (-2 * request.h_exp) / sums.scale.masked_fill(sums.scale == 0, 1)
-
-
-def _add_pairs(
-    request: Request,
-    hidden_states: Tensor,
-    pairs: Pairs,
-    slopes: Tensor,
-    gradients: Gradients,
-    chunk: slice,
-) -> None:
-    """Add what the pairs' dL/dlogit `[T, S]` send to hidden states, prototypes and bias."""
-    frame = request.frame
-    for column, classes in enumerate(pairs.columns.unbind(1)):
-        known, slope = classes.clamp_min(0), slopes[:, column]
-        if gradients.class_bias is not None:
-            _add_rows_(gradients.class_bias, known, slope)
-        prototypes = frame.rows(known)  # [T, D]
-        to_hidden, to_prototypes = prototypes, hidden_states
-        if frame.kind != "linear":
-            slope = slope * (2 * request.h_exp) / pairs.squared[:, column]
-            to_hidden = hidden_states - prototypes
-            to_prototypes = -to_hidden
-        slope = slope.unsqueeze(1)
-        if gradients.hidden_states is not None:
-            gradients.hidden_states[chunk].addcmul_(slope, to_hidden)
-        if gradients.prototypes is not None:
-            found = slope * to_prototypes
-            if gradients.scaled and frame.norms is not None:
-                found /= frame.norms[known].unsqueeze(1)
-            _add_rows_(gradients.prototypes, known, found)
-
-
-def _finish_hidden_states(
-    request: Request,
-    placed: Tensor,
-    norms: Tensor | None,
-    gradients: Gradients,
-    chunk: slice,
-) -> None:
-    """Complete the gradient of a chunk's hidden states: over all ranks, tangent on the sphere."""
-    if gradients.hidden_states is None:
-        return
-    found = all_reduce_(gradients.hidden_states[chunk], request.group)
-    if norms is not None:
-        units = placed if request.frame.center is None else placed + request.frame.center
-        found -= units * torch.linalg.vecdot(units, found).unsqueeze(1)
-        found /= norms
-
-
-def _add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add `values` to the rows `index` of `target`, in the same order in every run."""
-    if target.device.type == "cpu":
-        target.index_add_(0, index, values)
-    else:  # index_add_ would use atomic additions there
-        target.index_put_((index,), values, accumulate=True)

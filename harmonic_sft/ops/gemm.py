@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+AccumulatedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _FASTEST: dict[tuple[torch.dtype, int], str] = {}
 _HUGE = 2**24  # bytes from which huge pages pay
@@ -18,6 +19,14 @@ _HUGE = 2**24  # bytes from which huge pages pay
 def product(backend: str) -> Gemm:
     """Return a function of a `[M, K]`, b `[N, K]` and bias `[N]` or None: a @ b.T + bias."""
     return {"mm": _mm, "mkldnn": _mkldnn}[backend]
+
+
+def accumulated_product(backend: str) -> AccumulatedGemm:
+    """Return a function of total `[M, N]`, a `[M, K]` and b `[N, K]`: total + a @ b.T.
+
+    The total may be overwritten or not: go on with what is returned.
+    """
+    return {"mm": _mm_add, "mkldnn": _mkldnn_add}[backend]
 
 
 def choose_backend(wanted: str, dtype: torch.dtype, hidden_size: int) -> str:
@@ -64,6 +73,16 @@ def _mm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def _mkldnn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     # What torch.compile emits for a linear layer on the CPU; F.linear itself goes to MKL.
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+def _mm_add(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return total.add_(torch.mm(a, b.T)) if a.dtype != total.dtype else total.addmm_(a, b.T)
+
+
+def _mkldnn_add(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype != total.dtype:
+        return total.add_(_mkldnn(a, b, None))
+    return torch.ops.mkldnn._linear_pointwise.binary(a, total, b, None, "add")
 
 
 def _trial(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:

@@ -67,7 +67,7 @@ class Frame:
         Logarithms are taken of distances over it: h_exp * log(d2) itself is so far from 0 that
         rounding it costs a relative error of 1e-5 in p. Equal on all ranks of a group.
         """
-        squared = hidden_states.square().sum(1, keepdim=True)
+        squared = torch.linalg.vecdot(hidden_states, hidden_states).unsqueeze(1)
         return torch.ones_like(squared) if self.spread is None else squared + self.spread
 
     def rows(self, classes: Tensor) -> Tensor:
@@ -146,3 +146,11 @@ def prototype_norms(prototypes: Tensor) -> Tensor:
     if frozen:
         _NORMS[prototypes] = (state, norms)
     return norms
+
+
+def near_limits(frame: Frame, squared_norms: Tensor) -> Tensor:
+    """Return the squared distances `[T]` below which expansion has lost digits.
+
+    Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
+    """
+    return squared_norms * (2.6 * NEAR) + frame.eps

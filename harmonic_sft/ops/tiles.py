@@ -1,6 +1,8 @@
 """Row statistics and weights of one tile of scores, in plain PyTorch operations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,114 +10,153 @@ from torch import Tensor
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 
 
-@dataclass(frozen=True)
-class TileStatistics:
-    """What a row of a tile contributes to its normalizer, excluded pairs left out.
+class TileArrays(NamedTuple):
+    """Where the tiles of a chunk leave what their rows contribute, excluded pairs left out.
 
     Attributes:
-        log_scale: `[T]`, the largest logit; -inf if nothing is left.
-        sums: `[T]`, sum of exp(logit - log_scale).
-        scale: `[T]` or 1, what the weights are multiples of: weight / scale * exp(log_scale) is
+        log_scale: `[tiles, T]`, the largest logit; -inf if nothing is left.
+        sums: `[tiles, T]`, sum of exp(logit - log_scale).
+        scale: `[tiles, T]`, what the weights are multiples of: weight / scale * exp(log_scale) is
             exp(logit), divided by the squared distance if the head measures distances.
-        moments: `[4, T]` or None, with p = exp(logit - log_scale): sums of p * log p,
+        moments: `[tiles, 4, T]` or None, with p = exp(logit - log_scale): sums of p * log p,
             p * log d2, logit, and log d2.
-        best: `[T]` or None, the column of the largest logit.
+        best: `[tiles, T]` or None, the column of the largest logit.
     """
 
     log_scale: Tensor
     sums: Tensor
-    scale: Tensor | float
-    moments: Tensor | None = None
-    best: Tensor | None = None
+    scale: Tensor
+    moments: Tensor | None
+    best: Tensor | None
+
+    def tile(self, index: int) -> "TileArrays":
+        """Return the rows of one tile: `[T]` each, moments `[4, T]`."""
+        moments = None if self.moments is None else self.moments[index]
+        best = None if self.best is None else self.best[index]
+        return TileArrays(self.log_scale[index], self.sums[index], self.scale[index], moments, best)
 
 
-def exclude_(scores: Tensor, columns: Tensor, fill: float) -> None:
-    """Set `scores` `[T, W]` to `fill` (infinite) at those `columns` `[T, S]` that it has."""
-    width = scores.shape[1]
-    inside = (columns >= 0) & (columns < width)
-    values = torch.where(inside, fill, -fill).to(scores.dtype)
-    reduce = "amax" if fill > 0 else "amin"
-    scores.scatter_reduce_(1, columns.clamp(0, width - 1), values, reduce)
+@dataclass(frozen=True)
+class Exclusion:
+    """The pairs that every tile of a chunk leaves out; made once, since a tile's own work is short.
+
+    Attributes:
+        columns: `[tiles, T, S]`, clamped to the tile's columns.
+        values: `[tiles, T, S]`, what is infinite at pairs in the tile, and changes nothing
+            elsewhere.
+        fill: inf for squared distances, -inf for logits.
+    """
+
+    columns: Tensor
+    values: Tensor
+    fill: float
+
+    def apply_(self, scores: Tensor, tile: int) -> None:
+        """Set the pairs in `scores` `[T, W]` of a tile to `fill`."""
+        reduce = "amax" if self.fill > 0 else "amin"
+        scores.scatter_reduce_(1, self.columns[tile], self.values[tile], reduce)
+
+
+def build_exclusion(
+    columns: Tensor, edges: Sequence[tuple[int, int]], fill: float, dtype: torch.dtype
+) -> Exclusion:
+    """Return what leaves out `columns` `[T, S]` (-1: none) of tiles with the given edges."""
+    bounds = torch.tensor(edges, device=columns.device)[:, :, None, None]  # [tiles, 2, 1, 1]
+    starts, stops = bounds[:, 0], bounds[:, 1]
+    inside = (columns >= starts) & (columns < stops)
+    values = torch.where(inside, fill, -fill).to(dtype)
+    clamped = torch.minimum((columns - starts).clamp_min_(0), stops - starts - 1)
+    return Exclusion(clamped, values, fill)
+
+
+def distance_weights(
+    squared: Tensor, h_exp: float | Tensor, nearest: Tensor, sums: Tensor, out: Tensor | None
+) -> None:
+    """Sum (nearest / d2) ** -h_exp over the rows of a tile, and keep it over d2.
+
+    Args:
+        squared: `[T, W]`, eps added, inf where excluded; overwritten.
+        h_exp: Below 0. A whole number takes no logarithm or exponential per score.
+        nearest: `[T]`, the least of each row.
+        sums: `[T]`, written.
+        out: `[T, W]`, gets the weights, nearest / d2 times the power; None if not needed.
+    """
+    # A row that is excluded as a whole has the ratio 0 / inf = 0.
+    ratio = torch.div(nearest.unsqueeze(1), squared, out=squared)
+    power = _integer_power(ratio, h_exp)
+    if power is None:
+        power = torch.log(ratio).mul_(-h_exp).exp_()
+    torch.sum(power, 1, out=sums)
+    if out is not None:
+        torch.mul(power, ratio, out=out)
+
+
+def linear_statistics(
+    logits: Tensor, bias: Tensor | None, arrays: TileArrays, out: Tensor | None
+) -> None:
+    """Turn dot products `[T, W]` (-inf where excluded) into statistics of one tile.
+
+    Args:
+        logits: Overwritten.
+        bias: `[W]` or None, added to the logits.
+        arrays: Rows of the tile, written.
+        out: `[T, W]`, gets the weights; None if they are not needed.
+    """
+    if bias is not None:
+        logits.add_(bias)
+    if arrays.moments is None or arrays.best is None:
+        torch.amax(logits, 1, out=arrays.log_scale)
+    else:
+        torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
+        arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
+    logits.sub_(_finite(arrays.log_scale))
+    weights = torch.exp(logits, out=out)
+    torch.sum(weights, 1, out=arrays.sums)
+    if arrays.moments is not None:
+        arrays.moments[0] = _weighted_sum(weights, logits)
 
 
 def distance_statistics(
     squared: Tensor,
     unit: Tensor,
     h_exp: float | Tensor,
-    *,
     bias: Tensor | None,
-    moments: bool,
+    arrays: TileArrays,
     out: Tensor | None,
-) -> TileStatistics:
-    """Turn squared distances `[T, W]` (eps added, inf where excluded) into statistics.
+) -> None:
+    """Turn squared distances `[T, W]` into statistics of one tile, by way of the logits.
 
     Args:
-        squared: Overwritten.
+        squared: Eps added, inf where excluded; overwritten.
         unit: `[T, 1]`, of the squared distances whose logarithms are taken.
-        h_exp: Below 0. A whole number takes no logarithm or exponential per score.
+        h_exp: Below 0.
         bias: `[W]` or None, added to the logits.
-        moments: Also give moments and the best column.
+        arrays: Rows of the tile, written.
         out: `[T, W]`, gets the weights; None if they are not needed.
     """
-    if bias is not None or moments:
-        return _distance_statistics_by_logits(squared, unit, h_exp, bias, moments, out)
-    nearest = squared.amin(1)  # [T]
-    present = nearest.masked_fill(nearest == torch.inf, 0)
-    ratio = torch.div(present.unsqueeze(1), squared, out=squared)  # in [0, 1], 0 where excluded
-    power = _integer_power(ratio, h_exp)
-    if power is None:
-        power = torch.log(ratio).mul_(-h_exp).exp_()
-    sums = power.sum(1)
-    if out is not None:
-        torch.mul(power, ratio, out=out)
-    return TileStatistics((nearest / unit.squeeze(1)).log_().mul_(h_exp), sums, present)
-
-
-def linear_statistics(
-    logits: Tensor, bias: Tensor | None, moments: bool, out: Tensor | None
-) -> TileStatistics:
-    """Turn dot products `[T, W]` (-inf where excluded) into statistics; see `TileStatistics`."""
-    if bias is not None:
-        logits.add_(bias)
-    log_scale, best = logits.max(1) if moments else (logits.amax(1), None)
-    present = log_scale.masked_fill(log_scale == -torch.inf, 0).unsqueeze(1)
-    logit_sums = logits.masked_fill(logits == -torch.inf, 0).sum(1) if moments else None
-    logits.sub_(present)
-    weights = torch.exp(logits, out=out)
-    sums = weights.sum(1)
-    found = None
-    if logit_sums is not None:
-        empty = torch.zeros_like(sums)
-        found = torch.stack([_weighted_sum(weights, logits), empty, logit_sums, empty])
-    return TileStatistics(log_scale, sums, 1.0, found, best)
-
-
-def _distance_statistics_by_logits(
-    squared: Tensor,
-    unit: Tensor,
-    h_exp: float | Tensor,
-    bias: Tensor | None,
-    moments: bool,
-    out: Tensor | None,
-) -> TileStatistics:
     logs = torch.div(squared, unit).log_()  # inf where excluded
     logits = logs * h_exp
     if bias is not None:
         logits += bias
-    log_scale, best = logits.max(1) if moments else (logits.amax(1), None)
-    present = log_scale.masked_fill(log_scale == -torch.inf, 0).unsqueeze(1)
-    logit_sums = logits.masked_fill(logits == -torch.inf, 0).sum(1) if moments else None
-    logits -= present
+    if arrays.moments is None or arrays.best is None:
+        torch.amax(logits, 1, out=arrays.log_scale)
+    else:
+        torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
+        arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
+        arrays.moments[3] = logs.masked_fill(squared == torch.inf, 0).sum(1)
+    logits -= _finite(arrays.log_scale)
     power = torch.exp(logits)
-    sums = power.sum(1)
+    torch.sum(power, 1, out=arrays.sums)
     if out is not None:
         torch.div(power, squared, out=out)
-    found = None
-    if logit_sums is not None:
-        log_sums = logs.masked_fill(squared == torch.inf, 0).sum(1)
-        weighted = [_weighted_sum(power, logits), _weighted_sum(power, logs)]
-        found = torch.stack([*weighted, logit_sums, log_sums])
-    return TileStatistics(log_scale, sums, 1.0, found, best)
+    if arrays.moments is not None:
+        arrays.moments[0] = _weighted_sum(power, logits)
+        arrays.moments[1] = _weighted_sum(power, logs)
+
+
+def _finite(log_scale: Tensor) -> Tensor:
+    """Return `[T, 1]`, 0 for rows with nothing left, whose logits stay -inf then."""
+    return log_scale.masked_fill(log_scale == -torch.inf, 0).unsqueeze(1)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -157,36 +198,37 @@ def linear_coefficients(
     return logits.sub_(log_normalizer).exp_().mul_(mass).sub_(smoothing)
 
 
-def take_near(squared: Tensor, limits: Tensor, eps: float, always: bool) -> Tensor | None:
+def take_near(squared: Tensor, limits: Tensor, eps: float, count: int) -> Tensor:
     """Exclude the near pairs of a tile and return their columns `[T, S]`, -1 where there is none.
 
     Args:
         squared: `[T, W]`; near pairs are set to inf.
-        limits: `[T]`, below which a squared distance has lost digits.
+        limits: `[T, 1]`, below which a squared distance has lost digits.
         eps: The least value that a squared distance with eps added can have.
-        always: Take the two closest without a look at the values, which would halt a device.
+        count: At most so many of a row, the closest ones.
     """
-    limits = limits.unsqueeze(1)
-    count = 2
-    if not always:
-        if not bool((squared.amin(1, keepdim=True) < limits).any()):
-            return None
-        count = min(int((squared < limits).sum(1).max()), NEAR_PER_TILE)
     closest, columns = squared.topk(min(count, squared.shape[1]), largest=False)
     near = closest < limits
-    columns = torch.where(near, columns, -1)
-    exclude_(squared, columns, torch.inf)
-    # What exceeds the cap keeps its expanded distance, which rounding may push below zero.
+    squared.scatter_(1, columns, torch.where(near, torch.inf, closest))
+    # What exceeds the count keeps its expanded distance, which rounding may push below zero.
     squared.clamp_min_(eps)
-    return columns
+    return torch.where(near, columns, -1)
+
+
+def near_count(squared: Tensor, limits: Tensor) -> int:
+    """Return how many near pairs the row with the most of them has, at most `NEAR_PER_TILE`."""
+    return min(int((squared < limits).sum(1).max()), NEAR_PER_TILE)
 
 
 def _integer_power(ratio: Tensor, h_exp: float | Tensor) -> Tensor | None:
     """Return ratio ** -h_exp by repeated squaring; None if that is no whole number to 1023."""
     if isinstance(h_exp, Tensor) or h_exp != round(h_exp) or h_exp < -1023:
         return None
+    bits = f"{int(-h_exp):b}"[1:]
     power = ratio
-    for bit in f"{int(-h_exp):b}"[1:]:
+    if bits.startswith("1"):  # a cube is one pass over the tile, a square and a product are two
+        power, bits = torch.pow(ratio, 3), bits[1:]
+    for bit in bits:
         power = torch.mul(power, power, out=None if power is ratio else power)
         if bit == "1":
             power.mul_(ratio)

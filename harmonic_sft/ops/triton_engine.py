@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.ops import triton_tiles
-from harmonic_sft.ops.chunked import Gradients, finish_prototypes, near_limits
+from harmonic_sft.ops.geometry import near_limits
+from harmonic_sft.ops.gradients import Gradients, finish_prototypes
 from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.triton_kernels import RowTerms

@@ -87,7 +87,7 @@ def test_an_error_in_a_tile_is_raised_and_the_next_call_works(monkeypatch):
 
     before, threads = run(), torch.get_num_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(chunked, "distance_statistics", broken)
+        patch.setattr(chunked, "distance_weights", broken)
         with pytest.raises(ArithmeticError, match="no statistics"):
             run()
     assert torch.get_num_threads() == threads
@@ -120,7 +120,7 @@ def test_the_number_of_threads_hardly_changes_results(kind, settings):
     for other in found[1:]:
         for actual, expected in zip(other, found[0], strict=True):
             scale = expected.abs().max().item()
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6 * scale)
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=3e-6 * scale)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradients": "recompute"}, {"label_smoothing": 0.1}])
