@@ -4,7 +4,7 @@
         [--json docs/benchmark_ops.json] [--figure docs/benchmark_ops.png]
 
 Every arm makes the mean loss and the gradients of hidden states [N, D] and prototypes [V, D]. The
-arms take turns in rotating order; ratios are medians over neighboring steps. The floor is the
+arms take turns in shuffled order; ratios are medians over neighboring steps. The floor is the
 three matrix products alone.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import multiprocessing
 import platform
+import random
 import re
 import sys
 import time
@@ -107,11 +108,12 @@ def warm_up(names: Sequence[str], inputs: Inputs) -> tuple[dict[str, Step], dict
 
 
 def measure(steps: dict[str, Step], inputs: Inputs, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of every step; the arms take turns, in changing order."""
+    """Return the seconds of every step; the arms take turns, in shuffled order."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for index in range(repetitions):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        # Shuffled, since what an arm leaves behind (freed memory, busy threads) costs the next.
+        for name in random.Random(index).sample(names, len(names)):
             seconds[name].append(seconds_of(steps[name], inputs))
             inputs.clear()
     return seconds

@@ -2,10 +2,11 @@
 
     python scripts/benchmark_step.py [--steps 30] [--json benchmark_step.json]
 
-Three arms take turns on the same batches: the demo (harmonic head, labelled positions only), our
-linear head in the same place, and transformers' Trainer with BertForMaskedLM, whose head computes
-logits at every position. The same block is trained in all of them. Printed are median seconds,
-the median of the ratios of neighboring steps, and the peak of live tensors made in a step.
+Four arms take turns on the same batches: the demo (harmonic head, fused loss, labelled positions
+only), our linear head in the same place with the fused loss and with plain logits, and
+transformers' Trainer with BertForMaskedLM, whose head computes logits at every position. The same
+block is trained in all of them. Printed are median seconds, the median of the ratios of neighboring
+steps, and the peak of live tensors made in a step, with the chunk that a fused loss works on.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any
 
 from transformers import BertForMaskedLM, Trainer, TrainingArguments
 
+from harmonic_sft.models import negative_log_likelihood
+from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.memory import LiveBytes
@@ -31,10 +34,16 @@ LINEAR = ["head={name: linear, tie: false}", "h_exp=null", "loss={name: cross_en
 
 
 class Arm:
-    """A trainer that takes single optimizer steps on given batches."""
+    """A trainer that takes single optimizer steps on given batches.
 
-    def __init__(self, trainer: Any):
+    Args:
+        trainer: It has no optimizer yet.
+        fused: Whether its loss works on chunks that no tensor of PyTorch shows.
+    """
+
+    def __init__(self, trainer: Any, *, fused: bool):
         self.trainer = trainer
+        self.fused = fused
         self.model = trainer.model
         trainer.create_optimizer_and_scheduler(num_training_steps=10_000)
 
@@ -51,7 +60,7 @@ class Arm:
 
 
 def build_arms(folder: str, batch_size: int) -> tuple[dict[str, Arm], list[dict[str, Any]]]:
-    """Build the three arms and the batches they share."""
+    """Build the arms and the batches they share."""
     overrides = [
         f"model.base={BASE}",
         f"training.output_dir={folder}",
@@ -60,10 +69,13 @@ def build_arms(folder: str, batch_size: int) -> tuple[dict[str, Arm], list[dict[
     ]
     ready = prepare(load_run_config(CONFIG, overrides))
     linear = prepare(load_run_config(CONFIG, [*overrides, *LINEAR]))
+    logits = prepare(load_run_config(CONFIG, [*overrides, *LINEAR]))
+    logits.trainer.model.loss_fn = negative_log_likelihood
     arms = {
-        "demo, harmonic head": Arm(ready.trainer),
-        "demo, linear head": Arm(linear.trainer),
-        "plain Trainer, own MLM head": Arm(plain_trainer(folder, batch_size)),
+        "demo, harmonic head": Arm(ready.trainer, fused=True),
+        "demo, linear head, fused": Arm(linear.trainer, fused=True),
+        "demo, linear head, plain": Arm(logits.trainer, fused=False),
+        "plain Trainer, own MLM head": Arm(plain_trainer(folder, batch_size), fused=False),
     }
     return arms, list(ready.trainer.get_train_dataloader())
 
@@ -97,7 +109,10 @@ def peak_bytes(arm: Arm, batch: dict[str, Any]) -> int:
     """Return the peak of live tensors made during one step."""
     with LiveBytes() as live:
         arm.step(batch)
-    return live.peak
+    if not arm.fused:
+        return live.peak
+    num_scored = int((batch["labels"] != -100).sum())
+    return live.peak + workspace_bytes(num_scored, *arm.model.dist_head.weight.shape, "cpu")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

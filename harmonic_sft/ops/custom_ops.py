@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import custom_op
 
 from harmonic_sft.ops import fused
@@ -148,7 +148,9 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 def _request(arguments: Arguments) -> Request:
     prototypes = arguments.prototypes
-    group = _resolve_process_group(GroupName(arguments.group)) if arguments.group else None
+    group = None
+    if arguments.group:  # a name is what an operator can be given
+        group = _resolve_process_group(arguments.group)  # ty: ignore[invalid-argument-type]
     vocab_size, start = vocabulary_slice(len(prototypes), group)
     frame = build_frame(
         arguments.kind,

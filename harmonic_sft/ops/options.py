@@ -121,12 +121,11 @@ def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: Lo
 
 def _check_settings(options: LossOptions) -> None:
     choices = {
-        "gradients": ("forward", "recompute"),
-        "gemm": ("auto", "mm", "mkldnn"),
-        "gradient_dtype": (None, torch.bfloat16),
+        "gradients": (options.gradients, ("forward", "recompute")),
+        "gemm": (options.gemm, ("auto", "mm", "mkldnn")),
+        "gradient_dtype": (options.gradient_dtype, (None, torch.bfloat16)),
     }
-    for name, allowed in choices.items():
-        value = getattr(options, name)
+    for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
     if not 0 <= options.label_smoothing <= 1:
