@@ -26,9 +26,11 @@ def test_it_is_the_negative_log_probability_of_the_label(name):
 )
 def test_training_agrees_with_the_loss_that_is_published_with_the_head(settings):
     head = build_head(settings, hidden_size=16, vocab_size=900)
+    torch.manual_seed(0)
     states, labels = torch.randn(30, 16, requires_grad=True), torch.randint(900, (30,))
     parameters = [states, *head.parameters()]
     losses = CrossEntropyLoss().prepare(head)(head, states, labels), head.nll(states, labels)
     found = [[loss, *torch.autograd.grad(loss.sum(), parameters)] for loss in losses]
     for fused, plain in zip(*found, strict=True):
-        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-6)
+        scale = plain.abs().max().item()
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-5 * scale)
