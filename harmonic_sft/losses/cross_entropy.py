@@ -6,12 +6,18 @@ from typing import Self
 from torch import Tensor
 
 from harmonic_sft.models import DistLayer, Head, LinearHead
-from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops import Impl, LossOptions, distance_cross_entropy, linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyLoss:
-    """Negative log of the label's probability under the head's softmax."""
+    """Negative log of the label's probability under the head's softmax.
+
+    Attributes:
+        impl: How it is computed; see `harmonic_sft.ops.distance_cross_entropy`.
+    """
+
+    impl: Impl = "auto"
 
     def prepare(self, head: Head) -> Self:
         """Return this loss: it fits every head and needs nothing from it."""
@@ -36,8 +42,11 @@ class CrossEntropyLoss:
                 h_exp=head.h_exp,
                 unit_sphere=head.unit_sphere,
                 eps=head.eps,
+                impl=self.impl,
             )
         if isinstance(head, LinearHead):
             options = LossOptions(class_bias=head.bias)
-            return linear_cross_entropy(hidden_states, head.weight, labels, options=options)
+            return linear_cross_entropy(
+                hidden_states, head.weight, labels, options=options, impl=self.impl
+            )
         return head.nll(hidden_states, labels)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.models import DistLayer, Head
+from harmonic_sft.ops import Impl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +16,15 @@ class HarmonicLoss:
 
     The exponent and eps belong to the head, which anneals and publishes them.
 
+    Attributes:
+        impl: How it is computed; see `harmonic_sft.ops.distance_cross_entropy`.
+
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
         with h_exp on the squared distance: the paper's n is -2 * h_exp.
     """
+
+    impl: Impl = "auto"
 
     def prepare(self, head: Head) -> Self:
         """Return this loss, after making sure that `head` measures distances.
@@ -44,4 +50,4 @@ class HarmonicLoss:
         Returns:
             `[N]`, in nats.
         """
-        return CrossEntropyLoss()(head, hidden_states, labels)
+        return CrossEntropyLoss(impl=self.impl)(head, hidden_states, labels)

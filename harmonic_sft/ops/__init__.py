@@ -7,9 +7,10 @@ from harmonic_sft.ops.cross_entropy import (
     linear_cross_entropy_with_metrics,
 )
 from harmonic_sft.ops.fused import workspace_bytes
-from harmonic_sft.ops.options import LossOptions, TokenMetrics
+from harmonic_sft.ops.options import Impl, LossOptions, TokenMetrics
 
 __all__ = [
+    "Impl",
     "LossOptions",
     "TokenMetrics",
     "distance_cross_entropy",

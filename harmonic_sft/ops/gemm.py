@@ -13,6 +13,7 @@ Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 AccumulatedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _FASTEST: dict[tuple[torch.dtype, int], str] = {}
+_LINEAR = "mkldnn::_linear_pointwise"
 _HUGE = 2**24  # bytes from which huge pages pay
 
 
@@ -38,7 +39,9 @@ def choose_backend(wanted: str, dtype: torch.dtype, hidden_size: int) -> str:
     Raises:
         ValueError: "mkldnn" is wanted and cannot serve this dtype on this machine.
     """
-    usable = torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+    built = torch.backends.mkldnn.is_available()  # the operator's name is known only then
+    built = built and torch._C._dispatch_has_kernel_for_dispatch_key(_LINEAR, "CPU")
+    usable = built and dtype in (torch.float32, torch.bfloat16)
     if wanted == "mkldnn" and not usable:
         raise ValueError(f"gemm: expected mm, since oneDNN does not serve {dtype} here, got mkldnn")
     if wanted != "auto" or not usable:

@@ -99,7 +99,7 @@ def load_model(run: RunConfig) -> HarmonicForMaskedLM:
 def prepare_model_(model: HarmonicForMaskedLM, run: RunConfig) -> None:
     """Freeze what the run does not train, and set its loss."""
     unfreeze_(model, run.model.unfreeze)
-    model.loss_fn = LOSSES[run.loss.name]().prepare(model.dist_head)
+    model.loss_fn = LOSSES[run.loss.name](impl=run.loss.impl).prepare(model.dist_head)
 
 
 def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:

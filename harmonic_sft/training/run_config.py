@@ -142,6 +142,9 @@ class LossConfig:
     """The training loss."""
 
     name: Literal["harmonic", "cross_entropy"]
+    impl: Literal["auto", "reference", "chunked", "triton"] = Field(
+        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -34,3 +34,18 @@ def test_training_agrees_with_the_loss_that_is_published_with_the_head(settings)
     for fused, plain in zip(*found, strict=True):
         scale = plain.abs().max().item()
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_the_implementation_can_be_chosen(impl):
+    torch.manual_seed(0)
+    head = build_head({"name": "dist"}, hidden_size=16, vocab_size=40)
+    states, labels = torch.randn(5, 16), torch.randint(40, (5,))
+    chosen = CrossEntropyLoss(impl=impl)(head, states, labels)
+    torch.testing.assert_close(chosen, head.nll(states, labels), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_implementation_is_refused():
+    head = build_head({"name": "dist"}, hidden_size=16, vocab_size=40)
+    with pytest.raises(ValueError, match="impl: expected one of"):
+        CrossEntropyLoss(impl="cuda")(head, torch.randn(5, 16), torch.randint(40, (5,)))
