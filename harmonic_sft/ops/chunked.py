@@ -292,7 +292,7 @@ class ChunkedTiles:
             chunk.near[k] = torch.where(columns >= 0, columns + self.edges[k][0], -1)
             torch.amin(squared, 1, out=nearest)
         width, excluded = squared.shape[1], chunk.exclusion.columns.shape[2]
-        if width <= excluded + max(count, 0):
+        if width <= excluded + count:  # a row may have nothing left
             nearest.masked_fill_(nearest == torch.inf, 0)
 
     def _products(

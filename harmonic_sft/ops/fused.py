@@ -31,7 +31,8 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 if TYPE_CHECKING:
     from harmonic_sft.ops.triton_engine import TritonTiles
 
-# A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB.
+# A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB
+# unless 96 rows take more.
 STORED_ROWS, STORED_ELEMENTS = 240, 2**24
 TILE_ROWS = 256  # of chunks that keep no weights
 DEVICE_ELEMENTS = 2**27  # of a chunk on a GPU, where small products are slow
