@@ -9,10 +9,11 @@ from torch import Tensor
 from harmonic_sft.ops.gemm import (
     AccumulatedGemm,
     Gemm,
+    StoredGemm,
     accumulated_product,
-    allocate,
     choose_backend,
     product,
+    stored_product,
 )
 from harmonic_sft.ops.geometry import near_limits
 from harmonic_sft.ops.gradients import Gradients, finish_prototypes
@@ -69,6 +70,7 @@ class ChunkedTiles:
     workers: Workers
     gemm: Gemm = field(init=False)
     add_gemm: AccumulatedGemm = field(init=False)
+    store_gemm: StoredGemm = field(init=False)
     edges: Sequence[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,14 +78,15 @@ class ChunkedTiles:
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
         self.linear = frame.kind == "linear"
-        # Small tiles stay in the cache of a core; an accelerator wants large ones.
-        width = 384 if self.on_cpu else 8192
+        wanted = request.gemm if self.on_cpu else "mm"
+        backend = choose_backend(wanted, frame.dtype, request.hidden_states.shape[1])
+        # Small tiles stay in the cache of a core; an accelerator wants large ones. MKL adds a
+        # product in place, so that wider ones cost it no memory.
+        width = (768 if backend == "mm" else 384) if self.on_cpu else 8192
         starts = range(0, request.num_classes, width)
         self.edges = [(start, min(start + width, request.num_classes)) for start in starts]
-        hidden_size = request.hidden_states.shape[1]
-        wanted = request.gemm if self.on_cpu else "mm"
-        backend = choose_backend(wanted, frame.dtype, hidden_size)
         self.gemm, self.add_gemm = product(backend), accumulated_product(backend)
+        self.store_gemm = stored_product(backend)
         self.gain = frame.gain if frame.center is None else None
         self.columns = None  # [V], |w|^2 + eps, and |x|^2 on the sphere
         if frame.center is None and frame.norms is not None:
@@ -323,9 +326,8 @@ class ChunkedTiles:
                     tile = frame.tile(start, stop).to(dtype)
                     parts[worker] = self.add_gemm(parts[worker], weights, tile.T)
                 if gradients.prototypes is not None:
-                    found = self.gemm(weights.T, operand, None)
                     target = gradients.prototypes[start:stop]
-                    target.copy_(found) if first else target.add_(found)
+                    self.store_gemm(target, weights.T, operand, not first)
 
         self.workers.run(work)
         if parts is not None and gradients.hidden_states is not None:
@@ -342,9 +344,7 @@ class ChunkedTiles:
         if not self.buffers or len(self.buffers[0]) < rows * self.edges[0][1]:
             widths = [stop - start for start, stop in self.edges]
             like = self.request.hidden_states
-            memory = allocate(
-                rows * self.request.num_classes, dtype=self.request.frame.dtype, device=like.device
-            )
+            memory = like.new_empty(rows * self.request.num_classes, dtype=self.request.frame.dtype)
             self.buffers = list(memory.split([rows * width for width in widths]))
 
     def _buffer(self, k: int, rows: int) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.ops.chunked import ChunkedTiles
-from harmonic_sft.ops.gemm import allocate
 from harmonic_sft.ops.gradients import Gradients, add_pairs, finish_hidden_states
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.request import Request
@@ -31,9 +30,9 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 if TYPE_CHECKING:
     from harmonic_sft.ops.triton_engine import TritonTiles
 
-# A chunk's weights are [chunk, V]: 30 MB at 240 rows of BERT's vocabulary, and no more than 64 MB
+# A chunk's weights are [chunk, V]: 31 MB at 256 rows of BERT's vocabulary, and no more than 64 MB
 # unless 96 rows take more.
-STORED_ROWS, STORED_ELEMENTS = 240, 2**24
+STORED_ROWS, STORED_ELEMENTS = 256, 2**24
 TILE_ROWS = 256  # of chunks that keep no weights
 DEVICE_ELEMENTS = 2**27  # of a chunk on a GPU, where small products are slow
 
@@ -161,7 +160,7 @@ def _empty_gradients(request: Request, needs: Needs) -> Gradients:
         hidden = hidden_states.new_empty(hidden_states.shape, dtype=dtype)
     if needs.prototypes:
         # The first chunk writes, the others add; with no token nobody writes.
-        prototypes = allocate(*shape, dtype=dtype, device=device)
+        prototypes = torch.empty(shape, dtype=dtype, device=device)
         if not len(hidden_states):
             prototypes.zero_()
         if frame.with_sums:

@@ -1,20 +1,18 @@
 """Matrix products of one tile on one CPU core: the backends and how one is chosen."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
-from mmap import mmap
 
 import torch
 from torch import Tensor
 
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 AccumulatedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
+StoredGemm = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 _FASTEST: dict[tuple[torch.dtype, int], str] = {}
 _LINEAR = "mkldnn::_linear_pointwise"
-_HUGE = 2**24  # bytes from which huge pages pay
 
 
 def product(backend: str) -> Gemm:
@@ -28,6 +26,14 @@ def accumulated_product(backend: str) -> AccumulatedGemm:
     The total may be overwritten or not: go on with what is returned.
     """
     return {"mm": _mm_add, "mkldnn": _mkldnn_add}[backend]
+
+
+def stored_product(backend: str) -> StoredGemm:
+    """Return a function of target `[M, N]`, a `[M, K]`, b `[N, K]` and add, a flag.
+
+    It adds a @ b.T to the target, or puts it there.
+    """
+    return {"mm": _mm_into, "mkldnn": _mkldnn_into}[backend]
 
 
 def choose_backend(wanted: str, dtype: torch.dtype, hidden_size: int) -> str:
@@ -53,22 +59,6 @@ def choose_backend(wanted: str, dtype: torch.dtype, hidden_size: int) -> str:
     return _FASTEST[key]
 
 
-def allocate(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor, in huge pages where that saves page faults.
-
-    The gradient of a vocabulary is new memory in every step: 94 MB in 4 KiB pages are 23,000 page
-    faults, 3 % of the time of the whole loss.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or sys.platform != "linux" or size < _HUGE:
-        return torch.empty(shape, dtype=dtype, device=device)
-    from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE  # not on every system
-
-    memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    memory.madvise(MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 def _mm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(a, b.T) if bias is None else torch.addmm(bias, a, b.T)
 
@@ -86,6 +76,23 @@ def _mkldnn_add(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != total.dtype:
         return total.add_(_mkldnn(a, b, None))
     return torch.ops.mkldnn._linear_pointwise.binary(a, total, b, None, "add")
+
+
+def _mm_into(target: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    if a.dtype != target.dtype:
+        _put(target, _mm(a, b, None), add)
+    elif add:
+        target.addmm_(a, b.T)
+    else:
+        torch.mm(a, b.T, out=target)
+
+
+def _mkldnn_into(target: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    _put(target, _mkldnn(a, b, None), add)
+
+
+def _put(target: Tensor, found: Tensor, add: bool) -> None:
+    target.add_(found) if add else target.copy_(found)
 
 
 def _trial(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:

@@ -263,3 +263,15 @@ def test_a_forked_child_starts_threads_of_its_own():
     finally:
         child.kill()
         child.join()
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_workers_flush_denormals_and_the_caller_keeps_them():
+    torch.set_num_threads(2)
+    tiny = torch.tensor([1e-30])
+    found = {}
+    with cpu_workers() as workers:
+        workers.run(lambda index: found.setdefault(index, float(tiny * 1e-10)))
+    if torch.set_flush_denormal(False):  # False where a processor cannot
+        assert found == {0: 0.0, 1: 0.0}
+    assert float(tiny * 1e-10) > 0
