@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
-from harmonic_sft.training.run_config import UnfreezeConfig
+from harmonic_sft.training.sections import UnfreezeConfig
 
 
 class Part(NamedTuple):

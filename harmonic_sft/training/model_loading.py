@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.freezing import unfreeze_
-from harmonic_sft.training.run_config import ModelConfig, RunConfig
+from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.sections import ModelConfig
 
 # Encoders that come as Python packages, with the sha256 of their weights as published on the Hub.
 PACKAGES = {

