@@ -7,9 +7,12 @@ from .heads import HEADS, DistLayer, Head, LinearHead, build_head
 from .modeling_harmonic import HarmonicForMaskedLM, HarmonicModel, HarmonicPreTrainedModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+from .partial import BLOCKS_FILE, HEAD_FILE
 
 __all__ = [
+    "BLOCKS_FILE",
     "HEADS",
+    "HEAD_FILE",
     "DistLayer",
     "HarmonicConfig",
     "HarmonicForMaskedLM",

@@ -25,23 +25,23 @@ def load_backbone(
     name: str,
     config: PreTrainedConfig,
     *,
-    revision: str | None = None,
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> PreTrainedModel:
     """Load a backbone and make sure that the checkpoint fills it.
 
     Args:
         name: A folder or a name on the Hub.
         config: The checkpoint's configuration.
-        revision: A revision on the Hub.
         dtype: Of all weights.
+        options: Further arguments of `from_pretrained`, such as `revision` and `token`.
 
     Raises:
         ValueError: A weight of the backbone is missing, has another shape, or is not used.
     """
     backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
-    options = _without_pooler(config)
-    return load_checked(backbone_class, name, config, revision=revision, dtype=dtype, **options)
+    options |= _without_pooler(config)
+    return load_checked(backbone_class, name, config, dtype=dtype, **options)
 
 
 def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **options: Any) -> Any:

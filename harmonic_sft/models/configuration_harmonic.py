@@ -19,6 +19,8 @@ class HarmonicConfig(PreTrainedConfig):
         base_revision: Its revision on the Hub.
         tie_word_embeddings: Whether the head shares its weight with the input embeddings.
         float32_modules: Names of modules kept in float32 when the rest is loaded in 16 bits.
+        trained_parameters: Names of the parameters that differ from the base's, the head's too.
+        partial: The checkpoint holds these parameters alone; the others are fetched from the base.
     """
 
     model_type = "harmonic"
@@ -30,6 +32,8 @@ class HarmonicConfig(PreTrainedConfig):
     base_revision: str | None = None
     tie_word_embeddings: bool = False
     float32_modules: list[str] | None = None
+    trained_parameters: list[str] | None = None
+    partial: bool = False
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import can_return_tuple
@@ -27,6 +27,7 @@ from .configuration_harmonic import HarmonicConfig
 from .heads import DistLayer, Head, LinearHead, build_head
 from .modeling_neobert import NeoBERTForMaskedLM
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+from .partial import HUB_OPTIONS, commit_of, complete_state_dict
 
 
 class HarmonicPreTrainedModel(PreTrainedModel):
@@ -47,6 +48,49 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model as transformers does; a partial checkpoint is completed from its base.
+
+        Args:
+            pretrained_model_name_or_path: A folder or a name on the Hub.
+            model_args: Passed on.
+            config: A configuration, or where to find it.
+            kwargs: All options of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: The base of a partial checkpoint cannot be fetched or does not fit.
+        """
+        name = pretrained_model_name_or_path
+        if name is None:
+            return super().from_pretrained(None, *model_args, config=config, **kwargs)
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        revision = kwargs.get("revision")
+        if not isinstance(config, PreTrainedConfig):
+            where: dict[str, Any] = {
+                "revision": revision,
+                "subfolder": kwargs.get("subfolder", ""),
+                **hub,
+            }
+            config = HarmonicConfig.from_pretrained(config or name, **where)
+        if not config.partial:
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        state_dict = complete_state_dict(str(name), config, HarmonicModel, revision=revision, **hub)
+        rest = {key: value for key, value in kwargs.items() if key not in (*hub, "revision")}
+        loaded = super().from_pretrained(
+            None, *model_args, config=config, state_dict=state_dict, **rest
+        )
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.partial = False  # saved again, it is a whole checkpoint
+        model.config.name_or_path = model.name_or_path = str(name)
+        return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save weights, configuration and the code that loads them without this package."""
@@ -199,7 +243,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             text_config=backbone.config,
             head=head,
             base_model=Path(name).name if os.path.isabs(name) else name,
-            base_revision=revision,
+            base_revision=commit_of(name, revision) or revision,  # a branch may move on
             tie_word_embeddings=tie,
             dtype=dtype,
         )

@@ -40,6 +40,7 @@ def unfreeze_(model: HarmonicForMaskedLM, unfreeze: UnfreezeConfig) -> None:
         parameters[name].requires_grad_(True)
         parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
+    model.config.trained_parameters = [n for n, p in model.named_parameters() if p.requires_grad]
     kept = [name for name, p in backbone.named_parameters() if p.dtype == torch.float32]
     if len(kept) < len(parameters):
         # Loading casts to the dtype of the first parameter, except what is named here.

@@ -1,0 +1,210 @@
+"""Checkpoints of trained parts alone, completed from a base in the Hub's cache."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM
+
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, HarmonicModel, NeoBERTConfig
+from harmonic_sft.models.modeling_neobert import NeoBERTForMaskedLM
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+INPUTS = torch.arange(5, 17).view(2, 6)
+
+
+def cache_repo(name: str, folder: Path) -> str:
+    """Lay a folder into the Hub's cache, as a download of its main branch would."""
+    commit = f"{len(os.listdir(os.environ['HF_HUB_CACHE'])) + 1:040x}"
+    repo = Path(os.environ["HF_HUB_CACHE"]) / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    return commit
+
+
+@pytest.fixture(autouse=True)
+def empty_cache():
+    cache = Path(os.environ["HF_HUB_CACHE"])
+    cache.mkdir(exist_ok=True)
+    yield
+    for repo in cache.glob("models--me--*"):
+        shutil.rmtree(repo)
+
+
+def make_base(family, folder):
+    torch.manual_seed(0)
+    if family == "bert":
+        BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(folder)
+    elif family == "neobert":
+        NeoBERTForMaskedLM(NeoBERTConfig(**SIZES)).save_pretrained(folder)
+    else:  # one of ours, with a bfloat16 body
+        bert = folder.with_name("inner")
+        BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(bert)
+        HarmonicForMaskedLM.from_base(str(bert), dtype=torch.bfloat16).save_pretrained(folder)
+    return cache_repo("me/base", folder)
+
+
+def train_last_block(model):
+    """Stand in for training: move the last block and the head, in the block's own precision."""
+    torch.manual_seed(1)
+    names = [n for n, _ in model.named_parameters() if ".1." in n or n.startswith("dist_head")]
+    with torch.no_grad():
+        for name in names:
+            parameter = model.get_parameter(name)
+            parameter.data = (parameter + 0.1 * torch.randn(parameter.shape)).float()
+    if model.config.dtype == torch.bfloat16:
+        prefix = "model.backbone."
+        blocks = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        model.config.float32_modules = blocks
+    model.config.trained_parameters = names
+    return model
+
+
+def write_partial(full: Path, folder: Path):
+    """Keep of a saved model what its configuration says was trained."""
+    shutil.copytree(full, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    fields = json.loads((full / "config.json").read_text())
+    tensors = load_file(full / "model.safetensors")
+    trained = {name: tensors[name] for name in fields["trained_parameters"]}
+    head = {name: tensor for name, tensor in trained.items() if name.startswith("dist_head")}
+    blocks = {name: tensor for name, tensor in trained.items() if name not in head}
+    save_file(head, folder / "dist_head.safetensors", {"format": "pt"})
+    if blocks:
+        save_file(blocks, folder / "trained_blocks.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**fields, "partial": True}))
+
+
+@pytest.fixture
+def make_pair(tmp_path):
+    """A trained model saved in full and in part, over a base in the cache."""
+
+    def make(family="bert", dtype=torch.float32):
+        commit = make_base(family, tmp_path / "base")
+        model = HarmonicForMaskedLM.from_base("me/base", dtype=dtype)
+        assert model.config.base_revision == commit
+        train_last_block(model).save_pretrained(tmp_path / "full")
+        write_partial(tmp_path / "full", tmp_path / "part")
+        return tmp_path / "full", tmp_path / "part"
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["bert", "neobert", "ours"])
+def test_a_completed_model_equals_the_full_one(make_pair, family, dtype):
+    full, part = make_pair(family, dtype)
+    expected = HarmonicForMaskedLM.from_pretrained(full)
+    found = HarmonicForMaskedLM.from_pretrained(part)
+    for name, tensor in expected.state_dict().items():
+        other = found.state_dict()[name]
+        assert other.dtype == tensor.dtype, name
+        assert torch.equal(other, tensor), name
+    with torch.no_grad():
+        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert found.name_or_path == str(part)
+    assert not found.training
+
+
+def test_the_backbone_alone_is_completed_too(make_pair):
+    full, part = make_pair()
+    expected, found = (HarmonicModel.from_pretrained(folder) for folder in (full, part))
+    with torch.no_grad():
+        states = [model(INPUTS).last_hidden_state for model in (expected, found)]
+    assert torch.equal(*states)
+
+
+def test_options_of_from_pretrained_are_honored(make_pair):
+    full, part = make_pair()
+    options = {"dtype": torch.bfloat16, "device_map": "cpu", "attn_implementation": "eager"}
+    expected, found = (HarmonicForMaskedLM.from_pretrained(f, **options) for f in (full, part))
+    assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
+    assert found.dist_head.weight.dtype == torch.float32
+    assert found.model.backbone.config._attn_implementation == "eager"
+    with torch.no_grad():
+        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    model, report = HarmonicForMaskedLM.from_pretrained(part, output_loading_info=True)
+    assert isinstance(model, HarmonicForMaskedLM)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+def test_saved_again_it_is_a_whole_checkpoint(make_pair, tmp_path):
+    _, part = make_pair()
+    model = HarmonicForMaskedLM.from_pretrained(part)
+    model.save_pretrained(tmp_path / "again")
+    assert not HarmonicConfig.from_pretrained(tmp_path / "again").partial
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")  # no longer needed
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(again(INPUTS).logits, model(INPUTS).logits)
+
+
+def test_only_the_head_may_have_been_trained(make_pair, tmp_path):
+    full, _ = make_pair()
+    fields = json.loads((full / "config.json").read_text())
+    fields["trained_parameters"] = ["dist_head.weight"]
+    (full / "config.json").write_text(json.dumps(fields))
+    write_partial(full, tmp_path / "head_only")
+    assert not (tmp_path / "head_only" / "trained_blocks.safetensors").exists()
+    model = HarmonicForMaskedLM.from_pretrained(tmp_path / "head_only")
+    head = load_file(full / "model.safetensors")["dist_head.weight"]
+    assert torch.equal(model.dist_head.weight, head)
+    base = HarmonicForMaskedLM.from_base("me/base")
+    for name, tensor in base.model.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], tensor), name
+
+
+def test_a_missing_base_is_one_clear_error(make_pair):
+    _, part = make_pair()
+    shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")
+    with pytest.raises(ValueError, match=r"expected me/base at revision 0.*got an error"):
+        HarmonicForMaskedLM.from_pretrained(part)
+
+
+def test_a_base_at_another_revision_is_refused(make_pair):
+    _, part = make_pair()
+    fields = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps({**fields, "base_revision": "f" * 40}))
+    with pytest.raises(ValueError, match=f"expected me/base at revision {'f' * 40}"):
+        HarmonicForMaskedLM.from_pretrained(part)
+
+
+def test_a_base_of_another_shape_is_refused(make_pair, tmp_path):
+    _, part = make_pair()
+    shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")
+    other = BertForMaskedLM(BertConfig(**{**SIZES, "intermediate_size": 64}))
+    other.save_pretrained(tmp_path / "other")
+    commit = cache_repo("me/base", tmp_path / "other")
+    fields = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps({**fields, "base_revision": commit}))
+    with pytest.raises(ValueError, match="of another shape"):
+        HarmonicForMaskedLM.from_pretrained(part)
+
+
+def test_a_checkpoint_without_all_trained_weights_is_refused(make_pair):
+    _, part = make_pair()
+    (part / "trained_blocks.safetensors").unlink()
+    with pytest.raises(ValueError, match="expected weights of all trained parameters, got no"):
+        HarmonicForMaskedLM.from_pretrained(part)
+
+
+def test_without_a_base_in_the_configuration_it_says_so(make_pair):
+    _, part = make_pair()
+    fields = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps({**fields, "base_revision": None}))
+    with pytest.raises(ValueError, match="does not name a base and a revision"):
+        HarmonicForMaskedLM.from_pretrained(part)
