@@ -1,4 +1,4 @@
-"""The command line: harmonic-sft train | eval | compare."""
+"""The command line: harmonic-sft train | eval | compare | push | export."""
 
 import argparse
 import logging
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from harmonic_sft.hub import Destination, PushError, export_linear, push
 from harmonic_sft.results import read_results
 from harmonic_sft.training import (
     StoppedError,
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = options.run_command
     try:
         command(options)
-    except (ValueError, OSError, StoppedError) as error:
+    except (ValueError, OSError, StoppedError, PushError) as error:
         rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
         sys.stderr.write(f"error{where}: {error}\n")
@@ -78,6 +79,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("folders", nargs="+", type=Path, help="output folders of runs")
     command.add_argument("--figure", type=Path, help="where to draw losses and accuracies")
     command.set_defaults(run_command=_compare)
+
+    command = commands.add_parser("push", help="publish a run on the Hub")
+    command.add_argument("folder", type=Path, metavar="RUN", help="its output folder or checkpoint")
+    command.add_argument("--repo-id", required=True, metavar="OWNER/NAME", help="the repo")
+    command.add_argument(
+        "--form",
+        choices=["full", "head", "peft"],
+        default="full",
+        help="the whole model; what was trained, completed from the base on loading; an adapter",
+    )
+    command.add_argument("--private", action="store_true", help="if the repo is made")
+    command.add_argument("--revision", help="a branch; default: main")
+    command.add_argument("--force", action="store_true", help="replace a model of another kind")
+    command.set_defaults(run_command=_push)
+
+    command = commands.add_parser("export", help="write a head that other engines know")
+    command.add_argument("folder", type=Path, metavar="RUN", help="the output folder of a run")
+    command.add_argument("--to", choices=["linear"], default="linear", help="the kind of head")
+    command.add_argument("--output", type=Path, help="a new folder; default: RUN-linear")
+    command.set_defaults(run_command=_export)
     return parser
 
 
@@ -96,3 +117,20 @@ def _compare(options: argparse.Namespace) -> None:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")
     compare_runs([read_results(path) for path in paths], options.figure)
+
+
+def _push(options: argparse.Namespace) -> None:
+    to = Destination(
+        repo_id=options.repo_id,
+        form=options.form,
+        private=options.private,
+        revision=options.revision,
+        force=options.force,
+    )
+    sys.stdout.write(f"{push(options.folder, to)}\n")
+
+
+def _export(options: argparse.Namespace) -> None:
+    folder = options.folder
+    target = options.output or folder.with_name(f"{folder.resolve().name}-{options.to}")
+    sys.stdout.write(f"{export_linear(folder, target)}\n")

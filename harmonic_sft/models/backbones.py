@@ -136,6 +136,12 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
             setattr(config, name, probability)
 
 
+def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the parameters; buffers (rotary frequencies) stay, as they do when a model is loaded."""
+    for parameter in backbone.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def trains(module: nn.Module) -> bool:
     """Whether any parameter of the module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())

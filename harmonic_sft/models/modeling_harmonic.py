@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 from .backbones import (
     blocks_without_graph,
     build_backbone,
+    cast_parameters_,
     find_blocks,
     load_backbone,
     load_checked,
@@ -237,13 +238,13 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             set_dropout_(config.get_text_config(), dropout)
         source = {"config": config, "revision": revision, "dtype": dtype}
         backbone, old_head = _load_base(name, source, with_head=init == "base_head")
-        backbone = backbone.to(dtype)  # a base of ours may have had float32 blocks
+        cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
         backbone.config.name_or_path = ""  # a local path is nobody's business
         harmonic_config = HarmonicConfig(
             text_config=backbone.config,
             head=head,
             base_model=Path(name).name if os.path.isabs(name) else name,
-            base_revision=commit_of(name, revision) or revision,  # a branch may move on
+            base_revision=commit_of(name, revision),  # a branch may move on; a folder has none
             tie_word_embeddings=tie,
             dtype=dtype,
         )

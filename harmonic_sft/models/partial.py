@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import CONFIG_NAME, cached_file
 
-from .backbones import load_backbone, load_checked
+from .backbones import cast_parameters_, load_backbone, load_checked
 from .configuration_harmonic import HarmonicConfig
 
 HEAD_FILE = "dist_head.safetensors"
@@ -22,6 +22,8 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "to
 
 def commit_of(name: str, revision: str | None) -> str | None:
     """Return the commit that a revision of a repo stands for, None for a folder."""
+    if Path(name).is_dir():
+        return None
     path = cached_file(name, CONFIG_NAME, revision=revision)
     found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
     return found[1] if found else None
@@ -57,10 +59,10 @@ def complete_state_dict(
     try:
         backbone = _load_base(config, model_class, hub)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
             f"{name} holds only what was trained. base: expected {config.base_model} at revision "
-            f"{config.base_revision}, whose weights it completes, got an error: {reason} "
+            f"{config.base_revision}, whose weights it completes, got an error: {reason}. "
             "Check the network and your access to the base, or use a repo of the form `full`"
         ) from error
     state_dict = {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
@@ -89,4 +91,6 @@ def _load_base(config: HarmonicConfig, model_class: Any, hub: dict[str, Any]) ->
     if fields.get("model_type") != HarmonicConfig.model_type:
         return load_backbone(name, config.text_config, **options)
     base_config = HarmonicConfig.from_pretrained(name, revision=revision, **hub)
-    return load_checked(model_class, name, base_config, **options).backbone.to(dtype)
+    backbone = load_checked(model_class, name, base_config, **options).backbone
+    cast_parameters_(backbone, dtype)
+    return backbone

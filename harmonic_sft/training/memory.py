@@ -1,5 +1,6 @@
 """Memory of one training step, estimated on fake tensors: nothing is loaded or computed."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.ops import workspace_bytes
+from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
 from harmonic_sft.training.run_config import RunConfig
 
@@ -82,8 +84,10 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicForMas
     """Build the run's model without memory; call it under a `FakeTensorMode`."""
     if config.model_type == "harmonic":
         config = config.text_config
+    config = copy.deepcopy(config)
+    config.dtype = getattr(torch, run.model.dtype)  # transformers builds what it says
     dtype = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, run.model.dtype))
+    torch.set_default_dtype(config.dtype)
     try:
         model = HarmonicForMaskedLM(
             HarmonicConfig(
@@ -93,6 +97,8 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicForMas
     finally:
         torch.set_default_dtype(dtype)
     unfreeze_(model, run.model.unfreeze)
+    if run.peft is not None:
+        add_lora_(model, run.peft)
     return model
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import unfreeze_
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.sections import ModelConfig
@@ -98,8 +99,10 @@ def load_model(run: RunConfig) -> HarmonicForMaskedLM:
 
 
 def prepare_model_(model: HarmonicForMaskedLM, run: RunConfig) -> None:
-    """Freeze what the run does not train, and set its loss."""
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss."""
     unfreeze_(model, run.model.unfreeze)
+    if run.peft is not None:
+        add_lora_(model, run.peft)
     model.loss_fn = LOSSES[run.loss.name](impl=run.loss.impl).prepare(model.dist_head)
 
 

@@ -10,10 +10,11 @@ from harmonic_sft.training.run_config import RunConfig
 
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
-# Keys that a resumed run may change: they alter what is shown, not what is trained.
+# Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
     "resume",
     "neighbors",
+    "hub.",
     "oom_fallback",
     "training.logging_",
     "training.report_to",

@@ -13,6 +13,7 @@ from transformers import TrainerState, TrainingArguments, set_seed
 from harmonic_sft.config import to_plain
 from harmonic_sft.data import IGNORE_INDEX, LoadedData, StreamedMaskedRows, load_data
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
+from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicForMaskedLM, max_positions
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.freezing import parts
@@ -24,6 +25,11 @@ from harmonic_sft.training.output_folder import (
     is_finished,
     last_checkpoint,
     results_path,
+)
+from harmonic_sft.training.publishing import (
+    PushCallback,
+    destination_of,
+    push_run,
 )
 from harmonic_sft.training.report import draw, show_closing_table, show_parts
 from harmonic_sft.training.run_config import Recipe, RunConfig
@@ -54,16 +60,18 @@ def train(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: Bad input; nothing was trained or overwritten.
         StoppedError: Training was stopped; saved checkpoints are whole.
+        PushError: The Hub did not take the result; the run itself is complete.
     """
     check_plan(run)
     check_output_folder(run)
+    if run.hub.push:
+        check_destination(destination_of(run.hub))
     if is_finished(run):
-        logger.info("This run is finished: %s", run.output_dir)
-        results = read_results(results_path(run))
-        show_closing_table(results)
-        return results
+        return _show_finished(run)
     ready = prepare(run)
     trainer, state = ready.trainer, PartialState()
+    if run.hub.push:
+        check_model(trainer.model.config, destination_of(run.hub))
     if state.is_main_process:
         claim_output_folder(run)
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
@@ -93,7 +101,19 @@ def train(run: RunConfig) -> dict[str, Any]:
         write_results(run.output_dir / "results", RESULTS_NAME, results)
         show_closing_table(results)
         draw(results, run.output_dir / "results" / "train.png")
+        if run.hub.push:
+            push_run(run)
     state.wait_for_everyone()
+    return results
+
+
+def _show_finished(run: RunConfig) -> dict[str, Any]:
+    logger.info("This run is finished: %s", run.output_dir)
+    results = read_results(results_path(run))
+    if PartialState().is_main_process:
+        show_closing_table(results)
+        if run.hub.push:  # the last try may have failed
+            push_run(run)
     return results
 
 
@@ -132,6 +152,7 @@ def prepare(run: RunConfig) -> Ready:
             eval_dataset=data.eval,
             data_collator=data.collator,
             processing_class=tokenizer,
+            callbacks=[PushCallback(destination_of(run.hub))] if run.hub.every_save else [],
         )
         trainer.create_optimizer()
     except (ImportError, RuntimeError) as error:

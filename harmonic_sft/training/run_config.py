@@ -18,6 +18,7 @@ from harmonic_sft.training.sections import (
     LinearHeadConfig,
     LossConfig,
     ModelConfig,
+    PeftConfig,
     ScheduleConfig,
 )
 
@@ -84,6 +85,7 @@ class RunConfig:
     model: ModelConfig
     head: Annotated[DistHeadConfig | LinearHeadConfig, Field(discriminator="name")]
     h_exp: HExpConfig | None = Field(None, description="Only for a dist head, which needs it")
+    peft: PeftConfig | None = Field(None, description="LoRA beside what model.unfreeze trains")
     loss: LossConfig
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
@@ -99,6 +101,7 @@ class RunConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_head(self)
+        _check_peft(self)
         _check_training(self.training, self)
         return self
 
@@ -205,6 +208,23 @@ def _check_head(run: RunConfig) -> None:
             "head.tie: expected false with model.unfreeze.last_blocks, got true. A tied head "
             "trains the token embeddings; name them in model.unfreeze.patterns if that is meant"
         )
+
+
+def _check_peft(run: RunConfig) -> None:
+    if run.peft is None:
+        return
+    if run.head.tie:
+        raise ValueError(
+            "head.tie: expected false with a peft section, got true. An adapter holds the head "
+            "alone, without the embeddings it would be tied to"
+        )
+    lists = {
+        "target_modules": run.peft.target_modules,
+        "layers_to_transform": run.peft.layers_to_transform,
+    }
+    for key, value in lists.items():
+        if value == []:
+            raise ValueError(f"peft.{key}: expected at least one, got none. Leave the key out")
 
 
 def _check_training(training: dict[str, Any], run: RunConfig) -> None:

@@ -51,6 +51,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class PeftConfig:
+    """LoRA beside frozen linear layers of the blocks; names are those of PEFT's LoraConfig."""
+
+    r: int = Field(8, ge=1, description="Rank of every update")
+    lora_alpha: int = Field(16, ge=1, description="Updates are scaled by lora_alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Of the inputs of the updates")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="Names, or ends of names, of linear layers"
+    )
+    layers_to_transform: list[int] | None = Field(
+        None, description="Blocks, from 0; null is all whose targets model.unfreeze leaves frozen"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DistHeadConfig:
     """Distances to prototypes (harmonic)."""
 

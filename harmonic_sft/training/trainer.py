@@ -17,6 +17,7 @@ from transformers.utils import logging
 from harmonic_sft.data import EpochSampler, MaskedRows
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM
+from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
     GuardCallback,
     HExpCallback,
@@ -238,9 +239,21 @@ class HarmonicTrainer(Trainer):
             num_samples=len(totals),
         )
 
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load weights; LoRA from its own file, since the checkpoint's model has it merged."""
+        if has_lora(self.model):
+            load_adapter_(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_best_model(self) -> None:
         """Load the best checkpoint's exponent with its weights: they belong together."""
-        super()._load_best_model()
+        if has_lora(self.model) and self.state.best_model_checkpoint is not None:
+            load_adapter_(self.model, Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
         if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
             best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
             self.model.h_exp = best.head["h_exp"]
@@ -255,9 +268,15 @@ class HarmonicTrainer(Trainer):
             self._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save model and tokenizer as transformers does, without its training_args.bin."""
+        """Save model and tokenizer as transformers does, without its training_args.bin.
+
+        A model with LoRA is saved merged, with what trains beside it in `adapter/`.
+        """
         folder = str(output_dir or self.args.output_dir)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if has_lora(model):
+            state_dict = merged_state(model)
+            save_adapter(model, Path(folder))
         model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)

@@ -1,0 +1,110 @@
+"""A run's folder, or one of its checkpoints, as something to publish."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harmonic_sft.config import read_yaml
+from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.results import read_results
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
+
+
+@dataclass(frozen=True)
+class TrainedFolder:
+    """What a run has saved.
+
+    Attributes:
+        path: The folder with the weights.
+        config: Of the model.
+        run: The content of `run.yaml`.
+        results: The content of `results/train.json`, None before the run's end.
+        step: Optimizer steps behind the weights, None if unknown.
+        figure: The picture of the training, None before the run's end.
+    """
+
+    path: Path
+    config: HarmonicConfig
+    run: dict[str, Any]
+    results: dict[str, Any] | None
+    step: int | None
+    figure: Path | None
+
+
+def read_trained(folder: Path) -> TrainedFolder:
+    """Read what a run has saved, and make sure that its weights are whole.
+
+    Args:
+        folder: The output folder of a run, or one of its `checkpoint-N`.
+
+    Raises:
+        ValueError: No run, no weights in it yet, or half-written ones.
+    """
+    home = folder.parent if folder.name.startswith("checkpoint-") else folder
+    if not (home / "run.yaml").is_file():
+        raise ValueError(
+            f"RUN: expected the output folder of a run, or a checkpoint in it, got {str(folder)!r}"
+        )
+    if not (folder / "config.json").is_file():
+        checkpoints = sorted(home.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        hint = f" Give its last checkpoint, {checkpoints[-1]}" if checkpoints else ""
+        raise ValueError(f"RUN: expected a finished run, got no model in {str(folder)!r}.{hint}")
+    if folder != home and not (folder / "trainer_state.json").is_file():
+        raise ValueError(f"RUN: expected a whole checkpoint, got {str(folder)!r}, half written")
+    fields = json.loads((folder / "config.json").read_text())
+    if fields.get("model_type") != HarmonicConfig.model_type:
+        raise ValueError(
+            f"RUN: expected a harmonic model, got a {fields.get('model_type')} in {str(folder)!r}"
+        )
+    for path in weight_files(folder):
+        _check_whole(path)
+    results = home / "results" / "train.json"
+    finished = folder == home and results.is_file()
+    figure = home / "results" / "train.png"
+    state = folder / "trainer_state.json"
+    return TrainedFolder(
+        path=folder,
+        config=HarmonicConfig.from_pretrained(folder),
+        run=read_yaml(home / "run.yaml"),
+        results=read_results(results) if finished else None,
+        step=json.loads(state.read_text())["global_step"] if state.is_file() else None,
+        figure=figure if finished and figure.is_file() else None,
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights of a saved model.
+
+    Raises:
+        ValueError: There are none, or one of them is missing.
+    """
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        names = sorted(set(index["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"RUN: expected a whole model in {str(folder)!r}, got no {name}")
+    return [folder / name for name in names]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where the weights start, in bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(HEADER_LENGTH), "little")
+        header = json.loads(file.read(length))
+    return header, HEADER_LENGTH + length
+
+
+def _check_whole(path: Path) -> None:
+    try:
+        header, start = read_header(path)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
+    except (ValueError, KeyError, MemoryError, OverflowError):
+        ends, start = [1], 0
+    if path.stat().st_size != start + max(ends, default=0):
+        raise ValueError(f"RUN: expected whole weights, got {str(path)!r}, half written or damaged")

@@ -1,0 +1,211 @@
+"""LoRA on frozen layers of the backbone: put in, merged into copies, saved and loaded."""
+
+import difflib
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedModel
+
+from harmonic_sft.hub.adapter import (
+    ADAPTER_FOLDER,
+    BACKBONE,
+    PREFIX,
+    WEIGHTS_NAME,
+    covering_modules,
+    save_peft,
+)
+from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
+from harmonic_sft.models.backbones import trains
+from harmonic_sft.training.sections import PeftConfig
+
+NAME = "default"  # PEFT's, of the one adapter
+
+
+def add_lora_(model: HarmonicForMaskedLM, peft: PeftConfig) -> None:
+    """Put trainable float32 LoRA weights beside frozen linear layers of the blocks.
+
+    The model keeps its class and its single head. `config` names the merged weights among what
+    training changes, and keeps them in float32 when the rest is loaded in 16 bits.
+
+    Args:
+        model: Already frozen and unfrozen as the run says. Changed in place.
+        peft: Which layers, and the rank.
+
+    Raises:
+        ValueError: A target without a linear layer, a block that does not exist, or a layer whose
+            own weights train.
+
+    Source:
+        Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
+    """
+    backbone = model.model.backbone
+    targets = _target_layers(backbone, peft)
+    low_precision = next(backbone.parameters()).dtype != torch.float32
+    trained = [p for p in backbone.parameters() if p.requires_grad]
+    # Weights without memory at first: PEFT would make them in the dtype of the body. It fails on
+    # fake tensors, which estimate memory, but with those of the backbone alone it works.
+    with unset_fake_temporarily():
+        inject_adapter_in_model(_lora_config(peft, targets), backbone, low_cpu_mem_usage=True)
+    for parameter in trained:  # PEFT froze everything but its own
+        parameter.requires_grad_(True)
+    for layer in lora_layers(model).values():
+        for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
+            shape = part.get_parameter("weight").shape
+            empty = torch.empty(shape, dtype=torch.float32, device=backbone.device)
+            part.weight = nn.Parameter(empty)
+        layer.reset_lora_parameters(NAME, init_lora_weights=True)
+    config = model.config
+    weights = [f"{name}.weight" for name in targets]
+    merged = [f"{BACKBONE}.{name}" for name in weights]
+    config.trained_parameters = [*(config.trained_parameters or []), *merged]
+    if low_precision:
+        config.float32_modules = sorted([*(config.float32_modules or []), *weights])
+
+
+def has_lora(model: HarmonicForMaskedLM) -> bool:
+    """Whether `add_lora_` has changed the model."""
+    return bool(lora_layers(model))
+
+
+def lora_layers(model: HarmonicForMaskedLM) -> dict[str, LoraLinear]:
+    """Return the layers with LoRA by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+
+
+@torch.no_grad()
+def merged_state(model: HarmonicForMaskedLM) -> dict[str, Tensor]:
+    """Return the state of an ordinary model that computes the same; the live one stays as it is.
+
+    Returns:
+        The weights under the names they have without LoRA, the merged ones in float32.
+    """
+    state = model.state_dict()
+    for name, layer in lora_layers(model).items():
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            value, part = state.pop(key), key.removeprefix(f"{name}.")
+            if part.startswith("base_layer."):
+                state[f"{name}.{part.removeprefix('base_layer.')}"] = value
+        state[f"{name}.weight"] = layer.weight.float() + layer.get_delta_weight(NAME)
+    return state
+
+
+def save_adapter(model: HarmonicForMaskedLM, folder: Path) -> None:
+    """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
+
+    Args:
+        model: Has LoRA.
+        folder: A saved model.
+    """
+    layers = lora_layers(model)
+    modules = _saved_modules(model)
+    first = next(iter(layers.values()))
+    config = LoraConfig(r=first.r[NAME], lora_alpha=first.lora_alpha[NAME], modules_to_save=modules)
+    config.target_modules = sorted(layers)
+    dropout = first.lora_dropout[NAME]
+    config.lora_dropout = dropout.p if isinstance(dropout, nn.Dropout) else 0.0
+    state = model.state_dict()
+    tensors = {saved: state[live] for live, saved in _saved_names(model, modules).items()}
+    base, revision = model.config.base_model, model.config.base_revision
+    save_peft(config, tensors, folder / ADAPTER_FOLDER, base=base, revision=revision)
+
+
+def load_adapter_(model: HarmonicForMaskedLM, folder: Path) -> None:
+    """Load what `save_adapter` wrote, exactly; frozen weights stay as they are.
+
+    Args:
+        model: Has the same LoRA and unfrozen modules. Changed in place.
+        folder: A saved model.
+
+    Raises:
+        ValueError: The file holds other tensors than the model trains.
+    """
+    saved = load_file(folder / ADAPTER_FOLDER / WEIGHTS_NAME)
+    names = _saved_names(model, _saved_modules(model))
+    different = sorted(saved.keys() ^ set(names.values()))
+    if different:
+        raise ValueError(
+            f"adapter: expected the tensors that this run trains, got {folder.name} with others, "
+            f"such as {different[0]!r}. Resume with the settings of the run that saved it"
+        )
+    model.load_state_dict({live: saved[name] for live, name in names.items()}, strict=False)
+
+
+def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
+    """Return the names of the layers that get LoRA, relative to the backbone."""
+    path, blocks = find_blocks(backbone)
+    chosen = range(len(blocks)) if peft.layers_to_transform is None else peft.layers_to_transform
+    outside = sorted(set(chosen) - set(range(len(blocks))))
+    if outside:
+        raise ValueError(
+            f"peft.layers_to_transform: expected blocks from 0 to {len(blocks) - 1}, got {outside}"
+        )
+    linear = [
+        f"{path}.{index}.{name}"
+        for index in sorted(set(chosen))
+        for name, module in blocks[index].named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    targets = linear
+    if peft.target_modules != "all-linear":
+        matched = {name for target in peft.target_modules for name in _matches(target, linear)}
+        targets = [name for name in linear if name in matched]
+    frozen = [name for name in targets if not trains(backbone.get_submodule(name))]
+    if not frozen or (len(frozen) < len(targets) and peft.layers_to_transform is not None):
+        open_layer = next((name for name in targets if name not in frozen), "no linear layer")
+        raise ValueError(
+            "peft.layers_to_transform: expected blocks whose targets model.unfreeze leaves frozen, "
+            f"got {open_layer}, which trains as a whole. Choose other blocks or unfreeze fewer"
+        )
+    return frozen
+
+
+def _matches(target: str, names: list[str]) -> list[str]:
+    """Return the names that are `target` or end with it, as PEFT matches.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = [name for name in names if f".{name}".endswith(f".{target}")]
+    if not found:
+        endings = {name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)}
+        near = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0)
+        raise ValueError(
+            f"peft.target_modules: expected names of linear layers such as {near}, "
+            f"got {target!r}, which matches none in these blocks"
+        )
+    return found
+
+
+def _lora_config(peft: PeftConfig, targets: list[str]) -> LoraConfig:
+    return LoraConfig(
+        r=peft.r,
+        lora_alpha=peft.lora_alpha,
+        lora_dropout=peft.lora_dropout,
+        target_modules=targets,
+    )
+
+
+def _saved_modules(model: HarmonicForMaskedLM) -> list[str]:
+    """Return the modules saved whole: the head, and what holds unfrozen parameters."""
+    lora = tuple(f"{name}." for name in lora_layers(model))
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and not n.startswith(lora)]
+    return covering_modules(model, trained)
+
+
+def _saved_names(model: HarmonicForMaskedLM, modules: list[str]) -> dict[str, str]:
+    """Return PEFT's name for every tensor of the state that an adapter holds."""
+    lora = tuple(f"{name}.lora_" for name in lora_layers(model))
+    whole = tuple(f"{module}." for module in modules)
+    names = {}
+    for key in cast(dict[str, Tensor], model.state_dict()):
+        if key.startswith(lora):
+            names[key] = PREFIX + key.replace(f".{NAME}.", ".")
+        elif key.startswith(whole):
+            names[key] = PREFIX + key
+    return names

@@ -1,0 +1,91 @@
+"""Pushing while and after a run trains."""
+
+import logging
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from harmonic_sft.hub import (
+    Destination,
+    PushError,
+    push,
+    read_trained,
+    stage,
+    upload,
+)
+from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.sections import HubConfig
+
+logger = logging.getLogger(__name__)
+
+
+def destination_of(hub: HubConfig) -> Destination:
+    """Return where the hub section pushes to."""
+    assert hub.repo_id is not None, "checked in HubConfig"
+    return Destination(
+        repo_id=hub.repo_id, form=hub.form, private=hub.private, revision=hub.revision
+    )
+
+
+def push_run(run: RunConfig) -> None:
+    """Push a finished run and say where it is.
+
+    Raises:
+        PushError: The Hub did not take it; the command to try again is named.
+    """
+    logger.info("Pushed: %s", push(run.output_dir, destination_of(run.hub)))
+
+
+class PushCallback(TrainerCallback):
+    """Pushes every checkpoint as it is saved, beside the training.
+
+    A checkpoint is copied first, since the trainer may delete it; it is left out while an earlier
+    one is still on its way. What fails is a warning: training goes on.
+    """
+
+    def __init__(self, to: Destination):
+        self.to = to
+        self._pool = ThreadPoolExecutor(1, "push")
+        self._pushing: Future[None] | None = None
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Start to push the checkpoint just saved."""
+        if not state.is_world_process_zero:
+            return
+        if self._pushing is not None and not self._pushing.done():
+            logger.info("Step %d is not pushed: an earlier one is on its way.", state.global_step)
+            return
+        assert args.output_dir is not None, "every run has an output folder"
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        trained = read_trained(folder)
+        staged = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
+        stage(trained, Path(staged.name), form=self.to.form, repo_id=self.to.repo_id)
+
+        def send() -> None:
+            with staged:
+                try:
+                    upload(Path(staged.name), trained, self.to)
+                except PushError as error:
+                    logger.warning("%s", error)
+
+        self._pushing = self._pool.submit(send)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Wait for the last push."""
+        self._pool.shutdown()

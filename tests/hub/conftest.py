@@ -1,0 +1,93 @@
+"""Trained folders to publish."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from harmonic_sft.training import load_run_config, train
+from tests.hub_server import HubServer
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, tiny_base, run_settings):
+    """The output folder of a run on a local base, with checkpoints 3 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(run_settings(tiny_base, folder / "run")))
+    train(load_run_config(path))
+    return folder / "run"
+
+
+@pytest.fixture
+def run_copy(finished_run, tmp_path):
+    """A copy that a test may break."""
+    return shutil.copytree(finished_run, tmp_path / "copy")
+
+
+@pytest.fixture
+def no_token(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+
+
+class Client:
+    """Runs commands of harmonic-sft in a process that talks to the test server."""
+
+    def __init__(self, environment):
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "commands.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def __call__(self, *arguments):
+        self.process.stdin.write(json.dumps([str(word) for word in arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def hub(tiny_base):
+    """A Hub that knows the user alice, and the base that she trains on."""
+    with HubServer() as server:
+        server.base = server.add_repo(
+            "alice/base", {path.name: path.read_bytes() for path in tiny_base.iterdir()}
+        )
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(hub, tmp_path_factory):
+    client = Client(hub.environment(tmp_path_factory.mktemp("home")))
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def pushed(hub, client, tmp_path_factory, run_settings):
+    """A run on the base of the Hub, pushed in every form; its folder."""
+    folder = tmp_path_factory.mktemp("pushed")
+    settings = run_settings("alice/base", folder / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/full", "every_save": True}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    done = client("train", folder / "tiny.yaml")
+    assert done["status"] == 0, done["err"]
+    for form in ("head", "peft"):
+        done = client("push", folder / "run", "--repo-id", f"alice/{form}", "--form", form)
+        assert done["status"] == 0, done["err"]
+    return folder / "run"

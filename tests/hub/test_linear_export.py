@@ -1,0 +1,336 @@
+"""The linear head ranks as the distance head did, and loads where only transformers is."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertTokenizer
+
+from harmonic_sft.hub import linear_export
+from harmonic_sft.hub.linear_export import export_linear, linear_head
+from harmonic_sft.models import HEADS as KNOWN_HEADS
+from harmonic_sft.models import DistLayer, HarmonicForMaskedLM, Head, NeoBERTConfig, find_blocks
+from tests.clean_environment import clean_environment, run_python
+
+V, D = 120, 32
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+HEADS = {
+    "sphere": {"name": "dist", "h_exp": -6.0},
+    "euclid": {"name": "dist", "unit_sphere": False},
+    "linear": {"name": "linear"},
+    "linear without bias": {"name": "linear", "bias": False},
+}
+# Two tokens are ranked if their halved squared distances differ by more than this share of
+# |x|^2 + |w|^2; rounding to float32 (2^-24) of dot products over 32 dimensions stays far below.
+MARGIN = 1e-5
+NUMBERS = re.compile(
+    r"Measured on (\d+) hidden.*another one in\s(\d+) of (\d+) rankings, and (\d+) of (\d+) pairs",
+    re.DOTALL,
+)
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(folder / "bert")
+    AutoModelForMaskedLM.from_config(NeoBERTConfig(**SIZES)).save_pretrained(folder / "neobert")
+    return folder
+
+
+@torch.no_grad()
+def trained(base: Path, folder: Path, head: str, dtype=torch.float32, **options) -> Path:
+    """A saved model whose prototypes are of very different norms, as after some training."""
+    model = HarmonicForMaskedLM.from_base(str(base), head=HEADS[head], dtype=dtype, **options)
+    generator = torch.Generator().manual_seed(1)
+    norms = torch.rand(V, 1, generator=generator) + 0.5
+    model.dist_head.weight.copy_(torch.randn(V, D, generator=generator) * norms)
+    if head == "linear":
+        model.dist_head.bias.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def inputs():
+    return {"input_ids": torch.randint(5, V, (3, 12), generator=torch.Generator().manual_seed(2))}
+
+
+def float64_scores(head: str, weights: dict, hidden_states: torch.Tensor) -> torch.Tensor:
+    """What the head of the trained model ranks by, pair by pair, `[N, V]`."""
+    states, rows = hidden_states.double(), weights["dist_head.weight"].double()
+    if head == "sphere":
+        states = states / states.square().sum(-1, keepdim=True).sqrt()
+        rows = rows / rows.square().sum(-1, keepdim=True).sqrt()
+    if head.startswith("linear"):
+        return torch.stack([rows @ x for x in states]) + weights.get("dist_head.bias", 0)
+    return torch.stack([-(rows - x).square().sum(-1) / 2 for x in states])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", ["bert", "neobert"])
+def test_all_tokens_are_ranked_as_before(bases, tmp_path, family, head, dtype):
+    folder = trained(bases / family, tmp_path / "model", head, dtype)
+    assert export_linear(folder, tmp_path / "linear") == tmp_path / "linear"
+    old = HarmonicForMaskedLM.from_pretrained(folder)
+    new = AutoModelForMaskedLM.from_pretrained(tmp_path / "linear")
+    bias = head in ("euclid", "linear")
+    assert new.config.head == new.dist_head.settings() == {"name": "linear", "bias": bias}
+
+    body = old.model.state_dict()
+    assert {name: tensor.dtype for name, tensor in new.model.state_dict().items()} == {
+        name: tensor.dtype for name, tensor in body.items()
+    }
+    assert all(torch.equal(new.model.state_dict()[name], body[name]) for name in body)
+    assert dtype in {tensor.dtype for tensor in body.values()}
+
+    hidden_states = old.model(**inputs()).last_hidden_state.flatten(0, 1)  # [N, D]
+    weights = load_file(folder / "model.safetensors")
+    scores = float64_scores(head, weights, hidden_states)
+    logits = new(**inputs()).logits.flatten(0, 1)
+    sizes = scores.abs().amax(-1) if head != "sphere" else torch.ones(len(scores))
+    gaps = scores[:, :, None] - scores[:, None, :]  # [N, V, V]
+    apart = gaps > MARGIN * 2 * sizes[:, None, None]
+    assert apart.sum() > 0.49 * gaps.numel()  # of at most half: each pair stands there twice
+    assert ((logits[:, :, None] > logits[:, None, :]) | ~apart).all()
+    if head.startswith("linear"):
+        assert torch.equal(logits, old(**inputs()).logits.flatten(0, 1))
+    top = scores.topk(2).values
+    clear = top[:, 0] - top[:, 1] > MARGIN * 2 * sizes
+    assert clear.any()
+    first = old(**inputs()).logits.flatten(0, 1).argmax(-1)
+    assert torch.equal(logits.argmax(-1)[clear], first[clear])
+
+    file = load_file(tmp_path / "linear" / "linear_head.safetensors")
+    with safe_open(tmp_path / "linear" / "linear_head.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert {name: (list(t.shape), t.dtype) for name, t in file.items()} == {
+        "weight": ([V, D], torch.float32),
+        **({"bias": ([V], torch.float32)} if bias else {}),
+    }
+    assert torch.equal(F.linear(hidden_states.float(), file["weight"], file.get("bias")), logits)
+
+
+@pytest.mark.parametrize("head", ["sphere", "euclid"])
+def test_weights_are_rounded_once_from_float64(head):
+    layer = DistLayer(D, V, unit_sphere=head == "sphere")
+    with torch.no_grad():
+        layer.weight.normal_(std=3.0)
+        layer.weight[7] = 0  # without a direction: cosine 0 with everything
+    linear = linear_head(layer)
+    for index, row in enumerate(layer.weight.detach().double()):
+        norm = float(row.square().sum()) ** 0.5
+        if head == "sphere":
+            expected = row / norm if norm else row
+        else:
+            expected = row
+            assert linear.bias[index].item() == (-row.square().sum() / 2).float().item()
+        torch.testing.assert_close(linear.weight[index].double(), expected, rtol=2**-23, atol=0)
+    assert (linear.bias is None) == (head == "sphere")
+
+
+def test_the_readme_counts_what_rounding_swaps(bases, tmp_path):
+    """Prototypes far from the origin leave few digits for their differences."""
+    folder = trained(bases / "bert", tmp_path / "model", "euclid")
+    model = HarmonicForMaskedLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.dist_head.weight.add_(100.0)
+    model.save_pretrained(folder)
+    export_linear(folder, tmp_path / "linear")
+    found = NUMBERS.search((tmp_path / "linear" / "README.md").read_text())
+    assert found is not None
+    num_states, num_first, rankings, num_swapped, num_pairs = map(int, found.groups())
+    assert (num_states, rankings, num_pairs) == (64, 64, 64 * (V - 1))
+
+    ids = torch.randint(V, (4, 16), generator=torch.Generator().manual_seed(0))
+    states = model.model(input_ids=ids).last_hidden_state.flatten(0, 1).detach()
+    head = load_file(tmp_path / "linear" / "linear_head.safetensors")
+    logits = F.linear(states, head["weight"], head["bias"])
+    weights = {"dist_head.weight": model.dist_head.weight.detach()}
+    first = swapped = 0
+    for row, scores in zip(logits, float64_scores("euclid", weights, states), strict=True):
+        order = scores.argsort(descending=True).tolist()
+        first += bool(row[order[0]] < row.max())
+        swapped += sum(bool(row[a] < row[b]) for a, b in pairwise(order))
+    assert (num_first, num_swapped) == (first, swapped)
+    assert num_swapped > 0
+
+
+READER = """
+import os, re, sys, torch
+from pathlib import Path
+from transformers import AutoModelForMaskedLM
+inputs = torch.load("inputs.pt", weights_only=True)
+root = Path.cwd()
+for name in sys.argv[1:]:
+    os.chdir(root / name)
+    scope = {}
+    [snippet] = re.findall("```python\\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    exec(snippet, scope)
+    model = AutoModelForMaskedLM.from_pretrained(root / name, trust_remote_code=True)
+    logits = model(**inputs).logits
+    assert torch.equal(logits, torch.load(root / f"{name}.pt", weights_only=True)), name
+    assert torch.equal(scope["model"](**inputs).logits, logits), name
+    hidden_states = model.model(**inputs).last_hidden_state.float()
+    [formula] = re.findall("`(hidden_states @ .*)`", Path("README.md").read_text())
+    scope["hidden_states"] = hidden_states
+    torch.testing.assert_close(eval(formula, scope), logits, rtol=1e-5, atol=1e-5)
+assert "harmonic_sft" not in sys.modules
+"""
+
+
+def test_float32_blocks_of_a_bfloat16_body_stay_float32(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "neobert"), dtype=torch.bfloat16)
+    path, blocks = find_blocks(model.model.backbone)
+    blocks[-1].float()
+    model.config.float32_modules = [f"{path}.1.{name}" for name, _ in blocks[1].named_parameters()]
+    model.save_pretrained(tmp_path / "model")
+    target = export_linear(tmp_path / "model", tmp_path / "linear")
+    new = HarmonicForMaskedLM.from_pretrained(target).model.state_dict()
+    for name, tensor in model.model.state_dict().items():
+        assert new[name].dtype == tensor.dtype
+        assert torch.equal(new[name], tensor)
+    assert {tensor.dtype for tensor in new.values()} == {torch.float32, torch.bfloat16}
+
+
+def test_both_load_as_the_readme_says_where_only_transformers_is(bases, tmp_path):
+    cases = {
+        "one": ("bert", "sphere", torch.float32),
+        "two": ("neobert", "euclid", torch.bfloat16),
+        "three": ("neobert", "linear", torch.float32),
+    }
+    torch.save(inputs(), tmp_path / "inputs.pt")
+    for name, (family, head, dtype) in cases.items():
+        folder = trained(bases / family, tmp_path / f"{name}-model", head, dtype)
+        target = export_linear(folder, tmp_path / name)
+        model = HarmonicForMaskedLM.from_pretrained(target)
+        torch.save(model(**inputs()).logits.detach(), tmp_path / f"{name}.pt")
+        text = (target / "README.md").read_text()
+        assert ("probabilities" in text) == (head != "linear")
+        assert ("on the unit sphere" in text) == (head == "sphere")
+    python = clean_environment(tmp_path / "env")
+    run_python(python, READER, *cases, cwd=tmp_path)
+
+
+def test_the_tokenizer_goes_with_it_and_nothing_private(bases, tmp_path):
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(folder)
+    (folder / "training_args.bin").write_bytes(b"secret")
+    (folder / "optimizer.pt").write_bytes(b"state")
+    target = export_linear(folder, tmp_path / "linear")
+    names = {path.name for path in target.iterdir()}
+    assert {"config.json", "model.safetensors", "modeling_harmonic.py", "heads.py"} <= names
+    assert {path.suffix for path in target.iterdir()} <= {".json", ".safetensors", ".py", ".md"}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (target / name).read_bytes() == (folder / name).read_bytes()
+    for path in target.iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("head", ["sphere", "euclid", "linear"])
+def test_a_tied_head_becomes_one_of_its_own(bases, tmp_path, head, dtype):
+    folder = tmp_path / "model"
+    options = {"head": HEADS[head], "tie": True, "dtype": dtype}
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), **options)
+    model.config.trained_parameters = ["model.backbone.embeddings.word_embeddings.weight"]
+    model.save_pretrained(folder)
+    new = HarmonicForMaskedLM.from_pretrained(export_linear(folder, tmp_path / "linear"))
+    assert not new.config.tie_word_embeddings
+    assert new.dist_head.weight is not new.get_input_embeddings().weight
+    assert torch.equal(new.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    file = load_file(tmp_path / "linear" / "linear_head.safetensors")
+    assert {tensor.dtype for tensor in file.values()} == {new.dist_head.weight.dtype}
+    assert new.dist_head.weight.dtype == torch.float32
+    assert new.get_input_embeddings().weight.dtype == dtype
+    own = ["dist_head.bias"] if head != "sphere" else []
+    expected = [*own, "dist_head.weight", *model.config.trained_parameters]
+    assert new.config.trained_parameters == expected
+    assert torch.equal(new(**inputs()).logits.argmax(-1), model(**inputs()).logits.argmax(-1))
+
+
+class AngleHead(Head):
+    def __init__(self, hidden_size, vocab_size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(vocab_size, hidden_size))
+
+    def forward(self, hidden_states):
+        return (hidden_states @ self.weight.T).sin()
+
+    def settings(self):
+        return {"name": "angle"}
+
+
+def test_other_heads_are_refused(bases, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"head: expected dist or linear, got angle\. Its ranking"):
+        linear_head(AngleHead(D, V))
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "head": {"name": "angle"}}))
+    with pytest.raises(ValueError, match=r"head name: expected one of .*'linear'.*, got 'angle'"):
+        export_linear(folder, tmp_path / "linear")
+    monkeypatch.setitem(KNOWN_HEADS, "angle", AngleHead)
+    with pytest.raises(ValueError, match="head: expected dist or linear, got angle"):
+        export_linear(folder, tmp_path / "linear")
+    assert not (tmp_path / "linear").exists()
+
+
+def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
+    target = tmp_path / "linear"
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ValueError, match=r"folder: expected a saved model \(config.json and"):
+            export_linear(folder, target)
+    with pytest.raises(ValueError, match="folder: expected a harmonic model, got one of type 'be"):
+        export_linear(bases / "bert", target)
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("dist_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"got 1 weights missing: dist_head\.weight"):
+        export_linear(folder, target)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="folder: expected a saved model"):
+        export_linear(folder, target)
+    assert not target.exists()
+
+
+def test_a_target_in_use_is_left_alone(bases, tmp_path):
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "file").write_text("mine")
+    for target in (folder, tmp_path / "file"):
+        with pytest.raises(ValueError, match="target: expected an empty folder or none, got '/"):
+            export_linear(folder, target)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "deep" / "new"):
+        export_linear(folder, target)
+        assert (target / "linear_head.safetensors").is_file()
+        assert target.stat().st_mode == folder.stat().st_mode
+
+
+def test_what_fails_halfway_leaves_nothing(bases, tmp_path, monkeypatch):
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+
+    def fail(*_args, **_kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(linear_export, "save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export_linear(folder, tmp_path / "linear")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

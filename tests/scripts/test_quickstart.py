@@ -1,0 +1,51 @@
+"""The quickstart notebook, executed from the first cell to the last."""
+
+from ast import literal_eval
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.hub_server import HubServer
+
+NOTEBOOK = Path(__file__).parents[2] / "scripts" / "quickstart.ipynb"
+
+
+def execute(environment, folder):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    )
+    client.execute(
+        env={
+            **environment,
+            "QUICKSTART_STEPS": "4",
+            "TMPDIR": str(folder),
+            "OMP_NUM_THREADS": "2",
+            "IPYTHONDIR": str(folder),
+        }
+    )
+    return notebook
+
+
+def text_of(cell):
+    outputs = [output.get("text", "") for output in cell.outputs]
+    return "".join(outputs + [o["data"].get("text/plain", "") for o in cell.outputs if "data" in o])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_train_look_push_load(tmp_path):
+    with HubServer() as hub:
+        notebook = execute(hub.environment(tmp_path), tmp_path)
+        files = hub.files("alice/harmonic-quickstart")
+    assert {"model.safetensors", "README.md", "training.png", "modeling_harmonic.py"} <= set(files)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert "final: loss" in text_of(cells[1])
+    assert "image/png" in cells[2].outputs[0]["data"]
+    assert "alice/harmonic-quickstart" in text_of(cells[4])
+    guesses = literal_eval(cells[5].outputs[-1]["data"]["text/plain"])
+    assert len(guesses) == 5
+    scores = [score for _, score in guesses]
+    assert scores == sorted(scores, reverse=True)
+    assert not [cell for cell in nbformat.read(NOTEBOOK, 4).cells if cell.get("outputs")]

@@ -1,0 +1,400 @@
+"""The Hub for tests, asked by the real client in processes of its own, and by plain HTTP."""
+
+import base64
+import contextlib
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import HubServer
+
+TOKEN = "hf_test_token_alice"
+USERS = {TOKEN: "alice", "hf_test_token_bob": "bob"}
+
+
+@pytest.fixture
+def hub():
+    with HubServer(USERS) as server:
+        yield server
+
+
+def client(hub: HubServer, tmp_path: Path, script: str, token=TOKEN, **env: str) -> dict:
+    """What the script leaves in `result`; the process runs in `tmp_path`."""
+    code = f"import json\nresult = {{}}\n{textwrap.dedent(script)}\nprint(json.dumps(result))"
+    env = hub.environment(tmp_path / "home", token) | env
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ask(hub: HubServer, method: str, path: str, body: object = None, **headers: str):
+    """One request without the client, for what the client would never send."""
+    sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection = HTTPConnection("127.0.0.1", hub.server_port, timeout=10)
+    with contextlib.closing(connection):
+        headers = {"Authorization": f"Bearer {TOKEN}"} | headers
+        connection.request(method, path, sent, headers)
+        response = connection.getresponse()
+        return response, response.read()
+
+
+def commit(hub: HubServer, *operations: tuple[str, dict], branch="main", **header: str):
+    lines = [{"key": "header", "value": {"summary": "a change", **header}}]
+    lines += [{"key": key, "value": value} for key, value in operations]
+    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    return ask(hub, "POST", f"/api/models/alice/model/commit/{branch}", body)
+
+
+def regular(path: str, data: bytes) -> tuple[str, dict]:
+    content = base64.b64encode(data).decode()
+    return "file", {"path": path, "content": content, "encoding": "base64"}
+
+
+def test_the_client_uploads_downloads_and_deletes(hub, tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    weights = bytes(range(256)) * 2000
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "sub" / "notes.txt").write_text("hello")
+    (folder / "empty.bin").touch()
+    (folder / "README.md").write_text("---\nlicense: mit\ntags:\n- a\n---\n# A model\n")
+    script = """
+        import io
+        from pathlib import Path
+        from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, snapshot_download
+        from huggingface_hub.file_download import http_get
+
+        api = HfApi()
+        repo = "alice/model"
+        result["user"] = api.whoami()["name"]
+        result["url"] = str(api.create_repo(repo))
+        result["again"] = str(api.create_repo(repo, exist_ok=True))
+        result["first"] = first = api.upload_folder(repo_id=repo, folder_path="folder").oid
+        result["unchanged"] = api.upload_folder(repo_id=repo, folder_path="folder").oid
+        api.create_tag(repo, tag="v1")
+        api.create_branch(repo, branch="pr/next")
+        api.delete_file("README.md", repo)
+        result["deleted"] = api.delete_folder("sub", repo).oid
+        aside = dict(path_in_repo="a b.txt", repo_id=repo, revision="pr/next")
+        result["aside"] = api.upload_file(path_or_fileobj=b"aside", **aside).oid
+
+        whole = hf_hub_download(repo, "model.safetensors")
+        result["whole"] = Path(whole).read_bytes() == Path("folder/model.safetensors").read_bytes()
+        result["blob"] = Path(whole).resolve().name
+        buffer = io.BytesIO()
+        http_get(hf_hub_url(repo, "model.safetensors"), buffer, resume_size=511_000)
+        result["tail"] = buffer.getvalue().hex()
+        old = Path(snapshot_download(repo, revision="v1"))
+        result["old"] = [old.name, sorted(str(p.relative_to(old)) for p in old.rglob("*.*"))]
+        result["text"] = Path(hf_hub_download(repo, "a b.txt", revision="pr/next")).read_text()
+        result["by sha"] = Path(hf_hub_download(repo, "README.md", revision=first)).read_text()
+        result["list"] = api.list_repo_files(repo)
+        result["tree"] = sorted(e.path for e in api.list_repo_tree(repo, revision=first))
+        result["sub"] = [e.path for e in api.list_repo_tree(repo, "sub", revision=first)]
+        result["info"] = [s.rfilename for s in api.model_info(repo).siblings]
+        """
+    result = client(hub, tmp_path, script)
+    assert result["user"] == "alice"
+    assert result["url"] == result["again"] == f"{hub.endpoint}/alice/model"
+    history = hub.commits("alice/model")
+    assert len(history) == 4  # creation, upload, two deletions; nothing for the unchanged upload
+    assert result["unchanged"] == result["first"] == history[1]
+    assert result["deleted"] == history[-1]
+    assert hub.commits("alice/model", "v1") == history[:2]
+    assert hub.commits("alice/model", "pr/next") == [*history[:2], result["aside"]]
+    uploaded = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.*")}
+    attributes = {".gitattributes": hub.files("alice/model")[".gitattributes"]}
+    assert hub.files("alice/model", "v1") == uploaded | attributes
+    assert sorted(hub.files("alice/model")) == [".gitattributes", "empty.bin", "model.safetensors"]
+
+    assert result["whole"]
+    assert result["blob"] == hashlib.sha256(weights).hexdigest()  # so it came as an LFS file
+    assert bytes.fromhex(result["tail"]) == weights[511_000:]
+    assert ("GET", "/alice/model/resolve/main/model.safetensors", 206) in hub.requests
+    assert result["old"] == [history[1], sorted(uploaded | attributes)]
+    assert [result["text"], result["by sha"]] == ["aside", uploaded["README.md"].decode()]
+    assert sorted(result["list"]) == sorted(result["info"]) == sorted(hub.files("alice/model"))
+    top = [".gitattributes", "README.md", "empty.bin", "model.safetensors", "sub"]
+    assert (result["tree"], result["sub"]) == (top, ["sub/notes.txt"])
+    # The weights, once; an empty file cannot go through LFS.
+    assert [method for method, _, _ in hub.requests].count("PUT") == 1
+
+
+ERRORS = """
+from huggingface_hub import HfApi, hf_hub_download
+api = HfApi()
+
+def outcome(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__} {error.response.status_code}"
+    return "fine"
+
+def get(repo, file="config.json", **kwargs):
+    return hf_hub_download(repo, file, **kwargs)
+
+def upload(repo, **kwargs):
+    api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", repo_id=repo, **kwargs)
+"""
+ERRORS_OF_ALICE = {
+    'upload("alice/model")': "HfHubHTTPError 500",  # the test asks for one
+    'get("alice/secret")': "fine",
+    'get("bob/secret")': "RepositoryNotFoundError 404",
+    'get("alice/none")': "RepositoryNotFoundError 404",
+    'get("alice/model", "none.json")': "RemoteEntryNotFoundError 404",
+    'get("alice/model", revision="v9")': "RevisionNotFoundError 404",
+    'get("bob/gated")': "GatedRepoError 403",
+    'list(api.list_repo_tree("bob/model", "chat"))': "RemoteEntryNotFoundError 404",
+    'api.model_info("bob/gated")': "fine",
+    'api.create_repo("bob/new")': "HfHubHTTPError 403",
+    'api.create_repo("alice/model")': "HfHubHTTPError 409",
+    'api.create_repo("alice/hidden", private=True)': "fine",
+    'api.delete_file("none.txt", "alice/model")': "RemoteEntryNotFoundError 404",
+    'api.create_tag("alice/model", tag="v1")': "fine",
+    'api.create_tag("alice/model",  tag="v1")': "HfHubHTTPError 409",
+    'upload("bob/model")': "HfHubHTTPError 403",
+    'upload("alice/model", revision="none")': "RevisionNotFoundError 404",
+    'upload("alice/model", parent_commit="0" * 40)': "HfHubHTTPError 412",
+    'upload("alice/model", create_pr=True)': "HfHubHTTPError 501",
+}
+ERRORS_OF_NOBODY = {
+    'get("alice/model")': "fine",
+    'get("alice/secret")': "RepositoryNotFoundError 401",
+    'get("alice/hidden")': "RepositoryNotFoundError 401",
+    'get("bob/gated")': "GatedRepoError 401",
+    'upload("alice/model")': "RepositoryNotFoundError 401",
+    'api.create_repo("alice/new")': "HfHubHTTPError 401",
+    'api.model_info("alice/model", token="hf_other")': "HfHubHTTPError 401",
+    'api.whoami(token="hf_other")': "HfHubHTTPError 401",
+}
+
+
+def test_errors_are_the_right_exceptions_of_the_client(hub, tmp_path):
+    for repo_id in ("alice/secret", "alice/model", "bob/secret", "bob/model", "bob/gated"):
+        hub.add_repo(repo_id, {"config.json": b"{}"}, private=repo_id.endswith("secret"))
+    hub.gate("bob/gated")
+    hub.fail("POST", "/api/models/alice/model/commit/main", status=500)
+    for token, expected in ((TOKEN, ERRORS_OF_ALICE), (None, ERRORS_OF_NOBODY)):
+        calls = [f"result[{call!r}] = outcome(lambda: {call})" for call in expected]
+        home = tmp_path / str(token)
+        home.mkdir()
+        assert client(hub, home, "\n".join([ERRORS, *calls]), token) == expected
+    assert len(hub.commits("alice/model")) == 1
+
+
+def test_an_interrupted_upload_leaves_the_previous_commit_and_can_be_repeated(hub, tmp_path):
+    before = hub.add_repo("alice/model", {"model.safetensors": b"old"})
+    weights = hashlib.sha256(b"seed").digest() * 30_000
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_bytes(weights)
+    (tmp_path / "folder" / "config.json").write_text('{"secret": "in base64"}')
+    script = """
+        import time
+        import huggingface_hub
+        time.sleep = lambda seconds: None  # the client waits up to 23 s between six attempts
+        try:
+            huggingface_hub.upload_folder(repo_id="alice/model", folder_path="folder")
+        except Exception as error:
+            result["error"] = type(error).__name__
+        """
+    hub.fail("PUT", "/lfs/objects/", drop=True, times=6)
+    assert client(hub, tmp_path, script) == {"error": "RuntimeError"}
+    assert [status for method, _, status in hub.requests if method == "PUT"] == [0] * 6
+    assert hub.commits("alice/model") == [before]
+    assert hub.files("alice/model") == {"model.safetensors": b"old"}
+    received = [body for label, body in hub.everything() if label.startswith("PUT")]
+    assert received == [weights[: len(weights) // 2]] * 6
+
+    hub.fail("PUT", "/lfs/objects/", drop=True)  # the client tries again by itself
+    hub.fail("POST", "/commit/", drop=True)  # but commits only once
+    assert client(hub, tmp_path, script)["error"] in ("RemoteProtocolError", "ReadError")
+    assert hub.commits("alice/model") == [before]
+    assert any(b'{"secret": "in base' in data for _, data in hub.everything())
+
+    hub.requests.clear()
+    assert client(hub, tmp_path, script) == {}
+    assert not any(method == "PUT" for method, _, _ in hub.requests)  # it is there already
+    assert hub.files("alice/model")["model.safetensors"] == weights
+    assert hub.files("alice/model", before) == {"model.safetensors": b"old"}
+    assert not any(TOKEN.encode() in data for _, data in hub.everything())
+
+
+def test_a_model_is_pushed_and_loaded_by_id_by_revision_and_offline(hub, tmp_path):
+    script = """
+        import torch
+        from transformers import AutoModel, BertConfig, BertModel
+
+        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+        config = BertConfig(vocab_size=50, intermediate_size=64, **sizes)
+        tokens = torch.arange(6)[None]
+        outputs, shas = [], []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = BertModel(config).eval()
+            shas.append(model.push_to_hub("tiny").oid)
+            outputs.append(model(tokens).last_hidden_state)
+        for revision, expected in (("main", outputs[1]), (shas[0], outputs[0])):
+            loaded = AutoModel.from_pretrained("alice/tiny", revision=revision).eval()
+            result[revision] = torch.equal(loaded(tokens).last_hidden_state, expected)
+        result["shas"] = shas
+        torch.save(outputs[1], "expected.pt")
+        """
+    result = client(hub, tmp_path, script)
+    first, second = result.pop("shas")
+    assert result == {"main": True, first: True}
+    assert hub.commits("alice/tiny")[1:] == [first, second]
+    asked = len(hub.requests)
+    script = """
+        import torch
+        from transformers import AutoModel
+        model = AutoModel.from_pretrained("alice/tiny").eval()
+        expected = torch.load("expected.pt")
+        result["equal"] = torch.equal(model(torch.arange(6)[None]).last_hidden_state, expected)
+        """
+    assert client(hub, tmp_path, script, HF_HUB_OFFLINE="1") == {"equal": True}
+    assert len(hub.requests) == asked
+
+
+def test_uploads_are_checked_against_the_announced_size_and_hash(hub):
+    hub.add_repo("alice/model", {})
+    data = b"some weights"
+    wanted = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    objects = "/alice/model.git/info/lfs/objects"
+    put = f"{objects}/{wanted['oid']}"
+    assert ask(hub, "PUT", put, data)[0].status == 403  # no batch allowed it
+    _, answer = ask(hub, "POST", f"{objects}/batch", {"objects": [wanted]})
+    assert json.loads(answer)["objects"][0]["actions"]["upload"]["href"] == hub.endpoint + put
+    pointer = ("lfsFile", {"path": "model.safetensors", "algo": "sha256", **wanted})
+
+    assert ask(hub, "PUT", put, data[:-1])[0].status == 400
+    assert ask(hub, "PUT", put, data[::-1])[0].status == 422
+    assert ask(hub, "POST", f"{objects}/verify", wanted)[0].status == 422
+    response, answer = commit(hub, regular("config.json", b"{}"), pointer)
+    assert response.status == 400
+    assert "LFS pointer pointed to a file that does not exist" in json.loads(answer)["error"]
+    assert hub.files("alice/model") == {}  # not even the file before it: a commit is whole
+
+    assert ask(hub, "PUT", put, data, Authorization="")[0].status == 200
+    assert ask(hub, "POST", f"{objects}/verify", wanted)[0].status == 200
+    assert commit(hub, pointer)[0].status == 200
+    assert hub.files("alice/model") == {"model.safetensors": data}
+    _, answer = ask(hub, "POST", f"{objects}/batch", {"objects": [wanted]})
+    assert json.loads(answer)["objects"] == [wanted]  # no actions: it is there already
+
+
+def test_commits_are_whole_and_their_parent_is_checked(hub):
+    first = hub.add_repo("alice/model", {"a.txt": b"a"})
+    changes = (regular("b.txt", b"b"), ("deletedFile", {"path": "a.txt"}))
+    assert commit(hub, *changes, parentCommit="f" * 40)[0].status == 412
+    assert commit(hub, *changes, ("deletedFolder", {"path": "none/"}))[0].status == 404
+    assert commit(hub, *changes, ("renamedFile", {"path": "b.txt"}))[0].status == 400
+    assert commit(hub, ("file", {"path": "b.txt", "content": "%%"}))[0].status == 400
+    assert commit(hub, *changes, branch=first)[0].status == 404  # a commit never changes
+    head = f"POST /api/models/alice/model/commit/main HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n"
+    with socket.create_connection(hub.server_address) as half:  # ends where a line ends
+        half.sendall(head.encode() + b"Content-Length: 999\r\n\r\n")
+        half.sendall(b'{"key": "header", "value": {"summary": "half"}}\n')
+        half.shutdown(socket.SHUT_WR)
+        assert half.recv(1) == b""
+    assert hub.commits("alice/model") == [first]
+
+    _, answer = commit(hub, *changes, parentCommit=first)
+    second = json.loads(answer)["commitOid"]
+    assert hub.files("alice/model") == {"b.txt": b"b"}
+    third = json.loads(commit(hub)[1])["commitOid"]  # nothing in it, and still a commit
+    assert hub.commits("alice/model") == [first, second, third]
+    assert hub.files("alice/model", third) == hub.files("alice/model", second)
+    assert all(len(sha) == 40 and int(sha, 16) for sha in hub.commits("alice/model"))
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "content", "described"),
+    [
+        ("bytes=2-4", 206, b"234", "bytes 2-4/10"),
+        ("bytes=7-", 206, b"789", "bytes 7-9/10"),
+        ("bytes=-3", 206, b"789", "bytes 7-9/10"),
+        ("bytes=8-99", 206, b"89", "bytes 8-9/10"),
+        ("bytes=10-", 416, None, "bytes */10"),
+        ("lines=1-2", 200, b"0123456789", None),
+    ],
+)
+def test_ranges_of_a_file(hub, header, status, content, described):
+    hub.add_repo("alice/model", {"digits.bin": b"0123456789"})
+    response, body = ask(hub, "GET", "/alice/model/resolve/main/digits.bin", Range=header)
+    assert (response.status, response.headers["Content-Range"]) == (status, described)
+    assert content is None or body == content
+
+
+def test_head_answers_with_the_headers_alone(hub):
+    sha = hub.add_repo("alice/model", {"model.safetensors": b"weights", "config.json": b"{}"})
+    weights = "/alice/model/resolve/main/model.safetensors"
+    response, body = ask(hub, "HEAD", weights, Authorization="")
+    oid = hashlib.sha256(b"weights").hexdigest()
+    expected = {"X-Repo-Commit": sha, "Content-Length": "7", "ETag": f'"{oid}"'}
+    expected |= {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": "7"}
+    assert (response.status, body) == (200, b"")
+    assert expected.items() <= dict(response.headers).items()
+    response, _ = ask(hub, "HEAD", "/alice/model/resolve/main/config.json")
+    assert response.headers["ETag"] == f'"{hashlib.sha1(b"blob 2" + bytes(1) + b"{}").hexdigest()}"'
+    assert "X-Linked-Etag" not in response.headers
+    response, _ = ask(hub, "HEAD", "/alice/model/resolve/main/none.json")
+    assert response.headers["X-Error-Code"] == "EntryNotFound"
+    assert response.headers["X-Repo-Commit"] == sha  # the client remembers what is not there
+
+
+@pytest.mark.parametrize(
+    ("card", "status"),
+    [
+        ("---\nlicense: mit\ntags:\n- a\nmodel-index:\n  - name: b\n---\n# Text", 200),
+        ("# Only text", 200),
+        ("---\nlicense: mit\n", 400),
+        ("---\nlicense\n---\n", 400),
+    ],
+)
+def test_metadata_of_a_card_must_parse(hub, card, status):
+    body = {"repoType": "model", "content": card}
+    response, answer = ask(hub, "POST", "/api/validate-yaml", body, Authorization="")
+    assert response.status == status
+    assert bool(json.loads(answer)["errors"]) == (status == 400)
+
+
+def test_requests_that_are_no_part_of_the_protocol_are_refused(hub):
+    assert ask(hub, "GET", "/api/agent-harnesses")[0].status == 404
+    assert ask(hub, "GET", "/api/repos/create")[0].status == 404
+    assert ask(hub, "POST", "/api/repos/create", b"{")[0].status == 400
+    _, answer = ask(hub, "POST", "/api/repos/create", {"type": "model"})
+    assert json.loads(answer)["error"] == "Malformed request: KeyError('organization')"
+    refused = [("GET", "/api/agent-harnesses", 404), ("GET", "/api/repos/create", 404)]
+    assert hub.requests == [*refused, *[("POST", "/api/repos/create", 400)] * 2]
+
+
+def test_injected_faults_end_after_the_given_number(hub):
+    hub.fail("GET", "whoami", status=401)
+    hub.fail("GET", "whoami", status=503, times=2)
+    got = [ask(hub, "GET", "/api/whoami-v2")[0].status for _ in range(4)]
+    assert got == [401, 503, 503, 200]
+    with pytest.raises(ValueError, match=r"fail: expected a status or drop=True, got status=None"):
+        hub.fail("GET", "whoami")
+    with pytest.raises(ValueError, match=r"got status=500, drop=True"):
+        hub.fail("GET", "whoami", status=500, drop=True)
+
+
+def test_the_environment_of_a_client_holds_nothing_of_the_parent_s_hub(hub, tmp_path, monkeypatch):
+    for key in ("HF_HUB_CACHE", "HTTPS_PROXY", "PYTHONPATH"):
+        monkeypatch.setenv(key, "of the parent")
+    env = hub.environment(tmp_path)
+    ours = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN}
+    ours |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    assert {key: text for key, text in env.items() if key.startswith("HF_")} == ours
+    assert [key for key, text in env.items() if text == "of the parent"] == ["PYTHONPATH"]
+    assert "HF_TOKEN" not in hub.environment(tmp_path, None)
+    assert hub.environment(tmp_path, "hf_other")["HF_TOKEN"] == "hf_other"

@@ -1,0 +1,357 @@
+"""LoRA: what trains, what is saved, and what a resumed run goes on with."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import TrainerCallback
+
+from harmonic_sft.models import (
+    DistLayer,
+    HarmonicForMaskedLM,
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+)
+from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.adapters import (
+    add_lora_,
+    load_adapter_,
+    lora_layers,
+    merged_state,
+    save_adapter,
+)
+from harmonic_sft.training.freezing import parts, unfreeze_
+from harmonic_sft.training.memory import build_fake_model
+from harmonic_sft.training.model_loading import load_base_config
+from harmonic_sft.training.run import prepare
+from harmonic_sft.training.sections import PeftConfig, UnfreezeConfig
+
+LORA = {"r": 4, "target_modules": ["query", "value"], "layers_to_transform": [1, 2]}
+HEAD_ONLY = {"unfreeze": {"last_blocks": 0}}
+IDS = torch.arange(5, 25)[None]
+LAYER = "model.backbone.encoder.layer"
+
+
+@pytest.fixture(scope="session")
+def neobert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora_neobert")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    config = NeoBERTConfig(**sizes, vocab_size=110, num_hidden_layers=2, max_position_embeddings=40)
+    NeoBERTForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+def with_lora(base, *, dtype=torch.float32, last_blocks=0, patterns=(), **lora):
+    torch.manual_seed(0)
+    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    unfreeze = {"patterns": list(patterns)} if patterns else {"last_blocks": last_blocks}
+    unfreeze_(model, UnfreezeConfig(**unfreeze))
+    add_lora_(model, PeftConfig(**lora))
+    return model
+
+
+def move_(model):
+    """Change everything that trains, so that no LoRA weight is zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_lora_and_the_head_train(tiny_base, dtype):
+    model = with_lora(tiny_base, dtype=dtype, **LORA)
+    targets = [f"{LAYER}.{i}.attention.self.{n}" for i in (1, 2) for n in ("query", "value")]
+    expected = {f"{t}.lora_{side}.default.weight" for t in targets for side in "AB"}
+    assert trained(model) == expected | {"dist_head.weight"}
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in trained(model) else dtype)
+    assert type(model) is HarmonicForMaskedLM
+    assert [type(m) for m in model.modules()].count(DistLayer) == 1
+    merged = [f"{target}.weight" for target in targets]
+    assert model.config.trained_parameters == ["dist_head.weight", *merged]
+    kept = sorted(name.removeprefix("model.backbone.") for name in merged)
+    assert model.config.float32_modules == (None if dtype == torch.float32 else kept)
+
+
+def test_lora_starts_as_the_base(tiny_base):
+    plain = HarmonicForMaskedLM.from_base(str(tiny_base))
+    assert torch.equal(logits(with_lora(tiny_base, **LORA)), logits(plain))
+    assert not torch.equal(logits(move_(with_lora(tiny_base, **LORA))), logits(plain))
+
+
+def test_all_linear_layers_that_stay_frozen(tiny_base, neobert):
+    layers = lora_layers(with_lora(tiny_base, last_blocks=1))
+    kinds = ("attention.self.query", "attention.self.key", "attention.self.value")
+    kinds += ("attention.output.dense", "intermediate.dense", "output.dense")
+    assert set(layers) == {f"{LAYER}.{i}.{kind}" for i in (0, 1) for kind in kinds}
+    layers = lora_layers(with_lora(neobert, target_modules=["qkv", "wo"], layers_to_transform=[1]))
+    path = "model.backbone.transformer_encoder.1"
+    assert set(layers) == {f"{path}.qkv", f"{path}.wo"}
+
+
+def test_unfrozen_parts_train_beside_lora(tiny_base):
+    model = with_lora(tiny_base, last_blocks=1, target_modules=["query"], layers_to_transform=[1])
+    block = {name for name, _ in model.named_parameters() if name.startswith(f"{LAYER}.2.")}
+    lora = {f"{LAYER}.1.attention.self.query.lora_{side}.default.weight" for side in "AB"}
+    assert trained(model) == block | lora | {"dist_head.weight"}
+    model = with_lora(tiny_base, patterns=["*LayerNorm*"], target_modules=["query"])
+    norms = {name for name, _ in model.named_parameters() if "LayerNorm" in name}
+    lora = {
+        f"{LAYER}.{i}.attention.self.query.lora_{s}.default.weight" for i in range(3) for s in "AB"
+    }
+    assert trained(model) == norms | lora | {"dist_head.weight"}
+
+
+def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
+    model = with_lora(tiny_base, lora_dropout=0.5, **LORA)
+    blocks = list(find_blocks(model.model.backbone)[1])
+    assert blocks_without_graph(model.model.backbone) == blocks[:1]
+    model.train()
+    assert [block.training for block in blocks] == [False, True, True]
+    model.gradient_checkpointing_enable()
+    assert [block.gradient_checkpointing for block in blocks] == [False, True, True]
+    assert not torch.equal(logits(move_(model)), logits(model))  # dropout
+    assert torch.equal(logits(model.eval()), logits(model))
+
+
+def test_checkpointing_changes_no_gradient(tiny_base):
+    gradients = []
+    for checkpointing in (False, True):
+        model = move_(with_lora(tiny_base, **LORA)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() == trained(model)
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        assert torch.equal(gradient, gradients[1][name])
+
+
+def test_the_table_counts_lora(tiny_base):
+    model = with_lora(tiny_base, **LORA)
+    rows = {row.name: row for row in parts(model)}
+    block = rows["blocks 1-2, trained"]
+    assert block.trainable == 2 * 2 * 4 * (32 + 32)  # blocks, targets, rank, sides
+    assert block.training_bytes == 12 * block.trainable
+    assert sum(row.parameters for row in rows.values()) == sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+def test_lora_goes_on_a_model_without_memory(make_yaml):
+    run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": "bfloat16"}, peft=LORA))
+    with FakeTensorMode():
+        model = build_fake_model(run, load_base_config(run.model))
+        if not lora_layers(model):
+            add_lora_(model, run.peft)
+        output = model.train().model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
+        output.last_hidden_state.float().sum().backward()
+    lora = [p for name, p in model.named_parameters() if ".lora_" in name]
+    assert len(lora) == 8
+    assert all(p.dtype == torch.float32 and p.grad.shape == p.shape for p in lora)
+
+
+@pytest.mark.parametrize("family", ["bert", "neobert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merging_is_exact_and_leaves_the_live_model(tiny_base, neobert, dtype, family):
+    """Against B @ A in float64."""
+    base, targets = (tiny_base, ["value"]) if family == "bert" else (neobert, ["qkv", "ffn.w3"])
+    model = move_(with_lora(base, dtype=dtype, r=3, lora_alpha=5, target_modules=targets))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    merged = merged_state(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    plain = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    assert merged.keys() == plain.state_dict().keys()
+    state = plain.state_dict()
+    layers = lora_layers(model)
+    for name, value in merged.items():
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            expected = model.dist_head.weight if name.startswith("dist_head") else state[name]
+            assert torch.equal(value, expected)
+            continue
+        side_a, side_b = (after[f"{name[:-7]}.lora_{side}.default.weight"] for side in "AB")
+        expected = state[name].double() + 5 / 3 * side_b.double() @ side_a.double()
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
+    assert len(layers) == (3 if family == "bert" else 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype):
+    norms = []
+
+    class Norms(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            lengths = kwargs["model"].dist_head.weight.double().norm(dim=-1)
+            norms.append((lengths - 1).abs().max().item())
+
+    run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA))
+    trainer = prepare(run).trainer
+    model = trainer.model
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.add_callback(Norms())
+    trainer.train()
+    trainer.save_model()
+    assert len(norms) == 6
+    assert max(norms) < 1e-6
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, base[name])
+    }
+    assert moved == trained(model)
+    assert all(".lora_" in n for n in trainer.get_decay_parameter_names(model) if n in moved)
+    assert "dist_head.weight" not in trainer.get_decay_parameter_names(model)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-6"):
+        assert not (folder / "adapter_config.json").exists()  # transformers would load it
+        saved = weights(folder)
+        expected = merged_state(model)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+        again = HarmonicForMaskedLM.from_pretrained(folder)
+        assert {n: p.dtype for n, p in again.named_parameters()} == {
+            n: p.dtype for n, p in saved.items()
+        }
+        tolerance = 1e-5 if dtype == "float32" else 0.1
+        torch.testing.assert_close(logits(again), logits(model.eval()), rtol=0, atol=tolerance)
+        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+        names = {name.replace(".default.", ".") for name in trained(model)}
+        assert {name.removeprefix("base_model.model.") for name in adapter} == names
+    assert {path.name for path in (tmp_path / "run" / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_equals_an_uninterrupted_one(make_yaml, tmp_path, dtype):
+    """Bit for bit, with dropout in LoRA and a block that trains beside it."""
+    path = make_yaml(
+        model={"dtype": dtype, "unfreeze": {"last_blocks": 1, "dtype": dtype}},
+        peft={"r": 4, "lora_dropout": 0.2, "target_modules": ["query", "output.dense"]},
+        training={"max_steps": 5, "save_steps": 2},
+    )
+    states, losses = [], []
+    for name, checkpoint in (("whole", None), ("cut", str(tmp_path / "whole" / "checkpoint-2"))):
+        run = load_run_config(path, [f"training.output_dir={tmp_path / name}"])
+        trainer = prepare(run).trainer
+        trainer.train(resume_from_checkpoint=checkpoint)
+        states.append(trainer.model.state_dict())
+        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    for step in (4, 5):  # saved alike, too
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            whole, cut = (tmp_path / n / f"checkpoint-{step}" / file for n in ("whole", "cut"))
+            assert whole.read_bytes() == cut.read_bytes()
+    assert any(".layer.2." in name for name in load_file(cut))  # the block is in the adapter
+
+
+def test_the_best_checkpoint_comes_back(make_yaml, tmp_path):
+    """Training goes wrong on purpose: the first checkpoint is the best one."""
+    path = make_yaml(
+        model=HEAD_ONLY,
+        peft=LORA,
+        training={
+            "max_steps": 9,
+            "learning_rate": 1.0,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "post_hoc_loss",
+            "greater_is_better": False,
+        },
+    )
+    trainer = prepare(load_run_config(path)).trainer
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best == str(tmp_path / "run" / "checkpoint-3")
+    trainer.save_model()
+    saved, expected = weights(tmp_path / "run"), weights(tmp_path / "run" / "checkpoint-3")
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    last = weights(tmp_path / "run" / "checkpoint-9")
+    assert not torch.equal(last["dist_head.weight"], expected["dist_head.weight"])
+
+
+def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
+    model = move_(with_lora(tiny_base, **LORA))
+    save_adapter(model, tmp_path)
+    other = with_lora(tiny_base, **LORA)
+    load_adapter_(other, tmp_path)
+    assert torch.equal(logits(other), logits(model))
+    other = with_lora(tiny_base, **{**LORA, "layers_to_transform": [1]})
+    with pytest.raises(
+        ValueError, match=r"adapter: expected the tensors that this run trains, got"
+    ):
+        load_adapter_(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            {"target_modules": ["qurey"]},
+            r"peft.target_modules: expected names of linear layers such as \['query', .*'qurey'",
+        ),
+        ({"target_modules": ["LayerNorm"]}, "got 'LayerNorm', which matches none"),
+        ({"target_modules": ["word_embeddings"]}, "got 'word_embeddings', which matches none"),
+        (
+            {"layers_to_transform": [1, 3, -1]},
+            r"peft.layers_to_transform: expected blocks from 0 to 2, got \[-1, 3\]",
+        ),
+        (
+            {"layers_to_transform": [1, 2]},
+            r"expected blocks whose targets model.unfreeze leaves frozen, got encoder.layer.2.att",
+        ),
+    ],
+)
+def test_lora_that_fits_nothing_is_refused(tiny_base, lora, message):
+    with pytest.raises(ValueError, match=message):
+        with_lora(tiny_base, last_blocks=1, **lora)
+
+
+@pytest.mark.parametrize(
+    ("peft", "message"),
+    [
+        ({"r": 0}, "peft.r: expected a number of at least 1, got 0"),
+        ({"lora_alpha": -1}, "peft.lora_alpha: expected a number of at least 1, got -1"),
+        ({"lora_dropout": 1.0}, "peft.lora_dropout: expected a number below 1, got 1.0"),
+        ({"rank": 8}, "peft.rank"),
+        ({"target_modules": "qkv"}, "peft.target_modules"),
+        ({"target_modules": []}, "peft.target_modules: expected at least one, got none"),
+        ({"layers_to_transform": []}, "peft.layers_to_transform: expected at least one, got none"),
+    ],
+)
+def test_sections_that_make_no_sense_are_refused(make_yaml, peft, message):
+    with pytest.raises(ValueError, match=message):
+        load_run_config(make_yaml(peft=peft))
+
+
+def test_a_tied_head_is_refused(make_yaml):
+    path = make_yaml(
+        head={"name": "dist", "tie": True}, model={"unfreeze": {"patterns": ["*"]}}, peft={"r": 4}
+    )
+    with pytest.raises(ValueError, match=r"head.tie: expected false with a peft section, got true"):
+        load_run_config(path)
