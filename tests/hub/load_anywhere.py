@@ -21,6 +21,11 @@ for repo in repos:
         tensors[repo] = model(**batch).logits
         backbone = AutoModel.from_pretrained(name, **options)
         tensors[f"{repo} hidden"] = backbone(**batch).last_hidden_state
+    saved = f"{target} {name.replace('/', ' ')}"
+    model.save_pretrained(saved)  # of the form head, a whole checkpoint
+    again = AutoModelForMaskedLM.from_pretrained(saved, trust_remote_code=True)
+    with torch.no_grad():
+        tensors[f"{repo} saved again"] = again(**batch).logits
     fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
     features = pipeline("feature-extraction", model=backbone, tokenizer=tokenizer)
     tensors[f"{repo} features"] = torch.tensor(features(text))

@@ -60,6 +60,7 @@ def test_a_repo_computes_what_was_trained_without_this_package(loaded, expected,
     tensors, found = loaded[mode]
     assert found[repo]["module"].startswith("transformers_modules.")
     assert torch.equal(tensors[repo], expected[0])
+    assert torch.equal(tensors[f"{repo} saved again"], expected[0])
     assert torch.equal(tensors[f"{repo} hidden"], expected[1])
     assert torch.equal(tensors[f"{repo} features"], expected[1])
     assert found[repo]["h_exp"] == -4.0

@@ -68,6 +68,40 @@ def test_with_this_package_no_remote_code_is_needed(hub, pushed, tmp_path):
     run(sys.executable, *words, environment=hub.environment(tmp_path))
 
 
+PRIVATE = """
+import sys, torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+local, text, token = sys.argv[1:]
+from harmonic_sft import HarmonicForMaskedLM
+expected = HarmonicForMaskedLM.from_pretrained(local)
+batch = AutoTokenizer.from_pretrained(local)([text], return_tensors="pt")
+expected = expected(**batch).logits
+try:
+    AutoModelForMaskedLM.from_pretrained("alice/private")
+    sys.exit("a private repo was read without a token")
+except OSError:
+    pass
+main = {"revision": "step-6", "device_map": "cpu"}
+for where in ({"token": token}, {"local_files_only": True}):
+    model = AutoModelForMaskedLM.from_pretrained("alice/private", **main, **where)
+    assert torch.equal(model(**batch).logits, expected), where
+"""
+
+
+def test_token_revision_and_local_files_reach_the_base_too(hub, client, pushed, tmp_path):
+    words = ("--repo-id", "alice/private", "--form", "head", "--private", "--revision", "step-6")
+    done = client("push", pushed, *words)
+    assert done["status"] == 0, done["err"]
+    hub.repos["alice/base"].private = True
+    try:
+        run(
+            *(sys.executable, "-c", PRIVATE, pushed, TEXT, "hf_test_token_alice"),
+            environment=hub.environment(tmp_path, token=None),
+        )
+    finally:
+        hub.repos["alice/base"].private = False
+
+
 BROKEN_BASE = """
 import sys
 from transformers import AutoModelForMaskedLM
