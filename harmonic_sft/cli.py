@@ -1,4 +1,4 @@
-"""The command line: harmonic-sft train | eval | compare | push | export."""
+"""The command line: harmonic-sft train | data | eval | compare | push | export."""
 
 import argparse
 import logging
@@ -17,6 +17,7 @@ from harmonic_sft.training import (
     dry_run,
     evaluate_folder,
     load_run_config,
+    show_data,
     train,
 )
 
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run_command=_train)
 
+    command = commands.add_parser("data", help="show what a run would train on, without its model")
+    command.add_argument("config", type=Path, help="the YAML file of the run")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    command.add_argument("--row", type=int, default=0, help="number of the row that is shown")
+    command.set_defaults(run_command=_data)
+
     command = commands.add_parser("eval", help="evaluate a trained folder")
     command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
     command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -105,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> None:
     run = load_run_config(options.config, options.overrides)
     dry_run(run) if options.dry_run else train(run)
+
+
+def _data(options: argparse.Namespace) -> None:
+    show_data(load_run_config(options.config, options.overrides), row=options.row)
 
 
 def _eval(options: argparse.Namespace) -> None:

@@ -1,16 +1,19 @@
 """Documents to masked batches: sources, rows, masks, splits and collation."""
 
+from harmonic_sft.data.formats import BLANK
 from harmonic_sft.data.loading import DataConfig, EvalConfig, LoadedData, load_data
 from harmonic_sft.data.masked_dataset import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    StreamedMaskedRows,
+    PaddingFreeCollator,
 )
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig
 from harmonic_sft.data.sources import Source
+from harmonic_sft.data.streams import StreamedRows
 
 __all__ = [
+    "BLANK",
     "EVAL_EPOCH",
     "IGNORE_INDEX",
     "DataConfig",
@@ -20,7 +23,8 @@ __all__ = [
     "MaskConfig",
     "MaskedRows",
     "PaddingCollator",
+    "PaddingFreeCollator",
     "Source",
-    "StreamedMaskedRows",
+    "StreamedRows",
     "load_data",
 ]

@@ -1,18 +1,34 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import datasets
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as config_dataclass
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator, StreamedMaskedRows
+from harmonic_sft.data.chat import LossOn
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.formats import recognize
+from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator, PaddingFreeCollator
 from harmonic_sft.data.masking import EVAL_EPOCH, MaskConfig, RowMasker
-from harmonic_sft.data.rows import check_tokenizer, table_rows, unigram_counts
-from harmonic_sft.data.sources import Source, load_documents
-from harmonic_sft.data.splits import Split, split_stream, split_table
+from harmonic_sft.data.packing import fill_rate, join_rows, pack
+from harmonic_sft.data.rows import RowMaker, check_tokenizer, table_rows, unigram_counts
+from harmonic_sft.data.sources import (
+    Source,
+    check_column,
+    check_weights,
+    first_row,
+    load_documents,
+)
+from harmonic_sft.data.splits import Split, split_streams, split_table
+from harmonic_sft.data.streams import LogicalStream, StreamedRows
+
+logger = logging.getLogger(__name__)
 
 
 @config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -28,26 +44,74 @@ class DataConfig:
 
     sources: list[Source] = Field(min_length=1, description="where the documents come from")
     context_length: int = Field(ge=1, description="longest row, in tokens, special ones included")
+    loss_on: LossOn = Field(
+        default="all", description="what is predicted: all, the completion or assistant turns"
+    )
     mask: MaskConfig = Field(default_factory=MaskConfig, description="how tokens are masked")
+    packing: bool = Field(
+        default=False, description="fill rows with several documents that do not see each other"
+    )
+    padding_free: bool = Field(
+        default=False, description="lay a batch out as one row instead of padding"
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="what happens to a row that cannot be used"
+    )
     eval: EvalConfig = Field(default_factory=EvalConfig, description="the evaluation split")
     num_proc: int | None = Field(
         default=None, ge=1, description="processes that tokenize; null is the main one"
     )
+    streams: int = Field(
+        default=8, ge=1, description="most logical streams; part of what fixes the order"
+    )
+    window: int = Field(
+        default=256, ge=1, description="documents of a stream shuffled and packed together"
+    )
     pad_to_multiple_of: int | None = Field(
         default=None, ge=1, description="round the length of a batch up to a multiple of this"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        check_weights(self.sources)
+        if len({source.streaming for source in self.sources}) > 1:
+            raise ValueError("sources: expected streaming in all or in none, got a mixture")
+        weighted = self.sources[0].weight is not None
+        if weighted and len(self.sources) > 1 and not self.sources[0].streaming:
+            raise ValueError(
+                "sources: expected streaming: true in a mixture by weight, got tables. A table is "
+                "read once in an epoch, whatever its weight"
+            )
+        if self.padding_free and self.pad_to_multiple_of is not None:
+            raise ValueError("padding_free: expected no pad_to_multiple_of beside it, got one")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedData:
     """Data sets of one run; the counts are of the training split, None for a stream."""
 
-    train: MaskedRows | StreamedMaskedRows
+    train: MaskedRows | StreamedRows
     eval: MaskedRows
-    collator: PaddingCollator
+    collator: PaddingCollator | PaddingFreeCollator
     unigram_counts: np.ndarray | None  # [V], ordinary tokens only
     num_documents: int | None
     num_tokens: int | None  # ordinary tokens only
+    fill_rate: float | None  # of packed rows
+    bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Makes an item of the rows of a stream's pack."""
+
+    masker: RowMasker
+    packed: bool
+
+    def __call__(self, members: Sequence[tuple[dict[str, Any], int]]) -> dict[str, np.ndarray]:
+        """Mask every row by its own name and epoch, and join them."""
+        rows = [self.masker(row, epoch) for row, epoch in members]
+        return join_rows(rows) if self.packed else rows[0]
 
 
 def load_data(
@@ -58,14 +122,14 @@ def load_data(
     max_positions: int,
     seed: int,
 ) -> LoadedData:
-    """Load, tokenize, split and mask the documents of a run.
+    """Load, tokenize, split, mask and pack the documents of a run.
 
     Args:
         config: The `data:` part of the configuration.
         tokenizer: Of the model.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of the masks and of the choice of the evaluation documents.
+        seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -79,61 +143,131 @@ def load_data(
         max_positions=max_positions,
         context_length=config.context_length,
     )
-    special_tokens = np.zeros(vocab_size, dtype=bool)  # [V]
-    special_tokens[tokenizer.all_special_ids] = True
-    masker = RowMasker(
-        seed=seed,
-        probability=config.mask.probability,
-        mask_token_id=tokenizer.mask_token_id,
-        special_tokens=special_tokens,
-    )
-    split = _load_split(config, tokenizer, seed)
+    masker = RowMasker.of(config.mask, tokenizer=tokenizer, vocab_size=vocab_size, seed=seed)
+    bad_rows = BadRows()
+    split = _load_split(config, tokenizer, seed, bad_rows)
+    counts = rate = None
     if isinstance(split.train, datasets.Dataset):
-        train = MaskedRows(split.train, masker)
-        counts = np.where(special_tokens, 0, unigram_counts(split.train, vocab_size))  # [V]
+        packs = None
+        if config.packing:
+            lengths = _lengths(split.train)
+            packs = pack(lengths, config.context_length)
+            rate = fill_rate(lengths, packs, config.context_length)
+        train = MaskedRows(split.train, masker, packs=packs)
+        counts = np.where(masker.special_tokens, 0, unigram_counts(split.train, vocab_size))  # [V]
     else:
-        train, counts = StreamedMaskedRows(split.train, masker), None
+        train = StreamedRows(split.train, Finish(masker, packed=config.packing))
+    pad = PaddingCollator(
+        pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
+    )
     return LoadedData(
         train=train,
         eval=MaskedRows(split.eval, masker, fixed_epoch=EVAL_EPOCH),
-        collator=PaddingCollator(
-            pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
-        ),
+        collator=PaddingFreeCollator() if config.padding_free else pad,
         unigram_counts=counts,
         num_documents=split.num_documents,
         num_tokens=None if counts is None else int(counts.sum()),
+        fill_rate=rate,
+        bad_rows=bad_rows,
     )
 
 
-def _load_split(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Split:
+def _load_split(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, bad_rows: BadRows
+) -> Split:
     """Open every source, all being tables or all being streams, and split off the evaluation."""
-    if len({source.streaming for source in config.sources}) > 1:
-        raise ValueError("data.sources: expected streaming in all or in none, got a mixture.")
-    tables, streams = [], []
+    opened = []
     for index, source in enumerate(config.sources):
-        documents = load_documents(source, name=f"data.sources[{index}]")
-        if isinstance(documents, datasets.IterableDataset):
-            streams.append(documents)
-            continue
-        rows = table_rows(
-            documents,
+        name = f"data.sources[{index}]"
+        documents = load_documents(
+            source, name=name, on_bad_row=config.on_bad_row, bad_rows=bad_rows
+        )
+        form = source.format
+        if form == "auto":
+            form = "text" if source.column != "text" else _recognize(first_row(documents), name)
+            logger.info("%s: rows of the format %s.", name, form)
+        if form == "text":
+            check_column(documents, source, name=name)
+        maker = RowMaker(
+            name=name,
             source=index,
+            form=form,
+            column=source.column,
             tokenizer=tokenizer,
             context_length=config.context_length,
-            num_proc=config.num_proc,
+            loss_on=config.loss_on,
+            word_ids=config.mask.whole_word,
+            bad_rows=bad_rows,
+            skip=config.on_bad_row == "skip",
         )
+        opened.append((documents, maker))
+    if config.sources[0].streaming:
+        return split_streams(
+            _logical_streams(opened, config, seed, bad_rows), eval_documents=config.eval.documents
+        )
+    tables = []
+    for documents, maker in opened:
+        assert isinstance(documents, datasets.Dataset), "streams have returned above"
+        rows = table_rows(documents, maker, num_proc=config.num_proc)
         if len(rows) == 0:
             raise ValueError(
-                f"data.sources[{index}].path: expected documents with text, "
-                f"got only blank ones in {source.path!r}."
+                f"{maker.name}.path: expected documents with text, got only blank ones in "
+                f"{config.sources[maker.source].path!r}."
             )
         tables.append(rows)
-    if tables:
-        rows = datasets.concatenate_datasets(tables)
-        return split_table(rows, eval_documents=config.eval.documents, seed=seed)
-    return split_stream(
-        streams,
-        tokenizer=tokenizer,
-        context_length=config.context_length,
-        eval_documents=config.eval.documents,
-    )
+    rows = _join_tables(tables)
+    return split_table(rows, eval_documents=config.eval.documents, seed=seed)
+
+
+def _logical_streams(
+    opened: Sequence[tuple[Any, RowMaker]],
+    config: DataConfig,
+    seed: int,
+    bad_rows: BadRows,
+) -> list[LogicalStream]:
+    """Split the sources into as many streams as all of them have shards for."""
+    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
+    weights = [source.weight for source in config.sources]
+    return [
+        LogicalStream(
+            [documents.shard(count, number) for documents, _ in opened],
+            number,
+            weights=None if weights[0] is None else [weight or 0.0 for weight in weights],
+            make_rows=[maker for _, maker in opened],
+            bad_rows=bad_rows,
+            window=config.window,
+            seed=seed,
+            capacity=config.context_length if config.packing else None,
+        )
+        for number in range(count)
+    ]
+
+
+def _recognize(row: dict[str, Any] | None, name: str) -> Any:
+    assert row is not None, "load_documents has looked"
+    try:
+        return recognize(row)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+
+
+def _lengths(rows: datasets.Dataset) -> np.ndarray:
+    """Return the length of every row in tokens, `[rows]`."""
+    column = rows.with_format("arrow")["input_ids"]
+    return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks])
+
+
+def _join_tables(tables: Sequence[datasets.Dataset]) -> datasets.Dataset:
+    """Join tables; rows of plain text may predict everything where others have `scored`."""
+    if len({tuple(table.column_names) for table in tables}) > 1:
+        tables = [
+            table if "scored" in table.column_names else table.map(_all_scored, desc="Joining")
+            for table in tables
+        ]
+        names = tables[0].column_names
+        tables = [table.select_columns(names) for table in tables]
+    return datasets.concatenate_datasets(list(tables))
+
+
+def _all_scored(row: dict[str, Any]) -> dict[str, list[bool]]:
+    return {"scored": [True] * len(row["input_ids"])}

@@ -1,6 +1,5 @@
 """Torch data sets of masked rows, the order they are read in, and their padded batches."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,23 +10,32 @@ from torch import Tensor
 
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker
+from harmonic_sft.data.packing import join_rows
 
 
 class MaskedRows(torch.utils.data.Dataset):
-    """Rows of a table, masked anew in every epoch.
+    """Rows of a table, or packs of them, masked anew in every epoch.
 
     Args:
-        rows: Columns `input_ids`, `source`, `document` and `chunk`.
+        rows: Columns `input_ids`, `source`, `document` and `chunk`, and what else `masker` reads.
         masker: Makes `input_ids` and `labels` of a row and an epoch.
+        packs: Numbers of the rows of each pack; an item is then a pack instead of a row. Every row
+            is masked by its own name, so the masks are those of the same rows unpacked.
         fixed_epoch: Mask every pass as this epoch, for evaluations that can be compared. accelerate
             numbers the passes over evaluation sets too; the number is then ignored.
     """
 
     def __init__(
-        self, rows: datasets.Dataset, masker: RowMasker, *, fixed_epoch: int | None = None
+        self,
+        rows: datasets.Dataset,
+        masker: RowMasker,
+        *,
+        packs: Sequence[np.ndarray] | None = None,
+        fixed_epoch: int | None = None,
     ) -> None:
         self.rows = rows.with_format("numpy")
         self.masker = masker
+        self.packs = packs
         self.fixed_epoch = fixed_epoch
         # In shared memory, so that workers that outlive an epoch see the next one's number.
         self._epoch = torch.tensor(fixed_epoch or 0).share_memory_()
@@ -43,12 +51,20 @@ class MaskedRows(torch.utils.data.Dataset):
             self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.rows)
+        """Number of rows, or of packs."""
+        return len(self.rows if self.packs is None else self.packs)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `labels`, both `[T]` int64, of one row."""
-        return self.masker(self.rows[int(index)], self.epoch)
+        """Return `input_ids` and `labels`, both `[T]` int64, of one row.
+
+        Those of a pack are its rows' one after the other, with `position_ids` `[T]` that start
+        anew at 0 in each.
+        """
+        epoch = self.epoch
+        if self.packs is None:
+            return self.masker(self.rows[int(index)], epoch)
+        members = self.packs[int(index)]
+        return join_rows([self.masker(self.rows[int(member)], epoch) for member in members])
 
 
 class EpochSampler(torch.utils.data.Sampler[int]):
@@ -60,7 +76,7 @@ class EpochSampler(torch.utils.data.Sampler[int]):
     given, so either way both see it.
 
     Args:
-        rows: Owns the epoch.
+        rows: Owns the epoch; the items shuffled are its rows or packs.
         seed: Seed of the order.
     """
 
@@ -81,47 +97,9 @@ class EpochSampler(torch.utils.data.Sampler[int]):
         yield from map(int, permutation("row order", (self.seed, self.rows.epoch), len(self)))
 
 
-class StreamedMaskedRows(torch.utils.data.IterableDataset):
-    """Rows of a stream, pass after pass without end, every pass masked as an epoch of its own.
-
-    The epoch is counted here, not by the training loop: a run that skips to where it stopped then
-    meets the same rows and masks, also when it had begun the stream anew before.
-
-    Args:
-        rows: Columns `input_ids`, `source`, `document` and `chunk`.
-        masker: Makes `input_ids` and `labels` of a row and an epoch.
-    """
-
-    def __init__(self, rows: datasets.IterableDataset, masker: RowMasker) -> None:
-        self.rows = rows
-        self.masker = masker
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yield `input_ids` and `labels`, both `[T]` int64.
-
-        Raises:
-            ValueError: More than one worker, or no row in the stream.
-        """
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(
-                "training.dataloader_num_workers: expected 0 or 1 for a stream, "
-                f"got {worker.num_workers}. Several workers would change the order of the rows."
-            )
-        for epoch in itertools.count():
-            row = None
-            for row in self.rows:
-                yield self.masker(row, epoch)
-            if row is None:
-                raise ValueError(
-                    "data.sources: expected more documents than the evaluation split takes, "
-                    "got none after it. Lower data.eval.documents."
-                )
-
-
 @dataclass(frozen=True, kw_only=True)
 class PaddingCollator:
-    """Pad rows on the right to the longest one.
+    """Pad rows or packs on the right to the longest one.
 
     Args:
         pad_token_id: Fills `input_ids`; `labels` are filled with `IGNORE_INDEX`.
@@ -135,21 +113,40 @@ class PaddingCollator:
         """Make one batch.
 
         Args:
-            rows: `input_ids` and `labels`, both `[T]`, of each row.
+            rows: `input_ids` and `labels`, both `[T]`, of each row, and `position_ids` of packs.
 
         Returns:
-            `input_ids`, `attention_mask` and `labels`, all `[B, T]` int64.
+            `input_ids`, `attention_mask`, `labels` and for packs `position_ids`, all `[B, T]`
+            int64. Padding has position 0: each such token is a document of its own.
         """
         longest = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         shape = (len(rows), -(-longest // multiple) * multiple)  # [B, T]
-        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros(shape, dtype=np.int64)
-        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        fillers = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
+        if "position_ids" in rows[0]:
+            fillers["position_ids"] = 0
+        batch = {name: np.full(shape, filler, dtype=np.int64) for name, filler in fillers.items()}
         for index, row in enumerate(rows):
             length = len(row["input_ids"])
-            input_ids[index, :length] = row["input_ids"]
-            attention_mask[index, :length] = 1
-            labels[index, :length] = row["labels"]
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+            for name, values in batch.items():
+                values[index, :length] = 1 if name == "attention_mask" else row[name]
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+class PaddingFreeCollator:
+    """Put all rows or packs of a batch into a single row without padding.
+
+    The model tells the documents apart by their positions.
+    """
+
+    def __call__(self, rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+        """Make one batch.
+
+        Args:
+            rows: `input_ids` and `labels`, both `[T]`, of each row, and `position_ids` of packs.
+
+        Returns:
+            `input_ids`, `labels` and `position_ids`, all `[1, T]` int64, T being the sum of the
+            lengths. The positions start anew at 0 in every document.
+        """
+        return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}

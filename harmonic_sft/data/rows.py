@@ -1,7 +1,7 @@
-"""Rows for the model: documents tokenized, cut to length and wrapped, with nothing lost."""
+"""Rows for the model: documents as tokens, cut to length and wrapped, with nothing lost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,21 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-ROW_FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "source": datasets.Value("int32"),
-        "document": datasets.Value("int64"),
-        "chunk": datasets.Value("int32"),
-    }
-)
+from harmonic_sft.data.chat import LossOn
+from harmonic_sft.data.encoding import Encoded, SpecialTokens
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.formats import BLANK, Format, encode
+
+NO_WORD = -1
+REASON = "reason"  # column of a table before its bad rows are taken out
+FEATURES = {
+    "input_ids": datasets.List(datasets.Value("int32")),
+    "scored": datasets.List(datasets.Value("bool")),
+    "word_ids": datasets.List(datasets.Value("int32")),
+    "source": datasets.Value("int32"),
+    "document": datasets.Value("int64"),
+    "chunk": datasets.Value("int32"),
+}
 
 
 def check_tokenizer(
@@ -57,153 +64,192 @@ def check_tokenizer(
         )
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """What a tokenizer puts around one text."""
+@dataclass(frozen=True, kw_only=True)
+class RowMaker:
+    """Turns documents of one source into rows: consecutive chunks in the special tokens.
 
-    prefix: list[int]
-    suffix: list[int]
+    A document's tail is a row of its own. A blank document makes no row, nor does a chunk in which
+    nothing is scored.
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "SpecialTokens":
-        """Find them by tokenizing a word: v5 has no `build_inputs_with_special_tokens`."""
-        encoded = tokenizer("a", return_special_tokens_mask=True)
-        ordinary = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
-        input_ids = list(encoded["input_ids"])
-        return cls(input_ids[: ordinary[0]], input_ids[ordinary[-1] + 1 :])
-
-
-def tokenize_documents(
-    documents: Mapping[str, Sequence[Any]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-) -> dict[str, list[Any]]:
-    """Cut documents into rows: consecutive chunks, each wrapped in the special tokens.
-
-    A document's tail is a row of its own, and a blank document makes no row. Text that
-    spells a special token, such as `[MASK]`, is tokenized as text.
-
-    Args:
-        documents: Columns `text`, `source` and `document`.
-        tokenizer: Any tokenizer.
+    Attributes:
+        name: Where the source stands in the configuration.
+        source: Its number.
+        form: Of its documents.
+        column: Of the text.
+        tokenizer: Of the model.
         context_length: Longest row, in tokens, special tokens included.
-
-    Returns:
-        Columns `input_ids`, `source`, `document` and `chunk`, one entry per row.
-
-    Raises:
-        ValueError: A document is not a text, or rows have no place for ordinary tokens.
+        loss_on: What may be predicted.
+        word_ids: Whether rows number their words.
+        bad_rows: Where documents that make no row are counted.
+        skip: Whether bad ones are; else they are errors, and only blank ones are counted.
     """
-    special = SpecialTokens.of(tokenizer)
-    num_special = len(special.prefix) + len(special.suffix)
-    body = context_length - num_special
-    if body < 1:
-        raise ValueError(
-            f"data.context_length: expected more than the {num_special} special tokens of a row, "
-            f"got {context_length}."
-        )
-    names = list(zip(documents["source"], documents["document"], strict=True))
-    for text, (source, document) in zip(documents["text"], names, strict=True):
-        if not isinstance(text, str):
+
+    name: str
+    source: int
+    form: Format
+    column: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    loss_on: LossOn
+    word_ids: bool
+    bad_rows: BadRows
+    skip: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a row."""
+        optional = {"scored": self.form != "text", "word_ids": self.word_ids}
+        return [name for name in FEATURES if optional.get(name, True)]
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of documents, which have a `document` number.
+
+        Raises:
+            ValueError: A document cannot be used and none may be skipped.
+        """
+        rows = []
+        for document, made in zip(documents, self.make(documents), strict=True):
+            if isinstance(made, str):
+                self.report(document["document"], made)
+            else:
+                rows += made
+        return rows
+
+    def make(self, documents: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
+        """Return the rows of each document, or the reason why it makes none.
+
+        Raises:
+            ValueError: Rows have no place for ordinary tokens.
+        """
+        special = SpecialTokens.of(self.tokenizer)
+        num_special = len(special.prefix) + len(special.suffix)
+        body = self.context_length - num_special
+        if body < 1:
             raise ValueError(
-                f"data.sources[{source}]: expected text in every document, "
-                f"got {text!r} in document {document}."
+                f"data.context_length: expected more than the {num_special} special tokens of a "
+                f"row, got {self.context_length}."
             )
-    encoded = tokenizer(
-        [text if text.strip() else "" for text in documents["text"]],
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # no warning about documents longer than the model
-    )
-    rows: dict[str, list[Any]] = {column: [] for column in ROW_FEATURES}
-    for input_ids, (source, document) in zip(encoded["input_ids"], names, strict=True):
-        for chunk, start in enumerate(range(0, len(input_ids), body)):
-            body_ids = input_ids[start : start + body]
-            rows["input_ids"].append([*special.prefix, *body_ids, *special.suffix])
-            rows["source"].append(source)
-            rows["document"].append(document)
-            rows["chunk"].append(chunk)
+        found = encode(
+            documents,
+            self.form,
+            tokenizer=self.tokenizer,
+            loss_on=self.loss_on,
+            column=self.column,
+            word_ids=self.word_ids,
+        )
+        made: list[list[dict[str, Any]] | str] = []
+        for document, encoded in zip(documents, found, strict=True):
+            if isinstance(encoded, str):
+                made.append(encoded)
+                continue
+            chunks = self._cut(encoded, special, body, document["document"])
+            made.append(chunks or BLANK)
+        return made
+
+    def report(self, document: int, reason: str) -> None:
+        """Count a document that makes no row; a blank one is never an error.
+
+        Raises:
+            ValueError: It is bad and must not be skipped.
+        """
+        if self.skip or reason == BLANK:
+            self.bad_rows.add(f"{self.name} document {document}", reason)
+        else:
+            raise ValueError(
+                f"{self.name}: {reason} in document {document}. "
+                "Repair it, or set data.on_bad_row: skip."
+            )
+
+    def _cut(
+        self, encoded: Encoded, special: SpecialTokens, body: int, document: int
+    ) -> list[dict[str, Any]]:
+        rows = []
+        for chunk, start in enumerate(range(0, len(encoded.input_ids), body)):
+            part = slice(start, start + body)
+            scored = None if encoded.scored is None else encoded.scored[part]
+            if scored is not None and not any(scored):
+                continue
+            input_ids = encoded.input_ids[part]
+            row = {
+                "input_ids": [*special.prefix, *input_ids, *special.suffix],
+                "source": self.source,
+                "document": document,
+                "chunk": chunk,
+            }
+            if "scored" in self.columns:
+                row["scored"] = _wrap(scored or [True] * len(input_ids), False, special)
+            if encoded.word_ids is not None:
+                row["word_ids"] = _wrap(encoded.word_ids[part], NO_WORD, special)
+            rows.append(row)
+        return rows
+
+
+def _wrap(values: Sequence[Any], fill: Any, special: SpecialTokens) -> list[Any]:
+    return [*[fill] * len(special.prefix), *values, *[fill] * len(special.suffix)]
+
+
+def _map_batch(
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    *,
+    maker: RowMaker,
+    code: Sequence[str],  # only part of the cache's key
+) -> dict[str, list[Any]]:
+    documents = [
+        {**dict(zip(batch, values, strict=True)), "document": index}
+        for index, *values in zip(indices, *batch.values(), strict=True)
+    ]
+    rows: dict[str, list[Any]] = {name: [] for name in (*maker.columns, REASON)}
+    empty = {"input_ids": [], "scored": [], "word_ids": [], "source": maker.source, "chunk": 0}
+    for document, made in zip(documents, maker.make(documents), strict=True):
+        bad = [{**empty, "document": document["document"], REASON: made}]
+        for row in bad if isinstance(made, str) else made:
+            for name, values in rows.items():
+                values.append(row.get(name))
     return rows
 
 
-def _tokenize_source(
-    batch: Mapping[str, Sequence[str]],
-    indices: Sequence[int],
-    *,
-    source: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-    code: str,  # only part of the cache's key
-) -> dict[str, list[Any]]:
-    documents = {"text": batch["text"], "source": [source] * len(indices), "document": indices}
-    return tokenize_documents(documents, tokenizer=tokenizer, context_length=context_length)
-
-
 def table_rows(
-    documents: datasets.Dataset,
-    *,
-    source: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-    num_proc: int | None = None,
+    documents: datasets.Dataset, maker: RowMaker, *, num_proc: int | None = None
 ) -> datasets.Dataset:
     """Tokenize a table of documents, with a progress bar and the library's cache on disk.
 
     Args:
-        documents: Column `text`.
-        source: Number of the source, part of every row's name.
-        tokenizer: As in `tokenize_documents`.
-        context_length: As in `tokenize_documents`.
+        documents: Of one source.
+        maker: Makes its rows.
         num_proc: Processes to tokenize in; None is this one, best below some million words.
 
     Returns:
-        The rows of `tokenize_documents`, in the order of the documents.
+        The rows in the order of the documents.
+
+    Raises:
+        ValueError: As in `RowMaker`.
     """
-    return documents.map(
-        _tokenize_source,
+    # datasets knows an imported function by its name alone: a cache made by another version of
+    # these files must not be taken for this one's.
+    code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
+    rows = documents.map(
+        _map_batch,
         with_indices=True,
         batched=True,
-        remove_columns=["text"],
-        features=ROW_FEATURES,
+        remove_columns=documents.column_names,
+        features=datasets.Features(
+            {**{name: FEATURES[name] for name in maker.columns}, REASON: datasets.Value("string")}
+        ),
         num_proc=num_proc,
-        desc=f"Tokenizing source {source}",
-        fn_kwargs={
-            "source": source,
-            "tokenizer": tokenizer,
-            "context_length": context_length,
-            # datasets knows an imported function by its name alone: a cache made by another
-            # version of this file must not be taken for this one's.
-            "code": Path(__file__).read_text(),
-        },
+        desc=f"Tokenizing {maker.name}",
+        # The counter of bad rows is no part of the key either: it differs from run to run.
+        fn_kwargs={"maker": replace(maker, bad_rows=BadRows()), "code": code},
     )
+    is_bad = ~np.asarray(rows.data.column(REASON).is_null())
+    for row in rows.select(np.flatnonzero(is_bad)):
+        maker.report(row["document"], row[REASON])
+    rows = rows.remove_columns(REASON)
+    # The split reads whole columns, which a mere selection would not change.
+    return rows.select(np.flatnonzero(~is_bad)).flatten_indices() if is_bad.any() else rows
 
 
-def stream_rows(
-    documents: datasets.IterableDataset,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-) -> datasets.IterableDataset:
-    """Tokenize a stream of documents a few at a time, so that the first row comes soon.
-
-    Args:
-        documents: Columns `text`, `source` and `document`.
-        tokenizer: As in `tokenize_documents`.
-        context_length: As in `tokenize_documents`.
-
-    Returns:
-        The rows of `tokenize_documents`, in the order of the documents.
-    """
-    return documents.map(
-        tokenize_documents,
-        batched=True,
-        batch_size=32,
-        remove_columns=["text"],
-        fn_kwargs={"tokenizer": tokenizer, "context_length": context_length},
-    )
+CODE = ("rows", "formats", "chat", "encoding")
 
 
 def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:

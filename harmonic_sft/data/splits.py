@@ -1,22 +1,23 @@
 """Documents kept for evaluation, which training never sees."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.keyed_random import permutation
-from harmonic_sft.data.rows import ROW_FEATURES, stream_rows, tokenize_documents
+from harmonic_sft.data.rows import FEATURES
+from harmonic_sft.data.streams import LogicalStream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """Rows to train on and rows to evaluate on, no document being in both."""
 
-    train: datasets.Dataset | datasets.IterableDataset
+    train: datasets.Dataset | list[LogicalStream]
     eval: datasets.Dataset
     num_documents: int | None  # of the training rows; None for a stream
 
@@ -49,55 +50,46 @@ def split_table(rows: datasets.Dataset, *, eval_documents: int, seed: int) -> Sp
     )
 
 
-def split_stream(
-    streams: Sequence[datasets.IterableDataset],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
-    eval_documents: int,
-) -> Split:
-    """Read documents of several streams in turn and keep the first ones for evaluation.
+def split_streams(streams: Sequence[LogicalStream], *, eval_documents: int) -> Split:
+    """Keep the first documents of every logical stream for evaluation.
 
     Args:
-        streams: Column `text`.
-        tokenizer: As in `tokenize_documents`.
-        context_length: As in `tokenize_documents`.
-        eval_documents: How many documents to keep; blank ones do not count.
+        streams: All of a run; told to begin after these documents in every pass.
+        eval_documents: How many documents to keep of all of them; those without rows do not count.
 
     Returns:
-        The split. A stream that ends before the others is not begun anew.
+        The split, without the streams that have nothing left to train on.
 
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    numbered = [
-        stream.map(_number, with_indices=True, fn_kwargs={"source": source})
-        for source, stream in enumerate(streams)
-    ]
-    in_turn = datasets.interleave_datasets(
-        numbered, stopping_strategy="all_exhausted_without_replacement"
-    )
-    documents = in_turn.filter(_is_not_blank)
-    first = list(documents.take(eval_documents + 1))
-    _check_enough(len(first), eval_documents)
-    columns = {key: [row[key] for row in first[:-1]] for key in ("text", "source", "document")}
-    rows = tokenize_documents(columns, tokenizer=tokenizer, context_length=context_length)
+    rows: list[dict[str, Any]] = []
+    kept, waiting = 0, list(streams)
+    # Short streams leave their share to the others.
+    for opened in itertools.count():
+        if not waiting or (opened and kept == eval_documents):
+            break
+        going_on = []
+        for place, stream in enumerate(waiting):
+            share = -(-(eval_documents - kept) // (len(waiting) - place))
+            found, documents, left = stream.hold_out(share)
+            rows += found
+            kept += documents
+            if left:
+                going_on.append(stream)
+        waiting = going_on
+    if not waiting:
+        _check_enough(kept, eval_documents)
+    columns = [name for name in FEATURES if any(name in row for row in rows)]
+    for row in rows:  # of plain text, beside formats that say what is scored
+        row.setdefault("scored", [True] * len(row["input_ids"]))
+    features = datasets.Features({name: FEATURES[name] for name in columns})
+    table = {name: [row[name] for row in rows] for name in columns}
     return Split(
-        train=stream_rows(
-            documents.skip(eval_documents), tokenizer=tokenizer, context_length=context_length
-        ),
-        eval=datasets.Dataset.from_dict(rows, features=ROW_FEATURES),
+        train=waiting,
+        eval=datasets.Dataset.from_dict(table, features=features),
         num_documents=None,
     )
-
-
-def _number(_: Mapping[str, Any], index: int, *, source: int) -> dict[str, int]:
-    return {"source": source, "document": index}
-
-
-def _is_not_blank(document: Mapping[str, Any]) -> bool:
-    # What is no text at all passes, and tokenize_documents refuses it by name.
-    return not isinstance(document["text"], str) or bool(document["text"].strip())
 
 
 def _check_enough(num_documents: int, eval_documents: int) -> None:

@@ -11,7 +11,8 @@ from urllib.parse import quote
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainingArguments
 
-from harmonic_sft.data.sources import DOCSTRINGS, FILE_FORMATS, HUB_NAME
+from harmonic_sft.data.files import file_kind
+from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -198,7 +199,7 @@ def _last_part(path: str) -> str | None:
 
 
 def _is_hub_dataset(path: str) -> bool:
-    is_local = path.startswith((".", "~")) or Path(path).suffix.lower() in FILE_FORMATS
+    is_local = path.startswith((".", "~")) or file_kind(path) is not None
     return bool(HUB_NAME.fullmatch(path)) and not is_local and not Path(path).exists()
 
 

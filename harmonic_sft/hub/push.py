@@ -3,12 +3,21 @@
 import json
 import shlex
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, get_token, hf_hub_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelInfo,
+    get_token,
+    hf_hub_download,
+)
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
@@ -19,8 +28,23 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
-from harmonic_sft.hub.staging import STALE, Form, check_form, stage
-from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.hub.staging import CODE, FIGURE, SENTENCES, TOKENIZER, Form, check_form, stage
+from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
+
+# What an earlier push may have left.
+OURS = (
+    *(
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors",
+        "model.safetensors.index.json",
+    ),
+    *(HEAD_FILE, BLOCKS_FILE, FIGURE),
+    *("adapter_config.json", "adapter_model.safetensors"),
+    *(*CODE, *SENTENCES, *TOKENIZER),
+)
+FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5", "*.msgpack")
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
 REASONS = {
     401: "The token is not valid. Log in with `hf auth login`",
@@ -29,6 +53,10 @@ REASONS = {
     412: "The repo was changed at the same moment",
     413: "The Hub refuses files of this size",
 }
+
+
+class ForeignRepoError(ValueError):
+    """The repo holds something that must not be replaced unasked."""
 
 
 class PushError(RuntimeError):
@@ -112,39 +140,24 @@ def check_destination(to: Destination) -> None:
 
 
 def check_model(config: HarmonicConfig, to: Destination) -> None:
-    """Refuse a form that does not suit a model, and to replace one of another architecture.
+    """Refuse a form that does not suit a model, and a repo that holds something else.
 
     Raises:
         ValueError: The form, or the repo holds another model and `to.force` is not set.
         PushError: The Hub cannot be reached.
     """
     check_form(config, to.form)
-    if to.force:
-        return
     try:
-        path = hf_hub_download(to.repo_id, "config.json", revision=to.revision)
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
-        return  # a new repo, or one without a model
+        _check_repo(_find_repo(to), config, to)
     except (HTTPError, OSError) as error:
         raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
-    found, own = json.loads(Path(path).read_text()), config.to_dict()
-    for keys in (("model_type",), *(("text_config", k) for k in ("model_type", "hidden_size"))):
-        theirs, ours = found, own
-        for key in keys:
-            theirs = theirs.get(key, {}) if isinstance(theirs, dict) else None
-            ours = ours.get(key, {})
-        if theirs != ours:
-            raise ValueError(
-                f"repo_id: expected a new repo or an earlier version of this model, got "
-                f"{to.repo_id!r} with {'.'.join(keys)} {theirs!r} instead of {ours!r}. Choose "
-                "another name, or add --force to replace it"
-            )
 
 
 def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
     """Send a staged folder as one commit and return its address.
 
     Raises:
+        ValueError: The repo holds another model by now.
         PushError: The Hub refused, or the connection broke.
     """
     api = HfApi()
@@ -153,14 +166,18 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
         api.create_repo(to.repo_id, private=to.private, exist_ok=True)
         if to.revision is not None:
             api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
-        commit = api.upload_folder(
+        info = api.model_info(to.repo_id, revision=to.revision)
+        _check_repo(info, trained.config, to)
+        commit = api.create_commit(
             repo_id=to.repo_id,
-            folder_path=staged,
+            operations=_operations(staged, info, to),
             revision=to.revision,
+            parent_commit=info.sha,  # nobody else's push is overwritten unseen
             commit_message=f"Harmonic SFT: {to.form}{step}",
-            delete_patterns=list(STALE),
         )
-    except (HTTPError, OSError, RuntimeError) as error:
+    except ForeignRepoError:
+        raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PushError(
             f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} The "
             f"repo's last revision and the run are as before. Try again: {to.command(trained.path)}"
@@ -168,16 +185,94 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
     return commit.commit_url
 
 
-def _status(error: Exception) -> int | None:
+def _operations(
+    staged: Path, info: ModelInfo, to: Destination
+) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """Add what is staged, and delete what another push has left and would now mislead."""
+    paths = sorted(path for path in staged.rglob("*") if path.is_file())
+    added = {path.relative_to(staged).as_posix(): path for path in paths}
+    patterns = (*OURS, *FOREIGN) if to.force else OURS
+    stale = [
+        name
+        for name in _names(info)
+        if name not in added and any(_matches(name, pattern) for pattern in patterns)
+    ]
+    return [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
+        *(CommitOperationDelete(path_in_repo=name) for name in stale),
+    ]
+
+
+def _find_repo(to: Destination) -> ModelInfo | None:
+    """Return what the Hub knows of the repo, None if it does not exist."""
+    try:
+        return HfApi().model_info(to.repo_id, revision=to.revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+
+
+def _check_repo(info: ModelInfo | None, config: HarmonicConfig, to: Destination) -> None:
+    """Raise a `ForeignRepoError` unless the repo is new, or holds this model or its adapter."""
+    if info is None or to.force:
+        return
+    if to.private and not info.private:
+        raise ForeignRepoError(
+            f"--private: expected a new repo or a private one, got {to.repo_id!r}, which is public"
+        )
+    names = _names(info)
+    found = None
+    if "config.json" in names:
+        theirs, ours = _read_json(info, "config.json"), config.to_dict()
+        for keys in (("model_type",), *(("text_config", key) for key in SHAPE)):
+            there, here = _at(theirs, keys), _at(ours, keys)
+            if there != here:
+                found = f"{'.'.join(keys)} {there!r} instead of {here!r}"
+                break
+    elif "adapter_config.json" in names:
+        adapter = _read_json(info, "adapter_config.json")
+        if "dist_head" not in (adapter.get("modules_to_save") or []):
+            found = "an adapter of another model"
+    elif any(_matches(name, pattern) for name in names for pattern in FOREIGN):
+        found = "weights of another model"
+    if found is not None:
+        raise ForeignRepoError(
+            f"repo_id: expected a new repo or an earlier version of this model, got {to.repo_id!r} "
+            f"with {found}. Choose another name, or replace it by `harmonic-sft push` with --force"
+        )
+
+
+def _names(info: ModelInfo) -> list[str]:
+    return [file.rfilename for file in info.siblings or []]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a file is one of those; `*` stays in its folder."""
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+def _read_json(info: ModelInfo, name: str) -> dict[str, Any]:
+    return json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
+
+
+def _at(fields: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        fields = fields.get(key) if isinstance(fields, dict) else None
+    return fields
+
+
+def _status(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    while not isinstance(error, HTTPError) and error.__cause__ is not None:
+        error = error.__cause__  # the client wraps what breaks an upload
     status = _status(error)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set. Unset it."
+    if status is None and isinstance(error, HTTPError):
+        return f"The connection failed ({type(error).__name__}). Check the network."
     if status is None:
-        name = type(error).__name__
-        return f"The connection failed ({name}). Check the network."
+        return f"{str(error).strip().rstrip('.')}."
     advice = REASONS.get(status, "The Hub has a problem" if status >= 500 else "It was refused")
     return f"{advice} (HTTP {status})."

@@ -44,6 +44,7 @@ def read_trained(folder: Path) -> TrainedFolder:
     Raises:
         ValueError: No run, no weights in it yet, or half-written ones.
     """
+    folder = folder.resolve()
     home = folder.parent if folder.name.startswith("checkpoint-") else folder
     if not (home / "run.yaml").is_file():
         raise ValueError(
@@ -65,15 +66,23 @@ def read_trained(folder: Path) -> TrainedFolder:
     results = home / "results" / "train.json"
     finished = folder == home and results.is_file()
     figure = home / "results" / "train.png"
-    state = folder / "trainer_state.json"
+    state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
     return TrainedFolder(
         path=folder,
         config=HarmonicConfig.from_pretrained(folder),
-        run=read_yaml(home / "run.yaml"),
+        run=run,
         results=read_results(results) if finished else None,
-        step=json.loads(state.read_text())["global_step"] if state.is_file() else None,
+        step=_step_of(json.loads(state.read_text()), run, finished) if state.is_file() else None,
         figure=figure if finished and figure.is_file() else None,
     )
+
+
+def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
+    """Return the step of the weights, which at the end may be those of the best checkpoint."""
+    best = state.get("best_model_checkpoint")
+    if finished and best and run.get("training", {}).get("load_best_model_at_end"):
+        return int(Path(best).name.split("-")[1])
+    return state["global_step"]
 
 
 def weight_files(folder: Path) -> list[Path]:

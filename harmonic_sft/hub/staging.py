@@ -11,6 +11,7 @@ from huggingface_hub import get_token
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from harmonic_sft import models
 from harmonic_sft.hub.adapter import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from harmonic_sft.hub.adapter import write_adapter
 from harmonic_sft.hub.model_card import model_card
@@ -31,8 +32,8 @@ TOKENIZER = (
     *("sentencepiece.bpe.model",),
 )
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # may hold "/root/" as a token
-# What an earlier push in another form may have left, and would now mislead.
-STALE = ("*.safetensors", "*.safetensors.index.json", "*.py", "adapter_config.json", "config.json")
+SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
+CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
 
 
 def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> None:
@@ -76,6 +77,11 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
     """
     if form == "full":
         return
+    if form == "peft" and config.tie_word_embeddings:
+        raise ValueError(
+            "--form peft: expected a head of its own, got one tied to the embeddings, which an "
+            "adapter cannot hold. Use --form full"
+        )
     if config.trained_parameters is None:
         raise ValueError(
             f"--form {form}: expected a run that says what it trained, got one of an earlier "
@@ -174,7 +180,7 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    _copy(trained.path, target, ("*.py",))
+    _copy(trained.path, target, CODE)  # the folder may hold other files by now
     text_config = trained.config.text_config
     length = {"max_seq_length": max_positions(text_config), "do_lower_case": False}
     _write_json(target / "sentence_bert_config.json", length)

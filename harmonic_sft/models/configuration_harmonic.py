@@ -16,7 +16,8 @@ class HarmonicConfig(PreTrainedConfig):
             Default: NeoBERT's.
         head: `{"name": ..., fields...}` of the output head, with the `h_exp` reached.
         base_model: Name or folder of the model the backbone was loaded from.
-        base_revision: Its revision on the Hub.
+        base_revision: Its commit on the Hub, None for one of this machine.
+        base_dtype: Precision that its weights were rounded to when training began.
         tie_word_embeddings: Whether the head shares its weight with the input embeddings.
         float32_modules: Names of modules kept in float32 when the rest is loaded in 16 bits.
         trained_parameters: Names of the parameters that differ from the base's, the head's too.
@@ -30,6 +31,7 @@ class HarmonicConfig(PreTrainedConfig):
     head: dict[str, Any] = field(default_factory=lambda: {"name": "dist"})
     base_model: str | None = None
     base_revision: str | None = None
+    base_dtype: str | None = None
     tie_word_embeddings: bool = False
     float32_modules: list[str] | None = None
     trained_parameters: list[str] | None = None

@@ -28,7 +28,8 @@ from .configuration_harmonic import HarmonicConfig
 from .heads import DistLayer, Head, LinearHead, build_head
 from .modeling_neobert import NeoBERTForMaskedLM
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
-from .partial import HUB_OPTIONS, commit_of, complete_state_dict
+from .packing import document_arguments
+from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
 
 
 class HarmonicPreTrainedModel(PreTrainedModel):
@@ -70,21 +71,23 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             ValueError: The base of a partial checkpoint cannot be fetched or does not fit.
         """
         name = pretrained_model_name_or_path
-        if name is None:
-            return super().from_pretrained(None, *model_args, config=config, **kwargs)
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        revision = kwargs.get("revision")
-        if not isinstance(config, PreTrainedConfig):
-            where: dict[str, Any] = {
-                "revision": revision,
-                "subfolder": kwargs.get("subfolder", ""),
-                **hub,
-            }
-            config = HarmonicConfig.from_pretrained(config or name, **where)
-        if not config.partial:
+        if name is None or kwargs.get("state_dict") is not None:
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        state_dict = complete_state_dict(str(name), config, HarmonicModel, revision=revision, **hub)
-        rest = {key: value for key, value in kwargs.items() if key not in (*hub, "revision")}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
+        if isinstance(config, PreTrainedConfig):
+            partial = config.partial
+        else:
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
+            partial = fields.get("partial", False)
+        if not partial:
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        # A branch may move on between two files.
+        where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
+        rest = {k: v for k, v in kwargs.items() if k not in (*hub, *where, "state_dict")}
+        if not isinstance(config, PreTrainedConfig):
+            config = partial_config(str(name), where, hub, rest)
+        state_dict = complete_state_dict(str(name), config, HarmonicModel, where=where, **hub)
         loaded = super().from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
         )
@@ -174,12 +177,26 @@ class HarmonicModel(HarmonicPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Return the backbone's output; `kwargs` are the backbone's further arguments.
+        """Return the backbone's output.
 
         A backbone of float32 and bfloat16 weights runs under autocast to bfloat16.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone. A position
+                that does not continue the one before it starts a new document (at 0), and tokens
+                attend only to their own document.
+            kwargs: The backbone's further arguments.
         """
+        if position_ids is not None:
+            batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)
+            shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
+            attention_mask = shown.pop("attention_mask")
+            kwargs |= shown
         mixed = len({parameter.dtype for parameter in self.backbone.parameters()}) > 1
         autocast = torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext()
         with autocast:
@@ -245,6 +262,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             head=head,
             base_model=Path(name).name if os.path.isabs(name) else name,
             base_revision=commit_of(name, revision),  # a branch may move on; a folder has none
+            base_dtype=str(dtype).removeprefix("torch."),
             tie_word_embeddings=tie,
             dtype=dtype,
         )

@@ -18,19 +18,29 @@ BLOCKS_FILE = "trained_blocks.safetensors"
 BACKBONE = "model.backbone."  # of parameter names
 # What says where and how to fetch files, as `from_pretrained` takes it.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+PLACE_OPTIONS = ("revision", "subfolder")
 
 
-def commit_of(name: str, revision: str | None) -> str | None:
+def commit_of(name: str, revision: str | None = None, **hub: Any) -> str | None:
     """Return the commit that a revision of a repo stands for, None for a folder."""
     if Path(name).is_dir():
         return None
-    path = cached_file(name, CONFIG_NAME, revision=revision)
+    path = cached_file(name, CONFIG_NAME, revision=revision, **hub)
     found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
     return found[1] if found else None
 
 
+def partial_config(
+    name: str, where: dict[str, Any], hub: dict[str, Any], options: dict[str, Any]
+) -> HarmonicConfig:
+    """Load a checkpoint's configuration, changed by what `options` has of its fields."""
+    fields = HarmonicConfig.from_pretrained(name, **where, **hub).to_dict().keys() - {"dtype"}
+    changes = {key: options.pop(key) for key in fields & options.keys()}
+    return HarmonicConfig.from_pretrained(name, **where, **hub, **changes)
+
+
 def complete_state_dict(
-    name: str, config: HarmonicConfig, model_class: Any, *, revision: str | None, **hub: Any
+    name: str, config: HarmonicConfig, model_class: Any, *, where: dict[str, Any], **hub: Any
 ) -> dict[str, Tensor]:
     """Return all weights of a partial checkpoint: the base's, under the trained ones.
 
@@ -38,7 +48,7 @@ def complete_state_dict(
         name: A folder or a name on the Hub.
         config: Its configuration, with the base's name and revision.
         model_class: What loads a base that is itself a harmonic model: `HarmonicModel`.
-        revision: Of the checkpoint on the Hub.
+        where: `revision` and `subfolder` of the checkpoint.
         hub: `HUB_OPTIONS`, for checkpoint and base.
 
     Raises:
@@ -49,7 +59,7 @@ def complete_state_dict(
     for file in (HEAD_FILE, BLOCKS_FILE):
         optional = file == BLOCKS_FILE  # where only the head was trained
         path = cached_file(
-            name, file, revision=revision, _raise_exceptions_for_missing_entries=not optional, **hub
+            name, file, _raise_exceptions_for_missing_entries=not optional, **where, **hub
         )
         if path is not None:
             trained |= load_state_dict(path)
@@ -86,7 +96,8 @@ def _load_base(config: HarmonicConfig, model_class: Any, hub: dict[str, Any]) ->
     if name is None or revision is None:
         raise ValueError("its configuration does not name a base and a revision")
     fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
+    dtype = getattr(torch, config.base_dtype or "float32")
     options = {"revision": revision, "dtype": dtype, **hub}
     if fields.get("model_type") != HarmonicConfig.model_type:
         return load_backbone(name, config.text_config, **options)

@@ -1,6 +1,7 @@
 """Training: from a RunConfig to a fine-tuned model and its numbers."""
 
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.data_view import show_data
 from harmonic_sft.training.dry_run import dry_run
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.report import compare_runs
@@ -17,5 +18,6 @@ __all__ = [
     "dry_run",
     "evaluate_folder",
     "load_run_config",
+    "show_data",
     "train",
 ]

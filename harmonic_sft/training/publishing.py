@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,15 @@ def destination_of(hub: HubConfig) -> Destination:
     )
 
 
-def push_run(run: RunConfig) -> None:
-    """Push a finished run and say where it is.
+def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Push a finished run, after the checkpoints on their way, and say where it is.
 
     Raises:
         PushError: The Hub did not take it; the command to try again is named.
     """
+    for callback in callbacks:
+        if isinstance(callback, PushCallback):
+            callback.finish()
     logger.info("Pushed: %s", push(run.output_dir, destination_of(run.hub)))
 
 
@@ -67,25 +71,27 @@ class PushCallback(TrainerCallback):
             return
         assert args.output_dir is not None, "every run has an output folder"
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        trained = read_trained(folder)
         staged = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
-        stage(trained, Path(staged.name), form=self.to.form, repo_id=self.to.repo_id)
+        try:
+            trained = read_trained(folder)
+            stage(trained, Path(staged.name), form=self.to.form, repo_id=self.to.repo_id)
+        except (OSError, ValueError) as error:
+            staged.cleanup()
+            self._warn(folder, error)
+            return
 
         def send() -> None:
             with staged:
                 try:
                     upload(Path(staged.name), trained, self.to)
-                except PushError as error:
-                    logger.warning("%s", error)
+                except (OSError, ValueError, PushError) as error:
+                    self._warn(folder, error)
 
         self._pushing = self._pool.submit(send)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def finish(self) -> None:
         """Wait for the last push."""
         self._pool.shutdown()
+
+    def _warn(self, folder: Path, error: Exception) -> None:
+        logger.warning("%s was not pushed, training goes on. %s", folder.name, error)

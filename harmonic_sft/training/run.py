@@ -11,7 +11,7 @@ from accelerate import PartialState
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import IGNORE_INDEX, LoadedData, StreamedMaskedRows, load_data
+from harmonic_sft.data import BLANK, IGNORE_INDEX, LoadedData, StreamedRows, load_data
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicForMaskedLM, max_positions
@@ -46,6 +46,7 @@ class Ready(NamedTuple):
     trainer: HarmonicTrainer
     data: LoadedData
     tokenizer: Any
+    left_out: int  # rows of data, so far
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -64,13 +65,13 @@ def train(run: RunConfig) -> dict[str, Any]:
     """
     check_plan(run)
     check_output_folder(run)
-    if run.hub.push:
+    if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
     trainer, state = ready.trainer, PartialState()
-    if run.hub.push:
+    if run.hub.push and state.is_main_process:
         check_model(trainer.model.config, destination_of(run.hub))
     if state.is_main_process:
         claim_output_folder(run)
@@ -92,6 +93,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
         **session,
+        "data": _data_results(ready),
         "peak_memory_bytes": peak_memory_bytes(),
         "config": to_plain(run),
         "environment": environment(),
@@ -101,9 +103,9 @@ def train(run: RunConfig) -> dict[str, Any]:
         write_results(run.output_dir / "results", RESULTS_NAME, results)
         show_closing_table(results)
         draw(results, run.output_dir / "results" / "train.png")
-        if run.hub.push:
-            push_run(run)
-    state.wait_for_everyone()
+    state.wait_for_everyone()  # a push may take longer than the others would wait
+    if state.is_main_process and run.hub.push:
+        push_run(run, trainer.callback_handler.callbacks)
     return results
 
 
@@ -159,7 +161,7 @@ def prepare(run: RunConfig) -> Ready:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    return Ready(trainer, data, tokenizer)
+    return Ready(trainer, data, tokenizer, data.bad_rows.total)
 
 
 def check_plan(run: RunConfig) -> None:
@@ -254,16 +256,25 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, float
     if checkpoint is None:
         seconds = trainer.train().metrics["train_runtime"]
         tokens = trainer.state.num_input_tokens_seen
-        return {"train_seconds": seconds, "tokens_per_second": tokens / seconds}
+        return _session(trainer, seconds, tokens)
     logger.info("Going on from %s", checkpoint)
     # Read before training, which may delete the checkpoint when newer ones come.
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     if state.global_step >= state.max_steps:
         trainer.load_finished(checkpoint, state)
-        return {"train_seconds": 0.0, "tokens_per_second": None}
+        return {"train_seconds": 0.0, "tokens_per_second": None, "data_wait_share": None}
+    trainer.load_stream_state(checkpoint)
     seconds = trainer.train(resume_from_checkpoint=str(checkpoint)).metrics["train_runtime"]
     tokens = trainer.state.num_input_tokens_seen - state.num_input_tokens_seen
-    return {"train_seconds": seconds, "tokens_per_second": tokens / seconds}
+    return _session(trainer, seconds, tokens)
+
+
+def _session(trainer: HarmonicTrainer, seconds: float, tokens: int) -> dict[str, float | None]:
+    return {
+        "train_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "data_wait_share": trainer.data_seconds / seconds,
+    }
 
 
 def _unigram_loss(data: LoadedData) -> float | None:
@@ -274,8 +285,12 @@ def _unigram_loss(data: LoadedData) -> float | None:
 
 
 def _log_data(data: LoadedData) -> None:
-    if isinstance(data.train, StreamedMaskedRows):
-        logger.info("Data: a stream; %d rows kept for evaluation.", len(data.eval))
+    if isinstance(data.train, StreamedRows):
+        logger.info(
+            "Data: %d logical streams; %d rows kept for evaluation.",
+            len(data.train.streams),
+            len(data.eval),
+        )
         return
     logger.info(
         "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
@@ -284,3 +299,18 @@ def _log_data(data: LoadedData) -> None:
         len(data.train),
         len(data.eval),
     )
+    if data.fill_rate is not None:
+        logger.info("Packed: %.1f %% of every row are tokens, none is lost.", 100 * data.fill_rate)
+    bad = [f"{where}: {reason}" for where, (reason, _) in data.bad_rows.places.items()]
+    told = [text for text in bad if not text.endswith(BLANK)]
+    if told:
+        logger.warning("Left out: %d bad rows, such as %s", len(told), "; ".join(told[:3]))
+    if len(bad) > len(told):
+        logger.info("Left out: %d blank documents.", len(bad) - len(told))
+
+
+def _data_results(ready: Ready) -> dict[str, Any]:
+    """Return what was left out and how full packed rows are; of a stream, what this process saw."""
+    left_out = ready.left_out + sum(ready.trainer.skipped.values())
+    reasons = ready.data.bad_rows.first
+    return {"rows_left_out": left_out, "reasons": reasons, "fill_rate": ready.data.fill_rate}

@@ -147,8 +147,7 @@ class RunConfig:
             **own,
             **FORCED,
         }
-        if self.is_stream:  # else the first process alone would read, for all others
-            computed["accelerator_config"] = {"dispatch_batches": False}
+        computed["ignore_data_skip"] = self.is_stream  # streams know themselves where they stood
         return TrainingArguments(**computed)
 
 
@@ -234,12 +233,6 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
             raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
     if run.is_stream and training.get("max_steps", 0) <= 0:
         raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
-    workers = training.get("dataloader_num_workers", 0)
-    if run.is_stream and workers > 1:
-        raise ValueError(
-            f"training.dataloader_num_workers: expected 0 or 1 for a stream, got {workers}. "
-            "More would change the order of the rows"
-        )
     _check_numbers(training)
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     low_precision = run.model.unfreeze.dtype == "bfloat16"

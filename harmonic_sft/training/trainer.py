@@ -1,7 +1,9 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
+import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from harmonic_sft.data import EpochSampler, MaskedRows
+from harmonic_sft.data import EpochSampler, MaskedRows, StreamedRows
+from harmonic_sft.data.streams import PlacedCollator, StreamState, advance, merge
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
@@ -30,6 +33,7 @@ from harmonic_sft.training.run_config import Recipe
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
 
 logger = logging.get_logger(__name__)
+STREAM_STATE = "stream_state_{}.json"  # of a process
 
 
 class HarmonicTrainer(Trainer):
@@ -83,6 +87,9 @@ class HarmonicTrainer(Trainer):
             optimizer_cls_and_kwargs=(MasterWeightsAdamW, options) if low_precision else None,
         )
         self.recipe = recipe
+        self.data_seconds = 0.0
+        self.stream_state = StreamState(rows=0, streams={})
+        self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
         self._num_chunks = 1
         self._checkpoints_blocks = recipe.gradient_checkpointing
         self._micro_batches: list[dict[str, Any]] = []
@@ -95,6 +102,59 @@ class HarmonicTrainer(Trainer):
         if isinstance(self.train_dataset, MaskedRows):
             return EpochSampler(self.train_dataset, seed=self.args.seed)
         return super()._get_train_sampler(train_dataset)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Read a stream's own share of it; accelerate would read all of it in every process."""
+        if not isinstance(self.train_dataset, StreamedRows):
+            return super().get_train_dataloader()
+        args = self.args
+        self.train_dataset.share(
+            process_index=args.process_index,
+            num_processes=args.world_size,
+            batch_size=self._train_batch_size,
+        )
+        return DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=PlacedCollator(self.data_collator),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """Note how long the data took, and how far a stream has been read."""
+        start = time.perf_counter()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.data_seconds += time.perf_counter() - start
+        if isinstance(self.train_dataset, StreamedRows):
+            places = [place for batch in batches for place in batch.pop("places")]
+            self.skipped |= {place.stream: place.skipped for place in places}
+            self.stream_state = advance(
+                self.stream_state, places, len(places) * self.args.world_size
+            )
+        return batches, num_items
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save with it where the streams stand; every process knows its own."""
+        super()._save_rng_state(output_dir)
+        if isinstance(self.train_dataset, StreamedRows):
+            path = Path(output_dir) / STREAM_STATE.format(self.args.process_index)
+            path.write_text(json.dumps(self.stream_state))
+
+    def load_stream_state(self, checkpoint: Path) -> None:
+        """Let the streams go on where the run of a checkpoint stood."""
+        if isinstance(self.train_dataset, StreamedRows):
+            paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
+            if not paths:
+                raise ValueError(
+                    f"resume: expected {STREAM_STATE.format(0)} in {str(checkpoint)!r}, got none. "
+                    "An earlier version wrote this checkpoint; start a new run"
+                )
+            self.stream_state = merge([json.loads(path.read_text()) for path in paths])
+            self.train_dataset.state = self.stream_state
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from harmonic_sft.data.masked_dataset import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    StreamedMaskedRows,
 )
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, RowMasker
 
@@ -146,41 +143,6 @@ def test_evaluation_masks_stay_whatever_epoch_is_set(table, masker):
     first, second = examples(loader), examples(loader)
     assert first == second
     assert rows.epoch == EVAL_EPOCH
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_stream_repeats_without_end_with_the_masks_of_each_pass(table, masker, num_workers):
-    stream = StreamedMaskedRows(table.to_iterable_dataset(), masker)
-    loader = DataLoader(stream, batch_size=4, collate_fn=COLLATOR, num_workers=num_workers)
-    batches = iter(prepare_data_loader(loader, put_on_device=False))
-    streamed = examples(next(batches) for _ in range(2 * NUM_ROWS // 4))
-    rows = MaskedRows(table, masker)
-    for epoch in range(2):
-        rows.set_epoch(epoch)
-        in_order = examples(DataLoader(rows, batch_size=4, collate_fn=COLLATOR))
-        assert streamed[epoch * NUM_ROWS : (epoch + 1) * NUM_ROWS] == in_order
-
-
-def test_stream_resumed_after_its_first_pass_goes_on_with_the_same_rows(table, masker):
-    def batches(skip):
-        stream = StreamedMaskedRows(table.to_iterable_dataset(), masker)
-        loader = prepare_data_loader(
-            DataLoader(stream, batch_size=4, collate_fn=COLLATOR), put_on_device=False
-        )
-        return iter(skip_first_batches(loader, skip) if skip else loader)
-
-    whole, resumed = batches(0), batches(8)
-    for _ in range(8):
-        next(whole)
-    assert examples(next(whole) for _ in range(3)) == examples(next(resumed) for _ in range(3))
-
-
-def test_stream_refuses_several_workers(table, masker, monkeypatch):
-    """Without real ones: torch 2.13 takes 10 seconds to end workers whose stream has failed."""
-    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(num_workers=2))
-    stream = StreamedMaskedRows(table.to_iterable_dataset(), masker)
-    with pytest.raises(ValueError, match="dataloader_num_workers: expected 0 or 1 for a stream"):
-        next(iter(stream))
 
 
 @pytest.mark.parametrize(("multiple", "width"), [(None, 5), (1, 5), (4, 8), (5, 5)])

@@ -1,33 +1,83 @@
+import hashlib
+import itertools
+import pickle
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from transformers import AddedToken
 
-from harmonic_sft.data.masking import IGNORE_INDEX, MaskConfig, RowMasker, mask_tokens
+from harmonic_sft.data.keyed_random import random_bits
+from harmonic_sft.data.masking import IGNORE_INDEX, NO_WORD, MaskConfig, RowMasker
 
 KEY = (0, 1, 2, 3, 4)
 MASK_TOKEN_ID = 4
+VOCAB_SIZE = 100
+NUM_ORDINARY = 95
+SPECIAL_TOKENS = np.arange(VOCAB_SIZE) < 5
 
 
-def mask(input_ids, key=KEY, probability=0.2):
-    return mask_tokens(
-        input_ids,
-        special=input_ids < 5,
-        key=key,
+def masker(seed=0, probability=0.2, **settings):
+    return RowMasker(
+        seed=seed,
         probability=probability,
         mask_token_id=MASK_TOKEN_ID,
+        special_tokens=SPECIAL_TOKENS,
+        **settings,
     )
+
+
+def mask(input_ids, key=KEY, columns=None, **settings):
+    seed, epoch, source, document, chunk = key
+    row = {"input_ids": input_ids, "source": source, "document": document, "chunk": chunk}
+    masked = masker(seed=seed, **settings)({**row, **(columns or {})}, epoch)
+    return masked["input_ids"], masked["labels"]
+
+
+def three_sigma(probability, draws):
+    return 3 * np.sqrt(probability * (1 - probability) / draws)
 
 
 @pytest.fixture
 def ordinary_ids():
-    return np.random.default_rng(0).integers(5, 100, 50_000)
+    return np.random.default_rng(0).integers(5, VOCAB_SIZE, 50_000)
+
+
+@pytest.fixture
+def word_ids():
+    """Words of 1 to 4 tokens for all of `ordinary_ids`."""
+    lengths = np.random.default_rng(1).integers(1, 5, 50_000)
+    return np.repeat(np.arange(50_000), lengths)[:50_000]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "chunk", "positions"),
+    [
+        (0, 0, [2, 8, 21, 23, 29]),
+        (3, 1, [1, 2, 12, 16, 30, 32, 34]),
+        (-1, 0, [7, 15, 16, 19, 34, 37]),
+    ],
+)
+def test_masks_are_those_recorded_before_there_were_policies(epoch, chunk, positions):
+    input_ids = np.array([2, *((index * 37) % 95 + 5 for index in range(46)), 3])
+    masked_ids, labels = mask(input_ids, key=(7, epoch, 1, 12345678901, chunk))
+    assert np.flatnonzero(labels != IGNORE_INDEX).tolist() == positions
+    assert np.flatnonzero(masked_ids != input_ids).tolist() == positions
+
+
+def test_many_masks_are_bit_identical_to_those_recorded_before(ordinary_ids):
+    digest = hashlib.blake2b(digest_size=8)
+    for document in range(20):
+        for values in mask(ordinary_ids[:5000], key=(7, 2, 0, document, 0)):
+            digest.update(values.tobytes())
+    assert digest.hexdigest() == "24b7db5d686cf6f1"
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.2, 0.9])
 def test_share_of_masked_tokens_is_the_probability(ordinary_ids, probability):
     _, labels = mask(ordinary_ids, probability=probability)
-    sigma = np.sqrt(probability * (1 - probability) / len(labels))
-    assert abs((labels != IGNORE_INDEX).mean() - probability) < 3 * sigma
+    share = (labels != IGNORE_INDEX).mean()
+    assert abs(share - probability) < three_sigma(probability, len(labels))
 
 
 def test_masked_tokens_are_labels_and_all_others_stay(ordinary_ids):
@@ -39,13 +89,6 @@ def test_masked_tokens_are_labels_and_all_others_stay(ordinary_ids):
     assert (input_ids[~masked] == ordinary_ids[~masked]).all()
 
 
-def test_special_tokens_are_never_masked():
-    input_ids = np.arange(5).repeat(1000)
-    masked_ids, labels = mask(input_ids, probability=0.99)
-    assert (masked_ids == input_ids).all()
-    assert (labels == IGNORE_INDEX).all()
-
-
 @pytest.mark.parametrize("position", range(5))
 def test_every_part_of_the_key_changes_the_mask(ordinary_ids, position):
     other = tuple(part + (index == position) for index, part in enumerate(KEY))
@@ -55,23 +98,258 @@ def test_every_part_of_the_key_changes_the_mask(ordinary_ids, position):
     assert abs((masked == masked_otherwise).mean() - 0.68) < 0.01
 
 
-def test_mask_of_a_token_does_not_depend_on_the_tokens_after_it(ordinary_ids):
-    whole, part = mask(ordinary_ids), mask(ordinary_ids[:100])
-    np.testing.assert_array_equal(whole[1][:100], part[1])
+every_policy = pytest.mark.parametrize(
+    ("policy", "whole_word"), list(itertools.product(["mask_only", "80_10_10"], [False, True]))
+)
 
 
-def test_row_masker_names_the_row_in_the_key(ordinary_ids):
-    special = np.zeros(100, dtype=bool)
-    special[:5] = True
-    masker = RowMasker(seed=0, probability=0.2, mask_token_id=MASK_TOKEN_ID, special_tokens=special)
-    row = {"input_ids": ordinary_ids.tolist(), "source": 2, "document": 3, "chunk": 4}
-    masked = masker(row, 1)
-    np.testing.assert_array_equal(masked["input_ids"], mask(ordinary_ids)[0])
-    np.testing.assert_array_equal(masked["labels"], mask(ordinary_ids)[1])
+@every_policy
+def test_special_tokens_are_never_masked(policy, whole_word):
+    input_ids = np.arange(5).repeat(1000)
+    columns = {"word_ids": np.arange(5000), "scored": np.ones(5000, dtype=bool)}
+    masked_ids, labels = mask(
+        input_ids, columns=columns, probability=0.99, policy=policy, whole_word=whole_word
+    )
+    assert (masked_ids == input_ids).all()
+    assert (labels == IGNORE_INDEX).all()
+
+
+@every_policy
+def test_only_scored_tokens_are_masked_and_those_as_without_the_column(
+    ordinary_ids, word_ids, policy, whole_word
+):
+    settings = {"probability": 0.5, "policy": policy, "whole_word": whole_word}
+    scored = np.arange(50_000) % 1000 >= 700
+    all_ids, all_labels = mask(ordinary_ids, columns={"word_ids": word_ids}, **settings)
+    input_ids, labels = mask(
+        ordinary_ids, columns={"word_ids": word_ids, "scored": scored}, **settings
+    )
+    np.testing.assert_array_equal(labels, np.where(scored, all_labels, IGNORE_INDEX))
+    np.testing.assert_array_equal(input_ids, np.where(scored, all_ids, ordinary_ids))
+    assert (labels != IGNORE_INDEX).sum() > 5000
+
+
+def test_a_row_without_scored_tokens_stays_as_it_is(ordinary_ids):
+    scored = np.zeros(50_000, dtype=bool)
+    input_ids, labels = mask(ordinary_ids, columns={"scored": scored}, policy="80_10_10")
+    np.testing.assert_array_equal(input_ids, ordinary_ids)
+    assert (labels == IGNORE_INDEX).all()
+
+
+@every_policy
+def test_mask_of_a_token_does_not_depend_on_the_tokens_after_it(
+    ordinary_ids, word_ids, policy, whole_word
+):
+    settings = {"policy": policy, "whole_word": whole_word}
+    whole = mask(ordinary_ids, columns={"word_ids": word_ids}, **settings)
+    part = mask(ordinary_ids[:333], columns={"word_ids": word_ids[:333]}, **settings)
+    np.testing.assert_array_equal(whole[0][:333], part[0])
+    np.testing.assert_array_equal(whole[1][:333], part[1])
+
+
+@every_policy
+def test_a_mask_depends_on_the_row_and_its_name_alone(ordinary_ids, word_ids, policy, whole_word):
+    settings = {"policy": policy, "whole_word": whole_word}
+    rows = [
+        {
+            "input_ids": ordinary_ids[start : start + 100],
+            "word_ids": word_ids[start : start + 100],
+            "source": 0,
+            "document": start,
+            "chunk": 1,
+        }
+        for start in range(0, 2000, 100)
+    ]
+    lists = [
+        {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in r}
+        for r in (row.items() for row in rows)
+    ]
+    in_order = [masker(**settings)(row, 3) for row in rows]
+    one = masker(**settings)
+    backwards = [one(row, 3) for row in reversed(rows)][::-1]
+    copy = pickle.loads(pickle.dumps(one))  # what a worker process gets
+    elsewhere = [copy({**row, "other": 1}, 3) for row in lists]
+    for expected, *others in zip(in_order, backwards, elsewhere, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(expected["input_ids"], other["input_ids"])
+            np.testing.assert_array_equal(expected["labels"], other["labels"])
+
+
+def test_the_policy_changes_what_is_seen_but_not_what_is_predicted(ordinary_ids):
+    plain_ids, plain_labels = mask(ordinary_ids)
+    input_ids, labels = mask(ordinary_ids, policy="80_10_10")
+    np.testing.assert_array_equal(labels, plain_labels)
+    masked = labels != IGNORE_INDEX
+    np.testing.assert_array_equal(input_ids[~masked], plain_ids[~masked])
+    assert (input_ids[masked] != plain_ids[masked]).any()
+
+
+def test_eighty_ten_ten_percent_become_mask_random_and_themselves(ordinary_ids):
+    input_ids, labels = mask(ordinary_ids, probability=0.9, policy="80_10_10")
+    masked = labels != IGNORE_INDEX
+    draws = masked.sum()
+    is_mask = input_ids[masked] == MASK_TOKEN_ID
+    is_same = input_ids[masked] == ordinary_ids[masked]
+    # A random token is the right one in 1 of 95 cases.
+    same = 0.1 + 0.1 / NUM_ORDINARY
+    assert abs(is_mask.mean() - 0.8) < three_sigma(0.8, draws)
+    assert abs(is_same.mean() - same) < three_sigma(same, draws)
+    other = 0.1 - 0.1 / NUM_ORDINARY
+    assert abs((~is_mask & ~is_same).mean() - other) < three_sigma(other, draws)
+
+
+def test_random_tokens_are_uniform_over_the_ordinary_vocabulary(ordinary_ids):
+    counts = np.zeros(VOCAB_SIZE)
+    for document in range(20):
+        input_ids, labels = mask(
+            ordinary_ids, key=(0, 0, 0, document, 0), probability=0.9, policy="80_10_10"
+        )
+        replaced = (labels != IGNORE_INDEX) & (input_ids != labels) & (input_ids != MASK_TOKEN_ID)
+        counts += np.bincount(input_ids[replaced], minlength=VOCAB_SIZE)
+    assert counts[SPECIAL_TOKENS].sum() == 0
+    # Chi-squared with 94 degrees of freedom: mean 94, standard deviation sqrt(188) = 13.7.
+    expected = counts.sum() / NUM_ORDINARY
+    assert expected > 900
+    statistic = ((counts[~SPECIAL_TOKENS] - expected) ** 2 / expected).sum()
+    assert abs(statistic - 94) < 4 * np.sqrt(188)
+
+
+def test_random_tokens_do_not_depend_on_what_they_replace(ordinary_ids):
+    settings = {"probability": 0.9, "policy": "80_10_10"}
+    shifted_ids = (ordinary_ids - 5 + 1) % NUM_ORDINARY + 5
+    first_ids, first_labels = mask(ordinary_ids, **settings)
+    second_ids, second_labels = mask(shifted_ids, **settings)
+    replaced = (first_ids != first_labels) & (second_ids != second_labels)
+    replaced &= first_labels != IGNORE_INDEX
+    np.testing.assert_array_equal(first_ids[replaced], second_ids[replaced])
+
+
+def test_what_a_masked_token_becomes_equals_a_loop_over_the_draws(ordinary_ids):
+    some_ids = ordinary_ids[:500]
+    input_ids, labels = mask(some_ids, probability=0.7, policy="80_10_10")
+    draws = [random_bits(name, KEY, 500) for name in ("mlm mask", "mlm fate", "mlm token")]
+    for index, (chance, fate, token) in enumerate(zip(*(d.tolist() for d in draws), strict=True)):
+        expected = some_ids[index]
+        if chance / 2**64 < 0.7:
+            if fate / 2**64 < 0.8:
+                expected = MASK_TOKEN_ID
+            elif fate / 2**64 < 0.9:
+                expected = 5 + token % NUM_ORDINARY
+        assert input_ids[index] == expected
+        assert (labels[index] == some_ids[index]) == (chance / 2**64 < 0.7)
+
+
+def test_words_are_masked_whole_and_each_with_the_probability(ordinary_ids, word_ids):
+    _, labels = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True)
+    masked = labels != IGNORE_INDEX
+    num_words = word_ids[-1] + 1
+    masked_tokens = np.bincount(word_ids, weights=masked)
+    lengths = np.bincount(word_ids)
+    assert set(np.unique(masked_tokens / lengths)) == {0.0, 1.0}
+    share = (masked_tokens > 0).mean()
+    assert abs(share - 0.2) < three_sigma(0.2, num_words)
+    # The share does not depend on the length of the word: every length has thousands of words.
+    for length in range(1, 5):
+        same = (masked_tokens > 0)[lengths == length]
+        assert abs(same.mean() - 0.2) < three_sigma(0.2, len(same))
+
+
+def test_words_of_one_token_are_masked_as_tokens_are(ordinary_ids):
+    columns = {"word_ids": np.arange(50_000)}
+    whole_words = mask(ordinary_ids, columns=columns, whole_word=True)
+    tokens = mask(ordinary_ids)
+    np.testing.assert_array_equal(whole_words, tokens)
+
+
+def test_neighbors_make_a_word_and_its_number_is_of_no_account(ordinary_ids, word_ids):
+    # A chunk begins in the middle of a document, and every turn of a chat counts anew.
+    first = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True)
+    later = mask(ordinary_ids, columns={"word_ids": word_ids + 1234}, whole_word=True)
+    anew = mask(ordinary_ids, columns={"word_ids": word_ids % 7}, whole_word=True)
+    np.testing.assert_array_equal(first, later)
+    np.testing.assert_array_equal(first, anew)
+
+
+def test_words_draw_independently_of_each_other(ordinary_ids, word_ids):
+    _, labels = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True, probability=0.5)
+    masked = np.bincount(word_ids, weights=labels != IGNORE_INDEX) > 0
+    agree = masked[1:] == masked[:-1]
+    assert abs(agree.mean() - 0.5) < three_sigma(0.5, len(agree))
+
+
+def test_tokens_of_no_word_are_never_masked_and_part_words(ordinary_ids):
+    word_ids = np.zeros(50_000, dtype=int)
+    word_ids[::3] = NO_WORD  # the pairs between are words of their own, though all are number 0
+    _, labels = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True)
+    masked = (labels != IGNORE_INDEX)[: 50_000 // 3 * 3].reshape(-1, 3)
+    assert not masked[:, 0].any()
+    assert (masked[:, 1] == masked[:, 2]).all()
+    assert abs(masked[:, 1].mean() - 0.2) < three_sigma(0.2, len(masked))
+
+
+def test_words_in_the_rows_are_ignored_unless_asked_for(ordinary_ids, word_ids):
+    with_words = mask(ordinary_ids, columns={"word_ids": word_ids})
+    np.testing.assert_array_equal(with_words, mask(ordinary_ids))
+
+
+def test_each_token_of_a_word_draws_what_it_becomes(ordinary_ids, word_ids):
+    input_ids, labels = mask(
+        ordinary_ids,
+        columns={"word_ids": word_ids},
+        probability=0.9,
+        policy="80_10_10",
+        whole_word=True,
+    )
+    masked = labels != IGNORE_INDEX
+    is_mask = input_ids == MASK_TOKEN_ID
+    pairs = masked[1:] & masked[:-1] & (word_ids[1:] == word_ids[:-1])
+    both = (is_mask[1:] & is_mask[:-1])[pairs].mean()
+    # Neighbor pairs overlap, so their mean varies a little more than that of free draws.
+    assert abs(both - 0.64) < 2 * three_sigma(0.64, pairs.sum())
+
+
+def test_masker_of_a_run_takes_its_settings(tokenizer):
+    config = MaskConfig(probability=0.3, policy="80_10_10", whole_word=True)
+    made = RowMasker.of(config, tokenizer=tokenizer, vocab_size=len(tokenizer) + 7, seed=5)
+    assert (made.seed, made.probability, made.mask_token_id) == (5, 0.3, tokenizer.mask_token_id)
+    assert (made.policy, made.whole_word) == ("80_10_10", True)
+    # Rows of the embedding table that the tokenizer does not use are not put in either.
+    assert made.ordinary_ids.tolist() == list(range(5, len(tokenizer)))
+
+
+def test_added_special_tokens_without_a_role_are_special(byte_tokenizer):
+    tokenizer = pickle.loads(pickle.dumps(byte_tokenizer))
+    tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), "plain"])
+    made = RowMasker.of(MaskConfig(), tokenizer=tokenizer, vocab_size=len(tokenizer), seed=0)
+    start, plain = tokenizer.convert_tokens_to_ids(["<|im_start|>", "plain"])
+    assert start not in tokenizer.all_special_ids
+    assert made.special_tokens[start]
+    assert not made.special_tokens[plain]
+    assert made.special_tokens.sum() == len(tokenizer.all_special_ids) + 1
+
+
+def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    settings = {"tokenizer": tokenizer, "vocab_size": len(tokenizer), "seed": 0}
+    assert not RowMasker.of(MaskConfig(), **settings).whole_word
+    with pytest.raises(ValueError, match=r"data\.mask\.whole_word: expected a fast tokenizer"):
+        RowMasker.of(MaskConfig(whole_word=True), **settings)
+
+
+def test_whole_words_need_rows_with_words(ordinary_ids):
+    with pytest.raises(AssertionError, match="word_ids"):
+        mask(ordinary_ids, whole_word=True)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"probability": 0.0}, {"probability": 1.0}, {"policy": "x"}, {"probabilty": 0.1}]
+    "settings",
+    [
+        {"probability": 0.0},
+        {"probability": 1.0},
+        {"policy": "x"},
+        {"probabilty": 0.1},
+        {"whole_word": "some"},
+    ],
 )
 def test_bad_mask_settings_are_refused(settings):
     with pytest.raises(ValidationError, match=next(iter(settings))):

@@ -7,14 +7,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data import rows as rows_module
-from harmonic_sft.data.rows import (
-    check_tokenizer,
-    stream_rows,
-    table_rows,
-    tokenize_documents,
-    unigram_counts,
-)
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.rows import RowMaker, check_tokenizer, table_rows, unigram_counts
 
 TEXTS = [
     " ".join(f"word{(7 * index + length) % 200}" for index in range(length))
@@ -23,20 +17,34 @@ TEXTS = [
 
 
 def documents(texts):
-    return {"text": texts, "source": [1] * len(texts), "document": list(range(len(texts)))}
+    return [{"text": text, "document": index} for index, text in enumerate(texts)]
+
+
+def row_maker(tokenizer, **settings):
+    defaults = {
+        "name": "data.sources[1]",
+        "source": 1,
+        "form": "text",
+        "column": "text",
+        "context_length": 8,
+        "loss_on": "all",
+        "word_ids": False,
+        "bad_rows": BadRows(),
+        "skip": False,
+    }
+    return RowMaker(tokenizer=tokenizer, **(defaults | settings))
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "byte_tokenizer"])
 @pytest.mark.parametrize("context_length", [3, 8, 9, 64])
 def test_no_token_is_lost_in_cutting(request, name, context_length):
     tokenizer = request.getfixturevalue(name)
-    rows = tokenize_documents(documents(TEXTS), tokenizer=tokenizer, context_length=context_length)
     whole: dict[int, list[int]] = {index: [] for index in range(len(TEXTS))}
-    for input_ids, document, chunk in zip(
-        rows["input_ids"], rows["document"], rows["chunk"], strict=True
-    ):
+    for row in row_maker(tokenizer, context_length=context_length)(documents(TEXTS)):
+        input_ids, document = row["input_ids"], row["document"]
         assert len(input_ids) <= context_length
-        assert chunk == len(whole[document]) // (context_length - 2)
+        assert row["chunk"] == len(whole[document]) // (context_length - 2)
+        assert row["source"] == 1
         first, last = tokenizer("a")["input_ids"][0], tokenizer("a")["input_ids"][-1]
         assert (input_ids[0], input_ids[-1]) == (first, last)
         whole[document] += input_ids[1:-1]
@@ -49,72 +57,110 @@ def test_tokenizer_without_special_tokens_makes_bare_rows(byte_tokenizer):
     settings = json.loads(byte_tokenizer.backend_tokenizer.to_str())
     backend = Tokenizer.from_str(json.dumps(settings | {"post_processor": None}))
     bare = PreTrainedTokenizerFast(tokenizer_object=backend)
-    rows = tokenize_documents(documents(["abc"]), tokenizer=bare, context_length=2)
-    assert [bare.decode(input_ids) for input_ids in rows["input_ids"]] == ["ab", "c"]
+    rows = row_maker(bare, context_length=2)(documents(["abc"]))
+    assert [bare.decode(row["input_ids"]) for row in rows] == ["ab", "c"]
 
 
 def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, caplog, capfd):
-    tokenize_documents(documents([TEXTS[-1] * 10]), tokenizer=tokenizer, context_length=16)
+    rows = row_maker(tokenizer, context_length=16)(documents([TEXTS[-1] * 10]))
+    assert len(rows) > 10
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
 
 
 def test_text_that_spells_a_special_token_stays_text(tokenizer):
-    rows = tokenize_documents(documents(["a [MASK]"]), tokenizer=tokenizer, context_length=16)
-    assert tokenizer.mask_token_id not in rows["input_ids"][0]
+    rows = row_maker(tokenizer, context_length=16)(documents(["a [MASK]"]))
+    assert tokenizer.mask_token_id not in rows[0]["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "byte_tokenizer"])
-def test_blank_documents_make_no_row(request, name):
-    rows = tokenize_documents(
-        documents(["", "  \n", "a"]), tokenizer=request.getfixturevalue(name), context_length=8
-    )
-    assert rows["document"] == [2]
+def test_blank_documents_make_no_row_and_are_counted(request, name):
+    maker = row_maker(request.getfixturevalue(name))
+    assert [row["document"] for row in maker(documents(["", "  \n", "a"]))] == [2]
+    assert list(maker.bad_rows.places) == [f"data.sources[1] document {i}" for i in (0, 1)]
 
 
 def test_document_that_is_no_text_is_named(tokenizer):
-    with pytest.raises(ValueError, match=r"data\.sources\[1\]: expected text .*None in document 1"):
-        tokenize_documents(documents(["a", None]), tokenizer=tokenizer, context_length=8)
+    message = r"data\.sources\[1\]: text: expected .*None.* in document 1\. .*on_bad_row: skip"
+    with pytest.raises(ValueError, match=message):
+        row_maker(tokenizer)(documents(["a", None]))
+    table = Dataset.from_dict({"text": ["a", None]})
+    with pytest.raises(ValueError, match=message):
+        table_rows(table, row_maker(tokenizer))
+
+
+def test_bad_documents_are_left_out_and_counted_if_asked(tokenizer):
+    texts = ["a", None, "", "b"]
+    streamed, tabled = (row_maker(tokenizer, skip=True) for _ in range(2))
+    rows = streamed(documents(texts))
+    assert [row["document"] for row in rows] == [0, 3]
+    assert table_rows(Dataset.from_dict({"text": texts}), tabled).to_list() == rows
+    assert tabled.bad_rows == streamed.bad_rows
+    assert list(tabled.bad_rows.places) == [f"data.sources[1] document {i}" for i in (1, 2)]
+
+
+def test_bad_documents_are_counted_again_from_a_cached_table(tmp_path, tokenizer):
+    Dataset.from_dict({"text": ["a", "", "b"]}).save_to_disk(tmp_path / "texts")
+    for _ in range(2):
+        maker = row_maker(tokenizer)
+        table_rows(Dataset.load_from_disk(tmp_path / "texts"), maker)
+        assert list(maker.bad_rows.places) == ["data.sources[1] document 1"]
 
 
 def test_context_without_place_for_text_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"context_length: expected more than the 2 .*, got 2\."):
-        tokenize_documents(documents(["a"]), tokenizer=tokenizer, context_length=2)
+        row_maker(tokenizer, context_length=2)(documents(["a"]))
+
+
+def test_rows_know_their_words_if_asked(tokenizer):
+    maker = row_maker(tokenizer, context_length=6, word_ids=True)
+    assert "word_ids" in maker.columns
+    # Letters are pieces of one word: xyz is x, ##y, ##z.
+    first, second = maker(documents(["word1 xyz word2 ab"]))
+    assert first["word_ids"] == [-1, 0, 1, 1, 1, -1]
+    assert second["word_ids"] == [-1, 2, 3, 3, -1]
+
+
+def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
+    words = [f"word{index}" for index in range(14)]
+    input_ids = tokenizer.convert_tokens_to_ids(words)
+    labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
+    maker = row_maker(tokenizer, form="tokens")
+    rows = maker([{"input_ids": input_ids, "labels": labels, "document": 5}])
+    assert rows == [
+        {
+            "input_ids": [tokenizer.cls_token_id, *input_ids[6:12], tokenizer.sep_token_id],
+            "scored": [False, False, True, False, False, False, False, False],
+            "source": 1,
+            "document": 5,
+            "chunk": 1,
+        }
+    ]
+    assert not maker.bad_rows.total
 
 
 @pytest.mark.parametrize("num_proc", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_table_and_stream_give_the_same_rows(tokenizer, num_proc):
-    table = table_rows(
-        Dataset.from_dict({"text": TEXTS}),
-        source=1,
-        tokenizer=tokenizer,
-        context_length=8,
-        num_proc=num_proc,
-    )
-    stream = stream_rows(
-        Dataset.from_dict(documents(TEXTS)).to_iterable_dataset(),
-        tokenizer=tokenizer,
-        context_length=8,
-    )
-    assert table.to_list() == list(stream)
+@pytest.mark.parametrize("word_ids", [False, True])
+def test_table_and_stream_give_the_same_rows(tokenizer, num_proc, word_ids):
+    maker = row_maker(tokenizer, word_ids=word_ids)
+    table = table_rows(Dataset.from_dict({"text": TEXTS}), maker, num_proc=num_proc)
+    assert table.to_list() == maker(documents(TEXTS))
+    assert sorted(table.column_names) == sorted(maker.columns)
 
 
 def test_tokenized_rows_come_out_of_the_cache(tmp_path, tokenizer, monkeypatch):
     Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "texts")
     calls = []
+    make = RowMaker.make
 
-    def counted(documents, **settings):
-        calls.append(settings["context_length"])
-        return tokenize_documents(documents, **settings)
+    def counted(maker, documents):
+        calls.append(maker.context_length)
+        return make(maker, documents)
 
-    monkeypatch.setattr(rows_module, "tokenize_documents", counted)
+    monkeypatch.setattr(RowMaker, "make", counted)
     for context_length in (8, 8, 9):
-        table_rows(
-            Dataset.load_from_disk(tmp_path / "texts"),
-            source=0,
-            tokenizer=tokenizer,
-            context_length=context_length,
-        )
+        maker = row_maker(tokenizer, context_length=context_length)
+        table_rows(Dataset.load_from_disk(tmp_path / "texts"), maker)
     assert calls == [8, 9]
 
 

@@ -1,13 +1,24 @@
+import gzip
+import itertools
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetNotFoundError
 from pydantic import TypeAdapter, ValidationError
 
 from harmonic_sft.data import sources
-from harmonic_sft.data.sources import Source, load_documents
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.sources import (
+    Source,
+    check_column,
+    check_weights,
+    first_row,
+    load_documents,
+)
 
 TEXTS = ["one document", "another one", "the third"]
 
@@ -25,8 +36,14 @@ def folder(tmp_path):
     return folder
 
 
-def load(**settings):
-    return load_documents(Source(**settings), name="data.sources[0]")
+def load(*, check=False, on_bad_row="error", bad_rows=None, **settings):
+    source = Source(**settings)
+    documents = load_documents(
+        source, name="data.sources[0]", on_bad_row=on_bad_row, bad_rows=bad_rows
+    )
+    if check:
+        check_column(documents, source, name="data.sources[0]")
+    return documents
 
 
 def refused(message, **settings):
@@ -40,7 +57,13 @@ def refused(message, **settings):
 @pytest.mark.parametrize("path", ["a.txt", "a.jsonl", "a.json", "parquet", "parquet/*.parquet"])
 def test_local_files_give_their_texts_in_order(folder, path, streaming):
     documents = load(path=f"{folder}/{path}", streaming=streaming)
-    assert list(documents) == [{"text": text} for text in TEXTS]
+    assert [row["text"] for row in documents] == TEXTS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_columns_are_kept(folder, streaming):
+    documents = load(path=f"{folder}/a.jsonl", streaming=streaming)
+    assert list(documents)[2] == {"text": "the third", "number": 2}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -48,14 +71,6 @@ def test_docstrings_of_the_standard_library_are_a_source(monkeypatch, streaming)
     monkeypatch.setattr(sources, "standard_library_docstrings", lambda: TEXTS)
     documents = load(path="python:docstrings", streaming=streaming)
     assert list(documents) == [{"text": text} for text in TEXTS]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_another_column_can_be_the_text(tmp_path, streaming):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"body": "one", "text": 1}\n')
-    documents = load(path=str(path), column="body", streaming=streaming)
-    assert list(documents) == [{"text": "one"}]
 
 
 def test_slice_of_a_split_can_be_read(folder):
@@ -96,6 +111,7 @@ def test_wrong_column_is_refused_with_the_nearest(folder, streaming):
     refused(
         "column: expected one of ['number', 'text'], got 'txet'. Did you mean 'text'?",
         path=f"{folder}/a.jsonl",
+        check=True,
         column="txet",
         streaming=streaming,
     )
@@ -106,35 +122,169 @@ def test_column_without_text_is_refused(folder, streaming):
     refused(
         "column: expected a column of text, got 'number', which holds int",
         path=f"{folder}/a.jsonl",
+        check=True,
         column="number",
         streaming=streaming,
     )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_column_of_text_passes(folder, streaming):
+    load(check=True, path=f"{folder}/a.jsonl", streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "message"),
     [
-        ("cut.jsonl", b'{"text": "one"}\n{"text": "tw'),
-        ("bad.parquet", b"PAR1 but not really"),
-        ("bad.txt", b"\xff\xfe\xff"),
+        ("cut.jsonl", b'{"text": "tw', "readable rows, got broken JSON (Unterminated string"),
+        ("bad.parquet", b"PAR1 but not really", "a readable parquet file, got '{path}', which"),
+        ("bad.txt", b"\xff\xfe\xff", "readable rows, got bytes that are not UTF-8 (b'\\xff'"),
     ],
 )
-def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, streaming):
+def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, message, streaming):
     (tmp_path / name).write_bytes(content)
+    path = f"{tmp_path}/{name}"
     refused(
-        f"data.sources[0]: expected readable documents, got '{tmp_path}/{name}', which fails: ",
-        path=f"{tmp_path}/{name}",
+        f"data.sources[0]: expected {message.format(path=path)}", path=path, streaming=streaming
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_unknown_split_is_refused_with_the_splits_there_are(folder, streaming):
+    refused(
+        "split: expected one of ['train'], got 'valid'",
+        path=f"{folder}/a.txt",
+        split="valid",
         streaming=streaming,
     )
 
 
-def test_unknown_split_is_refused_with_the_splits_there_are(folder):
-    message = refused("expected readable documents", path=f"{folder}/a.txt", split="valid")
-    assert "['train']" in message
+def test_part_of_a_stream_is_refused(folder):
+    refused(
+        "split: expected a whole split for a stream, got 'train[:2]'",
+        path=f"{folder}/a.txt",
+        split="train[:2]",
+        streaming=True,
+    )
 
 
-@pytest.mark.parametrize("name", ["script.py", "table.csv", "noending"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
+    (tmp_path / "train.txt").write_text("one\ntwo\n")
+    with gzip.open(tmp_path / "test.txt.gz", "wb") as file:
+        file.write(b"three")
+    for split, texts in [
+        ("train", ["one", "two"]),
+        ("test", ["three"]),
+        ("test+train", ["three", "one", "two"]),
+    ]:
+        documents = load(path=str(tmp_path), split=split, streaming=streaming)
+        assert [row["text"] for row in documents] == texts
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", [".jsonl.zst", ".json.gz"])
+def test_folder_of_compressed_files_is_a_source(tmp_path, ending, streaming):
+    codec = pa.Codec("zstd" if ending.endswith("zst") else "gzip")
+    for number, text in enumerate(TEXTS):
+        content = codec.compress(json.dumps({"text": text}).encode(), asbytes=True)
+        (tmp_path / f"part-{number}{ending}").write_bytes(content)
+    documents = load(path=str(tmp_path), streaming=streaming)
+    assert [row["text"] for row in documents] == TEXTS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_save_to_disk_wrote_is_a_source(tmp_path, streaming):
+    splits = {"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"a": [1]})}
+    splits["train"].save_to_disk(tmp_path / "table")
+    DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    for path in ("table", "splits"):
+        documents = load(path=f"{tmp_path}/{path}", streaming=streaming)
+        assert list(documents) == [{"text": text} for text in TEXTS]
+    path = f"{tmp_path}/splits"
+    cut = load(path=path, split="train[1:]+train[:1]", streaming=streaming)
+    assert [row["text"] for row in cut] == [*TEXTS[1:], TEXTS[0]]
+    refused("split: expected one of ['test', 'train'], got 'x'", path=path, split="x")
+
+
+@pytest.mark.parametrize("stop", [0, 1, 6, 7, 19])
+def test_stopped_stream_goes_on_with_the_next_row(tmp_path, stop):
+    rows = [{"text": f"document {index}"} for index in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    stream = load(path=f"{tmp_path}/a.parquet", streaming=True)
+    assert stream.num_shards == 3
+    before = list(itertools.islice(iter(stream), stop))
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = load(path=f"{tmp_path}/a.parquet", streaming=True)
+    resumed.load_state_dict(state)
+    assert before + list(resumed) == rows
+
+
+def test_looking_at_the_first_row_does_not_move_a_stream(folder):
+    stream = load(check=True, path=f"{folder}/a.jsonl", streaming=True)
+    fresh = stream.state_dict()
+    assert first_row(stream) == {"text": TEXTS[0], "number": 0}
+    assert stream.state_dict() == fresh
+    assert len(list(stream)) == 3
+
+
+def test_shards_of_a_stream_can_be_read_apart(tmp_path):
+    pq.write_table(pa.table({"n": range(20)}), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes())
+    stream = load(path=f"{tmp_path}/*.parquet", streaming=True)
+    parts = [[row["n"] for row in stream.shard(num_shards=6, index=index)] for index in range(6)]
+    assert parts == [[*range(7)], [*range(7, 14)], [*range(14, 20)]] * 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_skipped_rows_are_counted(tmp_path, streaming):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw\n[]\n{"text": "three"}\n')
+    bad_rows = BadRows()
+    documents = load(
+        path=f"{tmp_path}/a.jsonl", on_bad_row="skip", bad_rows=bad_rows, streaming=streaming
+    )
+    assert [row["text"] for row in documents] == ["one", "three"]
+    assert bad_rows.total == 2
+    assert f"'{tmp_path}/a.jsonl', line 3: list instead of an object" in bad_rows.first
+
+
+def test_no_row_is_skipped_without_a_counter(folder):
+    with pytest.raises(AssertionError, match="skipped rows have to be counted"):
+        load(path=f"{folder}/a.txt", on_bad_row="skip")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_file_of_bad_rows_only_is_refused(tmp_path, streaming):
+    (tmp_path / "a.jsonl").write_text("[]\n")
+    refused(
+        "path: expected documents, got none in",
+        path=f"{tmp_path}/a.jsonl",
+        on_bad_row="skip",
+        bad_rows=BadRows(),
+        streaming=streaming,
+    )
+
+
+@pytest.mark.parametrize("weights", [[1.0, None], [None, 2.0, 1.0]])
+def test_mixture_with_a_missing_weight_is_refused(weights):
+    mixture = [Source(path="a.txt", weight=weight) for weight in weights]
+    with pytest.raises(ValueError, match=r"data\.sources: expected a weight in all or in none"):
+        check_weights(mixture)
+
+
+@pytest.mark.parametrize("weights", [[None], [None, None], [0.5, 2.0]])
+def test_mixture_with_all_weights_or_none_passes(weights):
+    check_weights([Source(path="a.txt", weight=weight) for weight in weights])
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weight_that_is_no_share_is_refused(weight):
+    with pytest.raises(ValidationError, match="weight"):
+        Source(path="a.txt", weight=weight)
+
+
+@pytest.mark.parametrize("name", ["script.py", "table.csv", "noending", "a.parquet.gz"])
 def test_file_of_another_kind_is_never_read(tmp_path, name, monkeypatch):
     monkeypatch.setattr(sources, "load_dataset", None)
     (tmp_path / name).write_text("raise SystemExit")
@@ -145,7 +295,7 @@ def test_files_of_two_kinds_are_refused(folder):
     refused("got ['.json', '.jsonl', '.txt']", path=f"{folder}/a.*")
 
 
-@pytest.mark.parametrize("path", ["parquet", "pandas", "wiki text/a", "https://x.org/a"])
+@pytest.mark.parametrize("path", ["parquet", "pandas", "wiki text/a"])
 def test_what_is_no_name_on_the_hub_is_refused(path, monkeypatch):
     """`pandas` would be the library's own reader of pickles."""
     monkeypatch.setattr(sources, "load_dataset", None)

@@ -197,3 +197,55 @@ def test_a_failed_push_at_the_end_loses_nothing(hub, client, tmp_path, run_setti
     done = client("train", tmp_path / "late.yaml", "resume=true")
     assert done["status"] == 0, done["err"]
     assert "model.safetensors" in hub.files("alice/late")
+
+
+def test_files_of_others_stay_and_leftovers_of_ours_go(hub, client, pushed):
+    client("push", pushed, "--repo-id", "alice/kept")
+    mine = {"examples/demo.py": b"1", "extra/probe.safetensors": b"2", "notes.md": b"3"}
+    left = {"added_tokens.json": b"{}", "dist_head.safetensors": b"4"}
+    hub.add_repo("alice/kept", {**hub.files("alice/kept"), **mine, **left})
+    done = client("push", pushed, "--repo-id", "alice/kept", "--form", "peft")
+    assert done["status"] == 0, done["err"]
+    files = hub.files("alice/kept")
+    assert {name: files.get(name) for name in mine} == mine
+    assert not files.keys() & left.keys()
+    assert not files.keys() & {"modules.json", "1_Pooling/config.json", "model.safetensors"}
+
+
+def test_repos_of_other_models_are_refused(hub, client, pushed):
+    adapter = {"adapter_config.json": b'{"peft_type": "LORA", "modules_to_save": null}'}
+    for name, files, what in (
+        ("llama-lora", {**adapter, "adapter_model.safetensors": b"1"}, "an adapter of another"),
+        ("weights", {"weights.safetensors": b"1"}, "weights of another model"),
+    ):
+        hub.add_repo(f"alice/{name}", files)
+        done = client("push", pushed, "--repo-id", f"alice/{name}")
+        assert (done["status"], what in done["err"]) == (1, True), done["err"]
+        assert hub.files(f"alice/{name}") == files
+
+
+def test_a_hub_that_does_not_answer_is_no_empty_repo(hub, client, pushed):
+    files = {"config.json": b'{"model_type": "bert"}'}
+    hub.add_repo("alice/bert2", files)
+    hub.fail("GET", "/alice/bert2", status=503, times=30)
+    hub.fail("HEAD", "/alice/bert2", status=503, times=30)
+    done = client("push", pushed, "--repo-id", "alice/bert2")
+    hub.faults.clear()
+    assert done["status"] == 1
+    assert "expected an answer, got an error" in done["err"]
+    assert hub.files("alice/bert2") == files
+
+
+def test_a_public_repo_is_not_pushed_to_as_private(hub, client, pushed):
+    client("push", pushed, "--repo-id", "alice/open")
+    done = client("push", pushed, "--repo-id", "alice/open", "--private")
+    assert done["status"] == 1
+    assert "which is public" in done["err"]
+
+
+def test_a_refused_card_names_the_command_to_try_again(hub, client, pushed):
+    hub.fail("POST", "/api/validate-yaml", status=400, times=9)
+    done = client("push", pushed, "--repo-id", "alice/card")
+    hub.faults.clear()
+    assert done["status"] == 1
+    assert "Try again: harmonic-sft push" in done["err"]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from harmonic_sft.hub import read_trained
 
@@ -63,3 +64,14 @@ def test_another_model_is_refused(run_copy):
     (run_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="expected a harmonic model, got a bert"):
         read_trained(run_copy)
+
+
+def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
+    state = json.loads((run_copy / "trainer_state.json").read_text())
+    state["best_model_checkpoint"] = str(run_copy / "checkpoint-3")
+    (run_copy / "trainer_state.json").write_text(json.dumps(state))
+    assert read_trained(run_copy).step == 6
+    run = yaml.safe_load((run_copy / "run.yaml").read_text())
+    run["training"]["load_best_model_at_end"] = True
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
+    assert read_trained(run_copy).step == 3

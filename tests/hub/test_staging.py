@@ -18,6 +18,7 @@ COMMIT = "a" * 40
 CODE = {
     *("configuration_harmonic.py", "configuration_neobert.py", "modeling_harmonic.py"),
     *("modeling_neobert.py", "heads.py", "objective.py", "backbones.py", "partial.py"),
+    "packing.py",
 }
 
 
@@ -157,3 +158,15 @@ def test_the_step_is_left_out_where_it_is_unknown(finished_run, tmp_path):
     stage(trained, tmp_path, form="full", repo_id="me/model")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_other_files_of_the_folder_stay_there(run_copy, tmp_path):
+    (run_copy / "analysis.py").write_text("KEY = 'sk-secret'")
+    (tmp_path / "target").mkdir()
+    stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
+    assert "analysis.py" not in names(tmp_path / "target")
+
+
+def test_a_tied_head_is_no_adapter(staged):
+    with pytest.raises(ValueError, match="--form peft: expected a head of its own, got one tied"):
+        staged("peft", tie_word_embeddings=True)

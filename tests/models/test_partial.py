@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, HarmonicModel, NeoBERTConfig
 from harmonic_sft.models.modeling_neobert import NeoBERTForMaskedLM
@@ -138,6 +138,28 @@ def test_options_of_from_pretrained_are_honored(make_pair):
     assert isinstance(model, HarmonicForMaskedLM)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["bert", "neobert"])
+def test_another_dtype_gives_what_the_full_one_gives(make_pair, family, dtype):
+    full, part = make_pair(family, torch.bfloat16)
+    expected, found = (
+        AutoModelForMaskedLM.from_pretrained(folder, dtype=dtype) for folder in (full, part)
+    )
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+        assert found.state_dict()[name].dtype == tensor.dtype, name
+
+
+@pytest.mark.parametrize("form", ["full", "part"])
+def test_fields_of_the_configuration_can_be_changed(make_pair, form):
+    folder = dict(zip(("full", "part"), make_pair(), strict=True))[form]
+    head = {"name": "dist", "h_exp": -3.0}
+    model = HarmonicForMaskedLM.from_pretrained(folder, head=head, output_hidden_states=True)
+    assert model.h_exp == -3.0
+    assert model.config.output_hidden_states
+    assert HarmonicForMaskedLM.from_pretrained(folder, state_dict=None).h_exp == -12.0
 
 
 def test_saved_again_it_is_a_whole_checkpoint(make_pair, tmp_path):

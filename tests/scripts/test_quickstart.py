@@ -21,6 +21,7 @@ def execute(environment, folder):
         env={
             **environment,
             "QUICKSTART_STEPS": "4",
+            "QUICKSTART_UPLOAD": "yes",
             "TMPDIR": str(folder),
             "OMP_NUM_THREADS": "2",
             "IPYTHONDIR": str(folder),

@@ -37,3 +37,17 @@ def test_a_name_that_is_no_repo_is_refused(make_yaml, tmp_path):
     with pytest.raises(ValueError, match="repo_id: expected owner/name"):
         train(run)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_cannot_be_staged_is_a_warning(make_yaml, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("harmonic_sft.training.publishing.stage", full)
+    for name in ("check_destination", "check_model", "push_run"):
+        monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
+    hub = {"push": True, "repo_id": "me/model", "every_save": True}
+    results = train(load_run_config(make_yaml(hub=hub)))
+    assert results["steps"] == 6
+    assert "checkpoint-3 was not pushed, training goes on" in caplog.text
+    assert "No space left" in caplog.text

@@ -132,10 +132,6 @@ REFUSED = [
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
     (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
     (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
-    (
-        ["data.sources.0.streaming=true", "training.dataloader_num_workers=2"],
-        "training.dataloader_num_workers: expected 0 or 1 for a stream, got 2",
-    ),
 ]
 
 

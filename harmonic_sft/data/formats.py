@@ -1,0 +1,367 @@
+"""Formats of data: recognizing one from a row, and turning its rows into tokens."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeGuard
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from harmonic_sft.data.chat import Conversation, LossOn, check_turns, encode_conversations
+from harmonic_sft.data.encoding import BadRow, Encoded, SpecialTokens, tokenize
+
+Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
+
+IGNORE_INDEX = -100
+BLANK = "expected text, got a blank one"  # the reason for a document without a single token
+PROMPTED = ("prompt", "completion")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+ALPACA = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+
+
+def recognize(row: Mapping[str, Any]) -> Format:
+    """Tell the format of a source from its first row.
+
+    What has more structure goes first: a row of Alpaca that also has its text is Alpaca.
+
+    Args:
+        row: Columns and their values.
+
+    Returns:
+        `tokens` for integers in `input_ids`; `messages` for turns with `role` and `sharegpt` for
+        turns with `from`, in `messages` or `conversations`; `prompt_completion`; `alpaca` for
+        `instruction` with `output`, or with Dolly's `response`; `text`.
+
+    Raises:
+        ValueError: No format has these columns and types.
+    """
+    if _is_list(row.get("input_ids")):
+        return "tokens"
+    for column in ("messages", "conversations"):
+        turns = row.get(column)
+        if _is_list(turns) and len(turns) and isinstance(turns[0], Mapping):
+            if "role" in turns[0]:
+                return "messages"
+            if "from" in turns[0]:
+                return "sharegpt"
+    if all(isinstance(row.get(name), str) or _is_list(row.get(name)) for name in PROMPTED):
+        return "prompt_completion"
+    if isinstance(row.get("instruction"), str) and _has_text(row, "output", "response"):
+        return "alpaca"
+    if isinstance(row.get("text"), str):
+        return "text"
+    found = {name: type(value).__name__ for name, value in row.items()}
+    raise ValueError(
+        "format: expected the columns text, prompt and completion, messages (role, content), "
+        "conversations (from, value), instruction and output, or input_ids, got "
+        f"{found}. Name the column of text by `column`."
+    )
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def _has_text(row: Mapping[str, Any], *names: str) -> bool:
+    return any(isinstance(row.get(name), str) for name in names)
+
+
+def encode(
+    rows: Sequence[Mapping[str, Any]],
+    form: Format,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    loss_on: LossOn,
+    column: str = "text",
+    word_ids: bool = False,
+) -> list[Encoded | str]:
+    """Turn rows of one format into tokens, without those the tokenizer puts around every row.
+
+    Every format but `text` and `tokens` becomes a conversation, see `encode_conversations`. Text
+    that spells a special token, such as `[MASK]`, is tokenized as text.
+
+    Args:
+        rows: A batch; tokenized in one call.
+        form: Of all the rows.
+        tokenizer: A fast one.
+        loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
+            masks of pretokenized rows count too.
+        column: Of the text, for the format `text`.
+        word_ids: Whether to number the words, for masks of whole words.
+
+    Returns:
+        One entry per row, a string being the reason why it cannot be used.
+
+    Raises:
+        ValueError: The settings fit no row of the format, or the tokenizer cannot do it.
+    """
+    if form == "text":
+        if loss_on != "all":
+            raise ValueError(
+                f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
+                "turns to tell apart."
+            )
+        return _encode_texts(rows, column, tokenizer, word_ids)
+    if form == "tokens":
+        if word_ids:
+            raise ValueError(
+                "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
+                "Mask tokens, or give the text."
+            )
+        return _encode_tokens(rows, tokenizer, loss_on)
+    conversations = [_conversation(row, form) for row in rows]
+    return encode_conversations(
+        conversations, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids
+    )
+
+
+def _encode_texts(
+    rows: Sequence[Mapping[str, Any]],
+    column: str,
+    tokenizer: PreTrainedTokenizerBase,
+    word_ids: bool,
+) -> list[Encoded | str]:
+    texts: list[str] = []
+    reasons: list[str | None] = []
+    for row in rows:
+        value = row.get(column)
+        is_text = isinstance(value, str)
+        texts.append(value if is_text and value.strip() else "")
+        reasons.append(None if is_text else _missing(row, column))
+    encoded: list[Encoded | str] = []
+    pieces = tokenize(texts, tokenizer=tokenizer, word_ids=word_ids)
+    for tokens, reason in zip(pieces, reasons, strict=True):
+        if reason is not None:
+            encoded.append(reason)
+        elif tokens is None:
+            encoded.append(f"{column}: expected text, got a surrogate, which is no character")
+        elif not tokens.input_ids:
+            encoded.append(BLANK)
+        else:
+            encoded.append(Encoded(tokens.input_ids, None, tokens.word_ids))
+    return encoded
+
+
+def _missing(row: Mapping[str, Any], column: str, what: str = "text") -> str:
+    if column not in row:
+        return f"{column}: expected a column of that name, got {sorted(row)}"
+    return f"{column}: expected {what}, got {_short(row[column])}"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 80 else shown[:77] + '...'}"
+
+
+def _conversation(row: Mapping[str, Any], form: Format) -> Conversation | str:
+    try:
+        defined = None if form == "alpaca" else row.get("tools")
+        tools = [_tool(tool) for tool in _parsed(defined, "tools")]
+        completion = None
+        if form == "prompt_completion":
+            messages, completion = _prompted(row)
+        elif form == "alpaca":
+            messages = _alpaca(row)
+        elif form == "sharegpt":
+            messages = _sharegpt(row)
+        else:
+            messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
+        check_turns(messages)
+    except BadRow as error:
+        return str(error)
+    return Conversation(messages=messages, tools=tools, completion=completion)
+
+
+def _turns(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Read a column of turns; without one called `messages` it is `conversations`."""
+    column = "conversations" if name == "messages" and "messages" not in row else name
+    turns = row.get(column)
+    if not _is_list(turns) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise BadRow(_missing(row, column, "a list of turns"))
+    return [_without_none(turn) for turn in turns]
+
+
+def _without_none(value: Any) -> Any:
+    """Drop keys without a value: a table puts them where another row has that key."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if _is_list(value) else value
+
+
+def _message(turn: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if not turn.get("tool_calls"):
+        return {key: entry for key, entry in turn.items() if key != "tool_calls"}
+    calls = [_call(call, f"messages[{index}].tool_calls") for call in turn["tool_calls"]]
+    if turn.get("role") != "assistant":
+        raise BadRow(
+            f"messages[{index}].tool_calls: expected none but the assistant's, "
+            f"got the role {turn.get('role')!r}"
+        )
+    return {"content": "", **turn, "tool_calls": calls}
+
+
+def _parsed(value: Any, name: str) -> list[Any]:
+    """Read a list that may be written in JSON; one object alone is a list of it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except json.JSONDecodeError as error:
+            raise BadRow(f"{name}: expected JSON, got {_short(value)}") from error
+    if value is None:
+        return []
+    return list(value) if _is_list(value) else [value]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise BadRow(f"tools: expected definitions of functions, got {_short(tool)}")
+    tool = _without_none(tool)
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRow(f"{name}: expected the name and arguments of a function, got {_short(call)}")
+    # Templates write arguments as JSON themselves: a string would come out quoted twice.
+    arguments = _parsed(function.get("arguments"), f"{name}.arguments") or [{}]
+    if len(arguments) > 1 or not isinstance(arguments[0], Mapping):
+        raise BadRow(f"{name}.arguments: expected an object, got {_short(function['arguments'])}")
+    called = {"name": function["name"], "arguments": dict(arguments[0])}
+    extra = {"id": call["id"]} if "function" in call and "id" in call else {}
+    return {**extra, "type": "function", "function": called}
+
+
+def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    column = "conversations" if "conversations" in row else "messages"
+    messages: list[dict[str, Any]] = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": row["system"]})
+    for index, turn in enumerate(_turns(row, column)):
+        name = f"{column}[{index}]"
+        speaker, value = turn.get("from"), turn.get("value")
+        if speaker not in SHAREGPT_ROLES:
+            raise BadRow(f"{name}.from: expected one of {list(SHAREGPT_ROLES)}, got {speaker!r}")
+        message: dict[str, Any] = {"role": SHAREGPT_ROLES[speaker], "content": value}
+        if speaker == "function_call":
+            calls = [_call(call, f"{name}.value") for call in _parsed(value, f"{name}.value")]
+            message |= {"content": "", "tool_calls": calls}
+        messages.append(message)
+    return messages
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    # Dolly has the same columns by other names.
+    context = "input" if "input" in row or "context" not in row else "context"
+    answer = "output" if "output" in row or "response" not in row else "response"
+    for name in ("instruction", answer):
+        if not isinstance(row.get(name), str) or not row[name].strip():
+            raise BadRow(_missing(row, name))
+    given = row.get(context) or ""
+    if not isinstance(given, str):
+        raise BadRow(_missing(row, context))
+    prompt = ALPACA_WITH_INPUT if given.strip() else ALPACA
+    content = prompt.format(instruction=row["instruction"], input=given)
+    return [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": row[answer]},
+    ]
+
+
+def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Join a prompt and its completion, and number the completion's first turn."""
+    parts = []
+    for name, role in zip(PROMPTED, ("user", "assistant"), strict=True):
+        value = row.get(name)
+        if isinstance(value, str) and value.strip():
+            parts.append([{"role": role, "content": value}])
+        elif _is_list(value) and len(value):
+            parts.append([_message(turn, i) for i, turn in enumerate(_turns(row, name))])
+        else:
+            raise BadRow(_missing(row, name, "text or a list of turns"))
+    return parts[0] + parts[1], len(parts[0])
+
+
+def _encode_tokens(
+    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
+) -> list[Encoded | str]:
+    special = SpecialTokens.of(tokenizer)
+    largest = len(tokenizer) - 1
+    encoded: list[Encoded | str] = []
+    for row in rows:
+        try:
+            input_ids = _integers(row, "input_ids", None)
+            if input_ids.max() > largest:  # a vocabulary with gaps goes beyond its length
+                largest = max(tokenizer.get_vocab().values())
+            if input_ids.min() < 0 or input_ids.max() > largest:
+                outside = input_ids[(input_ids < 0) | (input_ids > largest)][0]
+                raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside}")
+            scored = _scored(row, input_ids, loss_on)
+            encoded.append(_unwrapped(input_ids, scored, special))
+        except BadRow as error:
+            encoded.append(str(error))
+    return encoded
+
+
+def _integers(row: Mapping[str, Any], name: str, length: int | None) -> np.ndarray:
+    value = row.get(name)
+    array = np.asarray(value) if _is_list(value) else np.zeros(0)
+    if array.ndim != 1 or array.dtype.kind not in "iub" or not len(array):
+        raise BadRow(_missing(row, name, "a list of integers"))
+    if length is not None and len(array) != length:
+        raise BadRow(f"{name}: expected {length} entries, as input_ids has, got {len(array)}")
+    return array.astype(np.int64)
+
+
+def _scored(row: Mapping[str, Any], input_ids: np.ndarray, loss_on: LossOn) -> np.ndarray | None:
+    """Join the labels and the mask that `loss_on` asks for; None if there are neither."""
+    scored = []
+    if row.get("labels") is not None:
+        labels = _integers(row, "labels", len(input_ids))
+        wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != input_ids))
+        if len(wrong):
+            raise BadRow(
+                f"labels[{wrong[0]}]: expected {IGNORE_INDEX} or the token at that place, "
+                f"{input_ids[wrong[0]]}, got {labels[wrong[0]]}"
+            )
+        scored.append(labels != IGNORE_INDEX)
+    mask = {"all": None, "completion": "completion_mask", "assistant": "assistant_masks"}[loss_on]
+    if mask is not None and row.get(mask) is not None:
+        scored.append(_integers(row, mask, len(input_ids)) != 0)
+    if mask is not None and not scored:
+        raise BadRow(f"loss_on {loss_on}: expected {mask} or labels, got {sorted(row)}")
+    return np.logical_and.reduce(scored) if scored else None
+
+
+def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: SpecialTokens) -> Encoded:
+    """Leave out the special tokens that every row gets anyway, unless they are scored."""
+    start, end = len(special.prefix), len(input_ids) - len(special.suffix)
+    if input_ids[:start].tolist() != special.prefix or (scored is not None and any(scored[:start])):
+        start = 0
+    if input_ids[end:].tolist() != special.suffix or (scored is not None and any(scored[end:])):
+        end = len(input_ids)
+    if end <= start:
+        raise BadRow("input_ids: expected more than the special tokens of a row, got nothing else")
+    if scored is None:
+        return Encoded(input_ids[start:end].tolist(), None, None)
+    if not scored.any():
+        raise BadRow(f"labels: expected tokens to score, got none of {len(scored)}")
+    return Encoded(input_ids[start:end].tolist(), scored[start:end].tolist(), None)

@@ -1,0 +1,96 @@
+"""A file on a web server, of which only the parts that are read travel."""
+
+import io
+import urllib.error
+import urllib.request
+from http.client import HTTPException, HTTPResponse
+
+TIMEOUT = 30  # seconds without a byte
+ATTEMPTS = 5
+
+
+class RemoteFile(io.RawIOBase):
+    """Reads a file over HTTP; a seek asks the server for the rest from there.
+
+    Wrap it in `io.BufferedReader`. A connection that breaks is opened anew where it broke.
+    """
+
+    def __init__(self, url: str):
+        """Ask the server for the size, which fails with OSError where there is no such file."""
+        super().__init__()
+        self.url = url
+        self._position = 0
+        self._response: HTTPResponse | None = None
+        request = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            headers = response.headers
+        self.size = int(headers.get("Content-Length", -1))
+        # What changes when the file does.
+        self.version = f"{headers.get('ETag')} {headers.get('Last-Modified')} {self.size}"
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True where the server states the size."""
+        return self.size >= 0
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position without reading."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if base + offset != self._position:
+            self._disconnect()
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        """Read at most as many bytes as the buffer holds; 0 at the end."""
+        if self._position == self.size:
+            return 0
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if self._response is None:
+                    self._response = self._connect()
+                count = self._response.readinto(buffer)
+                if count == 0 < self.size - self._position:
+                    raise ConnectionError(f"the connection ended at byte {self._position}")
+            except urllib.error.HTTPError:
+                raise
+            except (OSError, HTTPException):
+                self._disconnect()
+                if attempt == ATTEMPTS:
+                    raise
+            else:
+                self._position += count
+                return count
+        raise AssertionError("the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._disconnect()
+        super().close()
+
+    def _connect(self) -> HTTPResponse:
+        headers = {"Range": f"bytes={self._position}-"} if self._position else {}
+        request = urllib.request.Request(self.url, headers=headers)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+        if self._position and response.status != 206:
+            response.close()
+            raise urllib.error.HTTPError(
+                self.url,
+                response.status,
+                "the server sends no parts of files",
+                response.headers,
+                None,
+            )
+        return response
+
+    def _disconnect(self) -> None:
+        if self._response is not None:
+            self._response.close()
+            self._response = None

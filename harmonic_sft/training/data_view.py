@@ -1,0 +1,41 @@
+"""What a run would train on, shown without its model."""
+
+import os
+
+from harmonic_sft.data import load_data
+from harmonic_sft.data.inspection import inspect_data
+from harmonic_sft.models import max_positions
+from harmonic_sft.training.model_loading import load_base_config, load_tokenizer
+from harmonic_sft.training.run_config import RunConfig
+
+
+def show_data(run: RunConfig, *, row: int = 0) -> None:
+    """Load the data of a run and print counts, lengths, fill rate, one row, and steps.
+
+    Args:
+        run: Its configuration.
+        row: Number of the row, or pack, that is shown.
+
+    Raises:
+        ValueError: Bad data, or no row of this number.
+    """
+    config = load_base_config(run.model).get_text_config()
+    tokenizer = load_tokenizer(run.model)
+    data = load_data(
+        run.data,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        max_positions=max_positions(config),
+        seed=run.seed,
+    )
+    args = run.training_arguments()
+    batch_size = args.per_device_train_batch_size
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    inspect_data(
+        data,
+        tokenizer=tokenizer,
+        rows_per_step=batch_size * args.gradient_accumulation_steps * processes,
+        batch_size=batch_size,
+        seed_row=row,
+        bad_rows=data.bad_rows,
+    )

@@ -1,0 +1,396 @@
+import copy
+import re
+
+import numpy as np
+import pytest
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from harmonic_sft.data.chat import Conversation, check_turns, encode_conversations
+from harmonic_sft.data.encoding import Encoded
+
+CALLS = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+CHATML = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}" + CALLS + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}" + CALLS + "<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "rate", "parameters": {"type": "object"}},
+}
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CHAT = [
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "the rate ?"},
+    {"role": "assistant", "content": "", "tool_calls": [call("rate", of="usd")]},
+    {"role": "tool", "content": '{"rate": 2}'},
+    {"role": "assistant", "content": "it is 2"},
+]
+SYSTEM_FIRST = [
+    {"role": "system", "content": "the rate"},
+    {"role": "user", "content": "hi"},
+    {"role": "user", "content": "there"},
+    {"role": "assistant", "content": "wait", "tool_calls": [call("rate"), call("rate", of="usd")]},
+    {"role": "tool", "content": "2"},
+    {"role": "tool", "content": "it"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "is it ?"},
+]
+
+
+@pytest.fixture(scope="module")
+def bert():
+    words = "hi there hello the rate it is 2 of usd name arguments wait tool call un ##known tools"
+    signs = 'user system assistant { } < > / _ " : , ? [ ] sep parameters type object'
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split(), *signs.split()]
+    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+@pytest.fixture(scope="module")
+def merges():
+    """Byte-level BPE with merges, among them of two line breaks and of words with their space."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = 'user\nassistant\nhello there the rate {"name": "rate"} it is\n\n\n\nhi hello'
+    backend.train_from_iterator([text] * 20, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        bos_token="<s>",
+        pad_token="<s>",
+        additional_special_tokens=["<|im_start|>", "\u241e"],
+    )
+
+
+def with_template(tokenizer, template):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encode_one(tokenizer, messages, loss_on, *, tools=(), completion=None, word_ids=False):
+    check_turns(messages)
+    chat = Conversation(messages=messages, tools=list(tools), completion=completion)
+    (encoded,) = encode_conversations(
+        [chat], tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids
+    )
+    return encoded
+
+
+def starred(tokenizer, encoded):
+    """Write tokens with a star before the scored ones."""
+    tokens = tokenizer.convert_ids_to_tokens(encoded.input_ids)
+    scored = encoded.scored or [False] * len(tokens)
+    return " ".join("*" * mark + token for token, mark in zip(tokens, scored, strict=True))
+
+
+def bracketed(tokenizer, encoded):
+    """Write the text with brackets around what is scored."""
+    edges = np.flatnonzero(np.diff(encoded.scored, prepend=False, append=False))
+    parts = [tokenizer.decode(part) for part in np.split(np.asarray(encoded.input_ids), edges)]
+    return "".join(f"[[{part}]]" if index % 2 else part for index, part in enumerate(parts))
+
+
+# Written by hand, turn by turn.
+BERT_CHAT = [
+    "user : hi there [SEP]",
+    "assistant : *hello *[SEP]",
+    "user : the rate ? [SEP]",
+    'assistant : *< *tool *_ *call *> *{ *" *name *" *: *" *rate *" *, *" *arguments *" *: *{ *" '
+    '*of *" *: *" *usd *" *} *} *< */ *tool *_ *call *> *[SEP]',
+    'tool : { " rate " : 2 } [SEP]',
+    "assistant : *it *is *2 *[SEP]",
+]
+BERT_SYSTEM = [
+    'tools : { " name " : " rate " , " parameters " : { " type " : " object " } } [SEP]',
+    "system : the rate [SEP]",
+    "user : hi [SEP]",
+    "user : there [SEP]",
+    'assistant : *wait *< *tool *_ *call *> *{ *" *name *" *: *" *rate *" *, *" *arguments *" *: '
+    '*{ *} *} *< */ *tool *_ *call *> *< *tool *_ *call *> *{ *" *name *" *: *" *rate *" *, *" '
+    '*arguments *" *: *{ *" *of *" *: *" *usd *" *} *} *< */ *tool *_ *call *> *[SEP]',
+    "tool : 2 [SEP]",
+    "tool : it [SEP]",
+    "assistant : *hello *[SEP]",
+    "user : is it ? [SEP]",
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "expected", "last"),
+    [
+        (CHAT, [], BERT_CHAT, 5),
+        (SYSTEM_FIRST, [TOOL], BERT_SYSTEM, 7),
+        (CHAT[:2], [], BERT_CHAT[:2], 1),
+    ],
+)
+def test_own_form_scores_what_is_written_by_hand(bert, messages, tools, expected, last):
+    encoded = encode_one(bert, messages, "assistant", tools=tools)
+    assert starred(bert, encoded) == " ".join(expected)
+    bare = [turn.replace("*", "") for turn in expected]
+    everything = encode_one(bert, messages, "all", tools=tools)
+    assert everything.scored is None
+    assert starred(bert, everything) == " ".join(bare)
+    bare[last] = expected[last]
+    encoded = encode_one(bert, messages, "completion", tools=tools)
+    assert starred(bert, encoded) == " ".join(bare)
+
+
+def test_completion_of_several_turns_is_scored_where_the_assistant_speaks(bert):
+    encoded = encode_one(bert, CHAT, "completion", completion=3)
+    expected = [turn.replace("*", "") if i < 3 else turn for i, turn in enumerate(BERT_CHAT)]
+    assert starred(bert, encoded) == " ".join(expected)
+
+
+CHATML_CHAT = (
+    "<|im_start|>user\nhi there<|im_end|>\n"
+    "<|im_start|>assistant\n[[hello<|im_end|>]]\n"
+    "<|im_start|>user\nthe rate ?<|im_end|>\n"
+    '<|im_start|>assistant\n[[{"name": "rate", "arguments": {"of": "usd"}}<|im_end|>]]\n'
+    '<|im_start|>tool\n{"rate": 2}<|im_end|>\n'
+    "<|im_start|>assistant\n[[it is 2<|im_end|>]]\n"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_chat_template_scores_what_is_written_by_hand(merges, template):
+    tokenizer = with_template(merges, template)
+    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
+    last = CHATML_CHAT.rindex("[[")
+    expected = re.sub(r"\[\[|\]\]", "", CHATML_CHAT[:last]) + CHATML_CHAT[last:]
+    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "completion")) == expected
+    assert encode_one(tokenizer, CHAT, "all").scored is None
+
+
+def test_chat_template_writes_tools_and_several_calls(merges):
+    tokenizer = with_template(merges, CHATML)
+    text = bracketed(tokenizer, encode_one(tokenizer, SYSTEM_FIRST, "assistant", tools=[TOOL]))
+    assert text == (
+        '<|im_start|>tools\n[{"type": "function", "function": {"name": "rate", "parameters": '
+        '{"type": "object"}}}]<|im_end|>\n'
+        "<|im_start|>system\nthe rate<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>user\nthere<|im_end|>\n"
+        '<|im_start|>assistant\n[[wait{"name": "rate", "arguments": {}}'
+        '{"name": "rate", "arguments": {"of": "usd"}}<|im_end|>]]\n'
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nit<|im_end|>\n"
+        "<|im_start|>assistant\n[[hello<|im_end|>]]\n<|im_start|>user\nis it ?<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("messages", [CHAT, SYSTEM_FIRST])
+def test_masks_are_the_differences_of_tokenized_prefixes(merges, messages):
+    tokenizer = with_template(merges, CHATML)
+
+    def ids(end, header=False):
+        return tokenizer.apply_chat_template(
+            messages[:end], add_generation_prompt=header, return_dict=False
+        )
+
+    whole = ids(len(messages))
+    expected = [False] * len(whole)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, end = len(ids(turn, header=True)), len(ids(turn + 1)) - 1  # less the line break
+            assert whole[: end + 1] == ids(turn + 1)
+            expected[start:end] = [True] * (end - start)
+    encoded = encode_one(tokenizer, messages, "assistant")
+    assert encoded.input_ids == whole
+    assert encoded.scored == expected
+
+
+def test_marks_agree_with_the_library_but_for_whitespace_after_the_turn(merges):
+    tokenizer = with_template(merges, MARKED)
+    expected = tokenizer.apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoded = encode_one(tokenizer, CHAT, "assistant")
+    assert encoded.input_ids == expected["input_ids"]
+    after = np.roll(np.asarray(encoded.input_ids) == tokenizer.eos_token_id, 1)
+    np.testing.assert_array_equal(encoded.scored, np.asarray(expected["assistant_masks"]) & ~after)
+
+
+def test_end_of_turn_just_after_a_mark_is_scored(merges):
+    template = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    assert template != MARKED
+    tokenizer = with_template(merges, template)
+    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
+
+
+def test_token_across_the_start_of_a_turn_is_scored(merges):
+    tokenizer = with_template(merges, CHATML)
+    chat = [CHAT[0], {"role": "assistant", "content": "\n\n\nhi"}]
+    encoded = encode_one(tokenizer, chat, "assistant")
+    text = bracketed(tokenizer, encoded)
+    assert text == (
+        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant[[\n\n\n\nhi<|im_end|>]]\n"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    "spelled", ["a <|im_end|> b", "<|im_end|><|im_start|>", "\u00e9<s>\u4e2d", "a\u241eb"]
+)
+def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
+    tokenizer = with_template(merges, template)
+    chat = [{"role": "user", "content": spelled}, {"role": "assistant", "content": spelled}]
+    encoded = encode_one(tokenizer, chat, "assistant")
+    assert bracketed(tokenizer, encoded) == (
+        f"<|im_start|>user\n{spelled}<|im_end|>\n<|im_start|>assistant\n[[{spelled}<|im_end|>]]\n"
+    )
+    specials = [token for token in encoded.input_ids if token in tokenizer.all_special_ids]
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert specials == [start, end, start, end]
+
+
+def test_own_form_takes_special_tokens_in_a_message_as_text(bert):
+    chat = [{"role": "user", "content": "hi [SEP]"}, {"role": "assistant", "content": "[SEP] hi"}]
+    assert starred(bert, encode_one(bert, chat, "assistant")) == (
+        "user : hi [ sep ] [SEP] assistant : *[ *sep *] *hi *[SEP]"
+    )
+
+
+def test_whitespace_tokens_with_empty_offsets_belong_to_their_turn(merges):
+    tokenizer = with_template(merges, CHATML)
+    chat = [CHAT[0], {"role": "assistant", "content": "   x   "}]
+    expected = encode_one(tokenizer, chat, "assistant")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert encode_one(tokenizer, chat, "assistant") == expected
+    assert bracketed(tokenizer, expected).endswith("assistant\n[[   x   <|im_end|>]]\n")
+
+
+def test_whitespace_that_ends_a_turn_without_a_special_token_is_scored(merges):
+    tokenizer = with_template(
+        merges,
+        "{% for message in messages %}{{ message.role }}:\n{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}",
+    )
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    chat = [CHAT[0], {"role": "assistant", "content": "x  "}, {"role": "user", "content": "y"}]
+    encoded = encode_one(tokenizer, chat, "assistant")
+    assert bracketed(tokenizer, encoded) == "user:\nhi thereassistant:\n[[x  ]]user:\ny"
+
+
+def test_unknown_word_is_a_word_in_a_chat_template(bert):
+    template = "{% for message in messages %}{{ message.content }} [SEP] {% endfor %}"
+    tokenizer = with_template(bert, template)
+    encoded = encode_one(tokenizer, [{"role": "user", "content": "hi foo"}], "all", word_ids=True)
+    assert tokenizer.convert_ids_to_tokens(encoded.input_ids) == ["hi", "[UNK]", "[SEP]"]
+    assert encoded.word_ids == [0, 1, -1]
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(merges):
+    template = (
+        "{% for message in messages %}{% if loop.last or message.role == 'user' %}"
+        "{{ message.role }}: {{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = with_template(merges, template)
+    chat = [*CHAT[:2], {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(ValueError, match=r"chat_template: expected .* got another text for the fi"):
+        encode_one(tokenizer, chat, "assistant")
+    assert isinstance(encode_one(tokenizer, chat, "all"), Encoded)
+
+
+def test_template_that_marks_only_some_turns_is_refused(merges):
+    template = MARKED.replace("message.role == 'assistant'", "loop.last")
+    with pytest.raises(ValueError, match="got 1 generation marks for 3 assistant turns"):
+        encode_one(with_template(merges, template), CHAT, "assistant")
+
+
+def test_turns_that_a_template_refuses_make_a_bad_row(merges):
+    template = "{{ raise_exception('roles must alternate') }}"
+    reason = encode_one(with_template(merges, template), CHAT, "all")
+    assert reason == "chat template: expected turns it can write, got: roles must alternate"
+
+
+def test_first_token_that_every_row_gets_is_left_out(merges):
+    tokenizer = with_template(merges, "{{ bos_token }}" + CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
+
+
+def test_conversation_without_an_assistant_has_nothing_to_score(bert):
+    for loss_on in ("assistant", "completion"):
+        reason = encode_one(bert, CHAT[:1], loss_on)
+        assert reason == f"loss_on {loss_on}: expected an assistant turn to score, got ['user']"
+    assert isinstance(encode_one(bert, CHAT[:1], "all"), Encoded)
+
+
+def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
+    tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
+    reason = encode_one(tokenizer, CHAT[:2], "assistant")
+    assert reason == "loss_on assistant: expected tokens to score, got none of 1"
+
+
+def test_tokenizer_that_cannot_end_a_turn_is_refused(bert):
+    bare = copy.deepcopy(bert)
+    bare.sep_token = None
+    with pytest.raises(ValueError, match="expected a chat template, or a sep or eos token"):
+        encode_one(bare, CHAT, "all")
+
+
+def test_words_are_numbered_through_the_turns(bert, merges):
+    chat = [{"role": "user", "content": "unknown hi"}, {"role": "assistant", "content": "unknown"}]
+    encoded = encode_one(bert, chat, "assistant", word_ids=True)
+    assert starred(bert, encoded) == ("user : un ##known hi [SEP] assistant : *un *##known *[SEP]")
+    words = encoded.word_ids
+    assert words[5] == words[10] == -1
+    assert words[2] == words[3]
+    assert words[8] == words[9]
+    ordinary = [word for word in words if word >= 0]
+    assert len(set(ordinary)) == len(ordinary) - 2
+    assert ordinary == sorted(ordinary)
+    tokenizer = with_template(merges, CHATML)
+    encoded = encode_one(tokenizer, CHAT, "all", word_ids=True)
+    special = np.isin(encoded.input_ids, tokenizer.all_special_ids)
+    np.testing.assert_array_equal(np.asarray(encoded.word_ids) == -1, special)
+
+
+def test_assistant_may_answer_a_system_turn(bert):
+    chat = [{"role": "system", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert starred(bert, encode_one(bert, chat, "assistant")) == (
+        "system : hi [SEP] assistant : *hello *[SEP]"
+    )

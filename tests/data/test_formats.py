@@ -1,0 +1,377 @@
+import json
+
+import datasets
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from harmonic_sft.data.encoding import Encoded
+from harmonic_sft.data.formats import BLANK, encode, recognize
+
+USER = {"role": "user", "content": "word1"}
+ASSISTANT = {"role": "assistant", "content": "word2"}
+# The shape of Glaive's rows: a call and its result as JSON, and the tools as a JSON string.
+GLAIVE = {
+    "conversations": [
+        {"from": "human", "value": "word1 word2"},
+        {"from": "gpt", "value": "word3"},
+        {"from": "human", "value": "word4"},
+        {"from": "function_call", "value": '{"name": "word5", "arguments": {"a": [1, "word6"]}}'},
+        {"from": "observation", "value": '{"word7": true}'},
+        {"from": "gpt", "value": "word8 word9"},
+    ],
+    "tools": '[{"name": "word5", "description": "word10", "parameters": {"type": "object"}}]',
+}
+AS_MESSAGES = {
+    "messages": [
+        {"role": "user", "content": "word1 word2"},
+        {"role": "assistant", "content": "word3"},
+        {"role": "user", "content": "word4"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "word5", "arguments": '{"a": [1, "word6"]}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": '{"word7": true}', "tool_call_id": "1"},
+        {"role": "assistant", "content": "word8 word9"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "word5",
+                "description": "word10",
+                "parameters": {"type": "object"},
+            },
+        }
+    ],
+}
+WITH_INPUT = {"instruction": "word1 {x}", "input": "word2", "output": "word3"}
+
+
+def one(row, form, tokenizer, loss_on="all", **settings):
+    (encoded,) = encode([row], form, tokenizer=tokenizer, loss_on=loss_on, **settings)
+    return encoded
+
+
+def scored_text(tokenizer, encoded):
+    return tokenizer.decode(np.asarray(encoded.input_ids)[encoded.scored])
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"text": "a", "url": "b"}, "text"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt_completion"),
+        (AS_MESSAGES, "messages"),
+        ({"conversations": [USER, ASSISTANT]}, "messages"),
+        (GLAIVE, "sharegpt"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "whole"}, "alpaca"),
+        ({"instruction": "a", "context": "", "response": "b", "category": "c"}, "alpaca"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "text": "a"}, "tokens"),
+        ({"input_ids": np.array([1, 2])}, "tokens"),
+    ],
+)
+def test_format_is_recognized_from_columns_and_types(row, form):
+    assert recognize(row) == form
+
+
+@pytest.mark.parametrize(
+    "row", [{"content": "a", "id": 1}, {"instruction": "a", "instances": []}, {"text": 1}, {}]
+)
+def test_columns_of_no_format_are_named(row):
+    with pytest.raises(ValueError, match=r"format: expected the columns text, .* Name the") as e:
+        recognize(row)
+    assert all(f"{name!r}: {type(value).__name__!r}" in str(e.value) for name, value in row.items())
+
+
+def test_text_is_tokenized_without_the_wrapping_and_without_special_tokens(tokenizer):
+    rows = [{"text": "word1 [MASK] word2"}, {"text": "ab"}]
+    encoded = encode(rows, "text", tokenizer=tokenizer, loss_on="all")
+    tokens = [tokenizer.convert_ids_to_tokens(row.input_ids) for row in encoded]
+    assert tokens == [["word1", "[", "m", "##a", "##s", "##k", "]", "word2"], ["a", "##b"]]
+    assert all(row.scored is None and row.word_ids is None for row in encoded)
+
+
+def test_text_has_words(tokenizer):
+    encoded = one({"text": "word1 ab c"}, "text", tokenizer, word_ids=True)
+    assert encoded.word_ids == [0, 1, 1, 2]
+
+
+def test_text_may_stand_in_another_column(tokenizer):
+    encoded = one({"content": "word1"}, "text", tokenizer, column="content")
+    assert tokenizer.decode(encoded.input_ids) == "word1"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": " \n"}, BLANK),
+        ({"text": "\x00"}, BLANK),  # BERT drops control characters
+        ({"text": None}, "text: expected text, got NoneType None"),
+        ({"text": 5}, "text: expected text, got int 5"),
+        ({"other": "a"}, "text: expected a column of that name, got ['other']"),
+        ({"text": "a\ud83d"}, "text: expected text, got a surrogate, which is no character"),
+    ],
+)
+def test_rows_without_text_are_bad(tokenizer, row, reason):
+    rows = [{"text": "word1"}, row, {"text": "word2"}]
+    encoded = encode(rows, "text", tokenizer=tokenizer, loss_on="all")
+    assert encoded[1] == reason
+    assert [tokenizer.decode(encoded[i].input_ids) for i in (0, 2)] == ["word1", "word2"]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+def test_plain_text_has_no_turns_to_score(tokenizer, loss_on):
+    with pytest.raises(ValueError, match=f"data.loss_on: expected 'all' .* got '{loss_on}'"):
+        one({"text": "a"}, "text", tokenizer, loss_on)
+
+
+@pytest.mark.parametrize("loss_on", ["all", "completion", "assistant"])
+def test_sharegpt_and_messages_are_the_same_conversation(tokenizer, loss_on):
+    encoded = one(GLAIVE, "sharegpt", tokenizer, loss_on)
+    assert encoded == one(AS_MESSAGES, "messages", tokenizer, loss_on)
+    moved = {"conversations": AS_MESSAGES["messages"], "tools": AS_MESSAGES["tools"]}
+    assert encoded == one(moved, "messages", tokenizer, loss_on)
+
+
+def test_glaive_scores_answers_calls_and_ends_of_turns(tokenizer):
+    encoded = one(GLAIVE, "sharegpt", tokenizer, "assistant")
+    tokens = np.asarray(tokenizer.convert_ids_to_tokens(encoded.input_ids))
+    scored = " ".join(token for token in tokens[encoded.scored] if token != "[UNK]")
+    # Quotes, braces and digits are no pieces of this tokenizer.
+    tag, names, argument = "t ##o ##o ##l c ##a ##l ##l", "n ##a ##m ##e", "a ##r ##g ##u ##m ##e"
+    assert scored == (
+        f"word3 [SEP] {tag} {names} word5 {argument} ##n ##t ##s a [ word6 ] {tag} [SEP] "
+        "word8 word9 [SEP]"
+    )
+    assert list(tokens).count("[SEP]") == 7  # six turns and the tools
+    last = one(GLAIVE, "sharegpt", tokenizer, "completion")
+    assert scored_text(tokenizer, last) == "word8 word9 [SEP]"
+
+
+def test_keys_that_a_table_fills_with_none_are_dropped(tokenizer):
+    other = {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": "word3",
+                "tool_calls": [{"function": {"name": "word4", "arguments": {"b": 1}}}],
+            },
+        ]
+    }
+    plain = {"messages": [USER, ASSISTANT]}
+    rows = [other, plain, {"messages": AS_MESSAGES["messages"][:3]}]
+    table = datasets.Dataset.from_list(rows)
+    assert table[1]["messages"][1]["tool_calls"] is None
+    encoded = encode(list(table), "messages", tokenizer=tokenizer, loss_on="assistant")
+    assert encoded == encode(rows, "messages", tokenizer=tokenizer, loss_on="assistant")
+    assert scored_text(tokenizer, encoded[1]) == "word2 [SEP]"
+
+
+def test_alpaca_takes_the_prompts_of_stanford(byte_tokenizer):
+    encoded = one(WITH_INPUT, "alpaca", byte_tokenizer, "assistant")
+    assert byte_tokenizer.decode(encoded.input_ids) == (
+        "user:\nBelow is an instruction that describes a task, paired with an input that provides "
+        "further context. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nword1 {x}\n\n### Input:\nword2\n\n### Response:</s>"
+        "assistant:\nword3</s>"
+    )
+    assert scored_text(byte_tokenizer, encoded) == "word3</s>"
+    encoded = one(WITH_INPUT | {"input": ""}, "alpaca", byte_tokenizer, "completion")
+    assert byte_tokenizer.decode(encoded.input_ids) == (
+        "user:\nBelow is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nword1 {x}\n\n### Response:</s>"
+        "assistant:\nword3</s>"
+    )
+    assert scored_text(byte_tokenizer, encoded) == "word3</s>"
+
+
+def test_dolly_is_alpaca_by_other_names(tokenizer):
+    dolly = {"instruction": "word1 {x}", "context": "word2", "response": "word3"}
+    assert one(dolly, "alpaca", tokenizer) == one(WITH_INPUT, "alpaca", tokenizer)
+
+
+def test_prompt_and_completion_are_turns(byte_tokenizer):
+    texts = {"prompt": "word1", "completion": "word2"}
+    encoded = one(texts, "prompt_completion", byte_tokenizer, "completion")
+    assert byte_tokenizer.decode(encoded.input_ids) == "user:\nword1</s>assistant:\nword2</s>"
+    assert scored_text(byte_tokenizer, encoded) == "word2</s>"
+    turns = {"prompt": [USER], "completion": [ASSISTANT]}
+    assert one(turns, "prompt_completion", byte_tokenizer, "completion") == encoded
+
+
+def test_only_the_assistant_of_the_completion_is_scored(byte_tokenizer):
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]}
+    encoded = one(row, "prompt_completion", byte_tokenizer, "completion")
+    assert scored_text(byte_tokenizer, encoded) == "word2</s>word2</s>"
+    encoded = one(row, "prompt_completion", byte_tokenizer, "assistant")
+    assert scored_text(byte_tokenizer, encoded) == "word2</s>word2</s>word2</s>"
+
+
+def test_sharegpt_may_have_a_column_of_the_system_turn(byte_tokenizer):
+    row = {"system": "word0", "conversations": GLAIVE["conversations"][:2], "tools": "[]"}
+    encoded = one(row, "sharegpt", byte_tokenizer, "assistant")
+    assert byte_tokenizer.decode(encoded.input_ids) == (
+        "system:\nword0</s>user:\nword1 word2</s>assistant:\nword3</s>"
+    )
+
+
+def turn(speaker, value):
+    return {"conversations": [{"from": "human", "value": "a"}, {"from": speaker, "value": value}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "reason"),
+    [
+        ({"x": 1}, "messages", "conversations: expected a column of that name, got ['x']"),
+        ({"messages": "a"}, "messages", "messages: expected a list of turns, got str 'a'"),
+        ({"messages": []}, "messages", "messages: expected turns, got none"),
+        ({"messages": [ASSISTANT]}, "messages", "messages[0].role: expected system first only"),
+        (
+            {"messages": [USER | {"tool_calls": [{"name": "f"}]}]},
+            "messages",
+            "messages[0].tool_calls: expected none but the assistant's, got the role 'user'",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"tool_calls": [{"function": {"arguments": {}}}]}]},
+            "messages",
+            "messages[1].tool_calls: expected the name and arguments of a function, got dict",
+        ),
+        (turn("bing", "b"), "sharegpt", "conversations[1].from: expected one of ['system', 'hum"),
+        (turn("gpt", " "), "sharegpt", "messages[1].content: expected text, got ' '"),
+        (turn("gpt", 3), "sharegpt", "messages[1].content: expected text, got int"),
+        (turn("function_call", "f(x)"), "sharegpt", "conversations[1].value: expected JSON, got"),
+        (
+            turn("function_call", '{"name": "f", "arguments": 3}'),
+            "sharegpt",
+            "conversations[1].value.arguments: expected an object, got int 3",
+        ),
+        (turn("gpt", "b") | {"tools": "f(x)"}, "sharegpt", "tools: expected JSON, got str 'f(x)'"),
+        (turn("gpt", "b") | {"tools": ["f"]}, "sharegpt", "tools: expected definitions of func"),
+        (WITH_INPUT | {"output": ""}, "alpaca", "output: expected text, got str ''"),
+        (WITH_INPUT | {"input": 3}, "alpaca", "input: expected text, got int 3"),
+        ({"instruction": "a"}, "alpaca", "output: expected a column of that name, got ['instru"),
+        (
+            {"prompt": "a", "completion": " "},
+            "prompt_completion",
+            "completion: expected text or a list of turns, got str ' '",
+        ),
+        ({"prompt": ["a"], "completion": "b"}, "prompt_completion", "prompt: expected a list of t"),
+    ],
+)
+def test_bad_conversations_say_what_was_found(tokenizer, row, form, reason):
+    encoded = one(row, form, tokenizer)
+    assert isinstance(encoded, str)
+    assert encoded.startswith(reason)
+
+
+def test_long_values_are_cut_in_reasons(tokenizer):
+    reason = one({"text": list(range(1000))}, "text", tokenizer)
+    assert reason.startswith("text: expected text, got list [0, 1, 2")
+    assert len(reason) < 120
+
+
+def test_pretokenized_rows_lose_the_wrapping_that_every_row_gets(tokenizer):
+    wrapped = tokenizer("word1 word2")["input_ids"]
+    assert one({"input_ids": wrapped}, "tokens", tokenizer) == Encoded(wrapped[1:-1], None, None)
+    bare = {"input_ids": np.asarray(wrapped[1:-1])}
+    assert one(bare, "tokens", tokenizer) == Encoded(wrapped[1:-1], None, None)
+
+
+def test_scored_wrapping_of_pretokenized_rows_is_kept(tokenizer):
+    row = {"input_ids": [2, 10, 11, 3], "labels": [-100, -100, 11, 3]}
+    assert one(row, "tokens", tokenizer) == Encoded([10, 11, 3], [False, True, True], None)
+    row = {"input_ids": [2, 10, 11, 3], "labels": [2, -100, 11, -100]}
+    assert one(row, "tokens", tokenizer) == Encoded([2, 10, 11], [True, False, True], None)
+
+
+def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
+    row = {
+        "input_ids": [10, 11, 12, 13],
+        "labels": [-100, 11, 12, 13],
+        "completion_mask": [0, 0, 1, 1],
+        "assistant_masks": [True, True, False, True],
+    }
+    expected = {
+        "all": [False, True, True, True],
+        "completion": [False, False, True, True],
+        "assistant": [False, True, False, True],
+    }
+    for loss_on, scored in expected.items():
+        encoded = one(row, "tokens", tokenizer, loss_on)
+        assert encoded == Encoded([10, 11, 12, 13], scored, None)
+    del row["labels"]
+    assert one(row, "tokens", tokenizer).scored is None
+    assert one(row, "tokens", tokenizer, "completion").scored == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "loss_on", "reason"),
+    [
+        ({}, "all", "input_ids: expected a column of that name, got []"),
+        ({"input_ids": []}, "all", "input_ids: expected a list of integers, got list []"),
+        ({"input_ids": [1.5]}, "all", "input_ids: expected a list of integers, got list [1.5]"),
+        ({"input_ids": "a"}, "all", "input_ids: expected a list of integers, got str 'a'"),
+        ({"input_ids": [10, 9999]}, "all", "input_ids: expected ids from 0 to 258, got 9999"),
+        ({"input_ids": [-1]}, "all", "input_ids: expected ids from 0 to 258, got -1"),
+        ({"input_ids": [2, 3]}, "all", "input_ids: expected more than the special tokens of a row"),
+        (
+            {"input_ids": [10, 11], "labels": [10]},
+            "all",
+            "labels: expected 2 entries, as input_ids has, got 1",
+        ),
+        (
+            {"input_ids": [10, 11], "labels": [11, -100]},
+            "all",
+            "labels[0]: expected -100 or the token at that place, 10, got 11",
+        ),
+        (
+            {"input_ids": [10, 11], "labels": [-100, -100]},
+            "all",
+            "labels: expected tokens to score, got none of 2",
+        ),
+        (
+            {"input_ids": [10, 11]},
+            "assistant",
+            "loss_on assistant: expected assistant_masks or labels, got ['input_ids']",
+        ),
+    ],
+)
+def test_bad_pretokenized_rows_say_what_was_found(tokenizer, row, loss_on, reason):
+    assert max(tokenizer.get_vocab().values()) == 258
+    encoded = one(row, "tokens", tokenizer, loss_on)
+    assert isinstance(encoded, str)
+    assert encoded.startswith(reason)
+
+
+def test_pretokenized_rows_have_no_words(tokenizer):
+    with pytest.raises(ValueError, match=r"data\.mask\.whole_word: expected text to find words in"):
+        one({"input_ids": [10]}, "tokens", tokenizer, word_ids=True)
+
+
+def test_tokenizer_without_places_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ValueError, match="tokenizer: expected a fast tokenizer for masks"):
+        one({"text": "a"}, "text", tokenizer, word_ids=True)
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "alpaca", "tokens"])
+def test_no_rows_make_no_tokens(tokenizer, form):
+    assert encode([], form, tokenizer=tokenizer, loss_on="all") == []
+
+
+def test_documents_are_tokenized_alike_alone_and_in_a_batch(tokenizer):
+    rows = [GLAIVE, turn("gpt", "word5 ab"), GLAIVE]
+    together = encode(rows, "sharegpt", tokenizer=tokenizer, loss_on="assistant", word_ids=True)
+    alone = [one(row, "sharegpt", tokenizer, "assistant", word_ids=True) for row in rows]
+    assert together == alone
+    assert json.dumps(rows[0]) == json.dumps(GLAIVE)

@@ -1,0 +1,356 @@
+import dataclasses
+import itertools
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source, load_data
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.inspection import (
+    STREAM_ITEMS,
+    batch_fill_rate,
+    count_rows,
+    count_table,
+    inspect_data,
+    sample_text,
+)
+from harmonic_sft.data.masked_dataset import (
+    EpochSampler,
+    MaskedRows,
+    PaddingCollator,
+    PaddingFreeCollator,
+)
+from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker
+from harmonic_sft.data.packing import pack
+
+NUM_DOCUMENTS = 40
+SEED = 3
+
+
+@pytest.fixture
+def masker(tokenizer):
+    config = MaskConfig(probability=0.5)
+    return RowMasker.of(config, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=SEED)
+
+
+@pytest.fixture
+def data(tokenizer, tmp_path):
+    """40 documents of 1 to 40 words in rows of up to 6 words."""
+    lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
+    (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
+    config = DataConfig(
+        sources=[Source(path=str(tmp_path / "corpus.txt"))],
+        context_length=8,
+        eval=EvalConfig(documents=5),
+        mask=MaskConfig(probability=0.5),
+    )
+    vocab_size = len(tokenizer)
+    return load_data(
+        config, tokenizer=tokenizer, vocab_size=vocab_size, max_positions=16, seed=SEED
+    )
+
+
+@pytest.fixture
+def packed(data):
+    lengths = np.array([len(row) for row in data.train.rows["input_ids"]])
+    train = MaskedRows(data.train.rows, data.train.masker, packs=pack(lengths, 16))
+    return dataclasses.replace(data, train=train)
+
+
+@pytest.fixture
+def make_stream(tokenizer, tmp_path):
+    """Two logical streams over documents of one word each, `num_words` in all."""
+
+    def make(num_words, **settings):
+        for part in range(2):
+            words = [f"word{index % 200}" for index in range(part, num_words, 2)]
+            (tmp_path / f"part{part}.txt").write_text("\n".join(words) + "\n")
+        config = DataConfig(
+            sources=[Source(path=str(tmp_path / "part*.txt"), streaming=True)],
+            context_length=12,
+            eval=EvalConfig(documents=6),
+            mask=MaskConfig(probability=0.5),
+            **settings,
+        )
+        vocab_size = len(tokenizer)
+        return load_data(
+            config, tokenizer=tokenizer, vocab_size=vocab_size, max_positions=16, seed=SEED
+        )
+
+    return make
+
+
+def cells(output, title):
+    """The cells of the first line of a table that begins with `title`."""
+    line = next(line for line in output.splitlines() if line.strip().startswith(title))
+    return [cell for cell in re.split(r"\s{2,}", line.strip()) if cell]
+
+
+def show(data, tokenizer, capsys, **settings):
+    capsys.readouterr()
+    inspect_data(data, **{"tokenizer": tokenizer, "rows_per_step": 8, **settings})
+    return capsys.readouterr().out
+
+
+def table_of(scored, masker, num_rows=30):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 9, num_rows)
+    columns = {
+        "input_ids": [generator.integers(0, 205, length).tolist() for length in lengths],
+        "source": [index % 2 for index in range(num_rows)],
+        "document": [index // 4 for index in range(num_rows)],
+        "chunk": [0] * num_rows,
+    }
+    if scored:
+        columns["scored"] = [(generator.random(length) < 0.4).tolist() for length in lengths]
+    return Dataset.from_dict(columns)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("num_rows", [30, 10_030])  # one and two parts of the table
+def test_counts_equal_a_loop_over_the_rows(masker, scored, num_rows):
+    table = table_of(scored, masker, num_rows).select(range(num_rows - 1, 2, -1))
+    rows = table.to_list()
+    tokens = ordinary = allowed = 0
+    for row in rows:
+        for index, token in enumerate(row["input_ids"]):
+            tokens += 1
+            ordinary += token >= 5  # conftest's special tokens are the first five
+            allowed += token >= 5 and (not scored or row["scored"][index])
+    counts = count_table(MaskedRows(table, masker))
+    assert counts.lengths.tolist() == [len(row["input_ids"]) for row in rows]
+    assert counts.lengths.sum() == tokens
+    assert counts.num_documents == len({(row["source"], row["document"]) for row in rows})
+    assert (counts.num_ordinary, counts.num_scored) == (ordinary, allowed)
+    assert (allowed < ordinary) == scored
+    few = count_rows(rows, masker)
+    np.testing.assert_array_equal(few.lengths, counts.lengths)
+    assert few[1:] == counts[1:]
+
+
+def test_counts_of_a_run_are_shown(data, tokenizer, capsys):
+    output = show(data, tokenizer, capsys)
+    tokens = sum(len(data.train[index]["input_ids"]) for index in range(len(data.train)))
+    _, *numbers = cells(output, "train")
+    documents, rows, shown_tokens, ordinary, scored = (int(n.replace(",", "")) for n in numbers)
+    assert documents == data.num_documents == NUM_DOCUMENTS - 5
+    assert rows == len(data.train)
+    assert shown_tokens == tokens
+    assert ordinary == scored == data.num_tokens
+    assert cells(output, "evaluation")[1:3] == ["5", str(len(data.eval))]
+
+
+def test_histogram_counts_every_row_once(data, tokenizer, capsys):
+    output = show(data, tokenizer, capsys)
+    lengths = [len(data.train[index]["input_ids"]) for index in range(len(data.train))]
+    for length in range(3, 9):  # rows of 8 tokens at most: every length has a bin of its own
+        _, number, *bar = cells(output, f"{length} to {length} ")
+        assert int(number) == lengths.count(length)
+        assert len("".join(bar)) == np.ceil(40 * lengths.count(length) / lengths.count(8))
+    assert cells(output, "1 to 1 ")[1] == "0"
+
+
+@pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (4, 1), (7, 3), (1000, 1)])
+def test_fill_rate_is_that_of_the_batches_of_the_first_epoch(masker, batch_size, multiple):
+    rows = MaskedRows(table_of(False, masker, 100), masker)
+    loader = DataLoader(
+        rows,
+        batch_size=batch_size,
+        sampler=EpochSampler(rows, seed=SEED),
+        collate_fn=PaddingCollator(pad_token_id=0, pad_to_multiple_of=multiple),
+    )
+    masks = [batch["attention_mask"] for batch in loader]
+    expected = sum(m.sum().item() for m in masks) / sum(m.numel() for m in masks)
+    fill_rate = batch_fill_rate(
+        count_table(rows).lengths, batch_size=batch_size, pad_to_multiple_of=multiple, seed=SEED
+    )
+    assert fill_rate == pytest.approx(expected, abs=1e-12)
+
+
+def test_batches_and_steps_are_shown(data, tokenizer, capsys):
+    output = show(data, tokenizer, capsys, rows_per_step=8, batch_size=4)
+    lengths = count_table(data.train).lengths
+    rate = batch_fill_rate(lengths, batch_size=4, pad_to_multiple_of=1, seed=SEED)
+    loader = DataLoader(data.train, batch_size=8, collate_fn=PaddingCollator(pad_token_id=0))
+    assert "Batches of 4, 8 in a step: train" in output
+    assert cells(output, "rows ") == [
+        "rows",
+        f"{100 * rate:.1f} %",
+        str(round(8 * lengths.mean())),
+        str(len(loader)),
+    ]
+
+
+def test_batch_size_is_that_of_a_step_unless_given(data, tokenizer, capsys):
+    assert "Batches of 6, 6 in a step" in show(data, tokenizer, capsys, rows_per_step=6)
+
+
+def test_padding_of_the_collator_counts_in_the_fill_rate(data, tokenizer, capsys):
+    wide = dataclasses.replace(
+        data, collator=PaddingCollator(pad_token_id=0, pad_to_multiple_of=64)
+    )
+    tokens = count_table(data.train).lengths
+    expected = f"{100 * tokens.sum() / (64 * len(tokens)):.1f} %"
+    assert cells(show(wide, tokenizer, capsys), "rows ")[1] == expected
+    free = dataclasses.replace(data, collator=PaddingFreeCollator())
+    assert cells(show(free, tokenizer, capsys), "rows ")[1] == "100.0 %"
+
+
+def test_packs_are_shown_beside_the_rows_they_are_made_of(packed, tokenizer, capsys):
+    output = show(packed, tokenizer, capsys)
+    pack_lengths = [len(packed.train[index]["input_ids"]) for index in range(len(packed.train))]
+    assert "Lengths of packs: train" in output
+    rows = cells(output, "rows, if not packed")
+    packs = cells(output, "packs ")
+    assert int(rows[-1]) == -(-len(packed.train.rows) // 8)
+    assert int(packs[-1]) == -(-len(packed.train) // 8) < int(rows[-1])
+    expected = batch_fill_rate(
+        np.array(pack_lengths), batch_size=8, pad_to_multiple_of=1, seed=SEED
+    )
+    assert packs[1] == f"{100 * expected:.1f} %"
+
+
+def test_members_of_a_pack_are_shown_apart_as_they_are_masked_in_training(
+    packed, tokenizer, capsys
+):
+    number = next(index for index, pack in enumerate(packed.train.packs) if len(pack) > 2)
+    item = packed.train[number]
+    output = show(packed, tokenizer, capsys, seed_row=number)
+    sample = output[output.index("\n-- ") :]
+    members = re.split(r"\n-- (.*) --\n", sample)[1:]
+    names, texts = members[::2], members[1::2]
+    starts = [*np.flatnonzero(item["position_ids"] == 0), len(item["input_ids"])]
+    assert len(texts) == len(starts) - 1 == len(packed.train.packs[number])
+    assert f"Pack of {len(texts)} rows, number {number} in the first epoch" in output
+    for name, text, start, end, row in zip(
+        names, texts, starts[:-1], starts[1:], packed.train.packs[number], strict=True
+    ):
+        document = int(packed.train.rows[int(row)]["document"])
+        assert f"document {document}, " in name
+        assert name.endswith(f": {end - start} tokens")
+        labels = item["labels"][start:end]
+        predicted = re.findall(r"(?<= )\[(word\d+)\]", text)
+        expected = labels[labels != IGNORE_INDEX].tolist()
+        assert tokenizer.convert_tokens_to_ids(predicted) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedMasker(RowMasker):
+    """Masks some positions by hand."""
+
+    seen: tuple
+
+    def __call__(self, row, epoch):
+        row_ids = np.array(row["input_ids"])
+        input_ids, labels = row_ids.copy(), np.full_like(row_ids, IGNORE_INDEX)
+        for position, token in self.seen:
+            input_ids[position], labels[position] = token, row_ids[position]
+        return {"input_ids": input_ids, "labels": labels}
+
+
+def fixed(masker, *seen):
+    fields = {field.name: masker.__dict__[field.name] for field in dataclasses.fields(masker)}
+    return FixedMasker(**fields, seen=seen)
+
+
+def test_every_kind_of_token_is_told_with_and_without_color(tokenizer, masker):
+    ids = tokenizer("word1 word2 word3 word4 word5 word6 word7 word8")["input_ids"]
+    other, mask = tokenizer.convert_tokens_to_ids(["word9", "[MASK]"])
+    text = sample_text(
+        {"input_ids": ids, "scored": [False] * 3 + [True] * 5 + [False, True]},
+        0,
+        masker=fixed(masker, (5, mask), (6, other), (7, ids[7])),
+        tokenizer=tokenizer,
+    )
+    assert text.plain == (
+        "<[CLS]> (word1 word2) word3 word4 [word5] [word6 -> word9] [word7 -> word7] (word8) "
+        "<[SEP]>"
+    )
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+    assert styles["[word5]"] == styles["[word6 -> word9]"] == "bold green"
+    assert styles["<[CLS]>"] == styles["<[SEP]>"] == "cyan"
+    assert styles["(word1 word2)"] == "dim"
+
+
+def test_what_a_terminal_would_obey_is_spelled_out(byte_tokenizer):
+    masker = RowMasker.of(
+        MaskConfig(), tokenizer=byte_tokenizer, vocab_size=len(byte_tokenizer), seed=0
+    )
+    ids = byte_tokenizer("a\x1b[31m\nna\u00efve\t")["input_ids"]
+    text = sample_text({"input_ids": ids}, 0, masker=fixed(masker), tokenizer=byte_tokenizer)
+    assert text.plain == "<<s>>a\\x1b[31m\\nna\u00efve\\t<</s>>"
+
+
+def test_spaces_stand_where_the_tokens_have_them(byte_tokenizer):
+    masker = RowMasker.of(
+        MaskConfig(), tokenizer=byte_tokenizer, vocab_size=len(byte_tokenizer), seed=0
+    )
+    ids = byte_tokenizer("ab cd")["input_ids"]
+    row = {"input_ids": ids, "scored": [True] * 5 + [False] * 2}
+    masker = fixed(masker, (2, byte_tokenizer.mask_token_id), (3, ids[1]))
+    text = sample_text(row, 0, masker=masker, tokenizer=byte_tokenizer)
+    assert text.plain == "<<s>>a[b][  -> a]c(d)<</s>>"
+
+
+def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
+    output = show(data, tokenizer, capsys, seed_row=5)
+    row = data.train.rows[5]
+    name = f"-- source 0, document {row['document']}, chunk {row['chunk']}: "
+    assert name in output
+    expected = sample_text(row, 0, masker=data.train.masker, tokenizer=tokenizer).plain
+    assert output.strip().endswith(expected)
+    assert "\x1b" not in output  # a file gets no colors
+
+
+def test_a_row_that_does_not_exist_is_refused(data, packed, tokenizer):
+    settings = {"tokenizer": tokenizer, "rows_per_step": 8}
+    for loaded, count in ((data, len(data.train)), (packed, len(packed.train))):
+        message = rf"seed_row: expected the number of a row, from 0 to {count - 1}, got {count}\."
+        with pytest.raises(ValueError, match=message):
+            inspect_data(loaded, seed_row=count, **settings)
+    with pytest.raises(ValueError, match=r"seed_row: .*got -1\."):
+        inspect_data(data, seed_row=-1, **settings)
+
+
+def test_rows_left_out_are_counted_and_the_first_ones_named(data, tokenizer, capsys):
+    bad_rows = BadRows()
+    data = dataclasses.replace(data, bad_rows=bad_rows)
+    assert "Rows left out: 0\n" in show(data, tokenizer, capsys)
+    bad_rows.add("file.jsonl, line 7", "no JSON", rows=3)
+    output = show(data, tokenizer, capsys)
+    assert "Rows left out: 3\n  file.jsonl, line 7: no JSON\n" in output
+
+
+def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, tokenizer, capsys):
+    data = make_stream(4 * STREAM_ITEMS)
+    assert len(data.train.streams) == 2
+    output = show(data, tokenizer, capsys, seed_row=2)
+    title = f"first {STREAM_ITEMS} rows of a stream"
+    assert cells(output, title)[1:] == ["1,000", "1,000", "3,000", "1,000", "1,000"]
+    assert f"Lengths of rows: {title}" in output
+    assert f"Batches of 8, 8 in a step: {title}" in output
+    assert "began anew" not in output
+    assert cells(output, "rows ")[2:] == ["24", "-"]  # how many steps an epoch has is not known
+    third = list(itertools.islice(data.train, 3))[2]
+    (_, word, _), (_, label, _) = third["input_ids"], third["labels"]
+    expected = f"word{word - 5}" if label == IGNORE_INDEX else f"[word{label - 5}]"
+    assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
+
+
+def test_a_short_stream_is_said_to_have_begun_anew(make_stream, tokenizer, capsys):
+    output = show(make_stream(100), tokenizer, capsys)
+    assert cells(output, f"first {STREAM_ITEMS} rows of a stream")[1:3] == ["94", "1,000"]
+    assert "A source of the stream ended within these and began anew." in output
+
+
+def test_packs_of_a_stream_are_shown(make_stream, tokenizer, capsys):
+    output = show(make_stream(10 * STREAM_ITEMS, packing=True), tokenizer, capsys)
+    title = f"first {STREAM_ITEMS} packs of a stream"
+    assert cells(output, title)[2:4] == ["4,000", "12,000"]
+    assert f"Lengths of packs: {title}" in output
+    assert cells(output, "packs ") == ["packs", "100.0 %", "96", "-"]
+    assert "Pack of 4 rows, number 0" in output

@@ -1,0 +1,141 @@
+import contextlib
+import functools
+import http.server
+import io
+import threading
+import urllib.error
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harmonic_sft.data import remote_file
+from harmonic_sft.data.remote_file import RemoteFile
+from harmonic_sft.data.sources import Source, load_documents
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Sends files, and parts of files as a web server of today does."""
+
+    ranges = True
+    cut_after = None  # bytes after which a connection breaks
+
+    def do_GET(self):
+        start = self.headers.get("Range", "bytes=0-")[len("bytes=") : -1]
+        try:
+            with open(self.translate_path(self.path), "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            self.send_error(404)
+            return
+        start = int(start) if self.ranges else 0
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        body = content[start:][: self.cut_after]
+        with contextlib.suppress(ConnectionError):
+            self.server.sent += len(body)
+            self.wfile.write(body)
+
+    def finish(self):
+        # The client leaves in the middle of a file when it has read enough.
+        with contextlib.suppress(ConnectionError):
+            super().finish()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    handler = type("Handler", (Server,), {})
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
+    )
+    server.sent, server.handler = 0, handler
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl?download=true"])
+def test_remote_file_is_a_source(server, tmp_path, name, streaming):
+    rows = [{"text": f"document {index}"} for index in range(30)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row["text"]}"}}\n' for row in rows))
+    source = Source(path=f"{server.url}/{name}", streaming=streaming)
+    assert list(load_documents(source, name="s")) == rows
+
+
+def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_path, monkeypatch):
+    counts = []
+
+    def counted(file, buffer, readinto=RemoteFile.readinto):
+        counts.append(readinto(file, buffer))
+        return counts[-1]
+
+    monkeypatch.setattr(RemoteFile, "readinto", counted)
+    noise = [str(index * 2654435761 % 2**32) * 100 for index in range(20_000)]
+    table = pa.table({"text": noise})  # 20 MB
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=500, compression="none")
+    source = Source(path=f"{server.url}/a.parquet", streaming=True)
+    stream = load_documents(source, name="s")
+    assert stream.num_shards == 40
+    assert next(iter(stream))["text"] == noise[0]
+    assert 0 < sum(counts) < 5e6
+
+
+def test_end_of_a_file_can_be_read_alone(server, tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"x" * 1_000_000 + b"the end")
+    with RemoteFile(f"{server.url}/a.bin") as raw, io.BufferedReader(raw, 1 << 16) as file:
+        assert file.seek(-3, io.SEEK_END) == 1_000_004
+        assert file.read() == b"end"
+    assert server.sent == 3
+
+
+def test_broken_connection_is_opened_anew(server, tmp_path):
+    content = bytes(range(256)) * 1000
+    (tmp_path / "a.bin").write_bytes(content)
+    server.handler.cut_after = 100_000
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert file.readall() == content
+
+
+def test_connection_that_stays_broken_fails(server, tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.cut_after = 0
+    with (
+        RemoteFile(f"{server.url}/a.bin") as file,
+        pytest.raises(ConnectionError, match="the connection ended at byte 0"),
+    ):
+        file.read(4)
+
+
+def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    server.handler.ranges = False
+    source = Source(path=f"{server.url}/a.txt", streaming=True)
+    assert list(load_documents(source, name="s")) == [{"text": "one"}, {"text": "two"}]
+    with RemoteFile(source.path) as file:
+        file.seek(4)
+        with pytest.raises(urllib.error.HTTPError, match="the server sends no parts of files"):
+            file.read(1)
+
+
+def test_missing_remote_file_is_refused(server):
+    source = Source(path=f"{server.url}/a.txt")
+    message = r"s\.path: expected a file that can be reached, got 'http://.*', which fails: .*404"
+    with pytest.raises(ValueError, match=message):
+        load_documents(source, name="s")
+
+
+def test_server_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(remote_file, "TIMEOUT", 1)
+    source = Source(path="http://127.0.0.1:9/a.txt")
+    with pytest.raises(ValueError, match=r"which fails: .*refused"):
+        load_documents(source, name="s")

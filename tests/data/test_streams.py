@@ -1,0 +1,480 @@
+import copy
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.splits import split_streams
+from harmonic_sft.data.streams import (
+    LogicalStream,
+    PlacedCollator,
+    StreamedRows,
+    StreamState,
+    advance,
+    merge,
+)
+
+# Python 3.12 and later warn when a process with threads forks, as the workers' loader does.
+pytestmark = pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+
+SHIFT = 40  # names of documents begin anew at a multiple of 2 ** 40 in every stream
+CHUNK = 4
+MIXTURES = {"turns": None, "weights": [3.0, 1.0]}
+
+
+def length(source, document):
+    """Of a document in tokens; every seventh is blank."""
+    return 0 if document % 7 == 5 else 1 + (5 * document + source) % 10
+
+
+def generate(shards):
+    """Documents of one source, which know their length and where they stand."""
+    for source, first, last in shards:
+        for document in range(first, last):
+            yield {"size": length(source, document), "original": document}
+
+
+def collect(members):
+    """An item: the names and epochs of a pack."""
+    keys = ("source", "original", "chunk")
+    return {"names": [(*(row[key] for key in keys), epoch) for row, epoch in members]}
+
+
+def listed(items):
+    return {"items": items}
+
+
+class Maker:
+    """Chunks of 4 tokens, and a count of the documents that were asked for."""
+
+    def __init__(self, source, bad_rows):
+        self.source, self.bad_rows, self.asked = source, bad_rows, 0
+
+    def __call__(self, documents):
+        self.asked += len(documents)
+        rows = []
+        for document in documents:
+            size = document["size"]
+            if size == 0:
+                self.bad_rows.add(f"{self.source} {document['document']}", "blank")
+            for chunk, start in enumerate(range(0, size, CHUNK)):
+                name = {"source": self.source, "chunk": chunk}
+                tokens = [1] * min(CHUNK, size - start)
+                rows.append({**document, **name, "input_ids": tokens})
+        return rows
+
+
+def shards(source, size, count):
+    edges = [size * index // count for index in range(count + 1)]
+    return [(source, first, last) for first, last in itertools.pairwise(edges)]
+
+
+def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, capacity=None):
+    bad_rows = BadRows()
+    sources = [
+        IterableDataset.from_generator(generate, gen_kwargs={"shards": shards(source, size, count)})
+        for source, size in enumerate(sizes)
+    ]
+    makers = [Maker(source, bad_rows) for source in range(len(sizes))]
+    return [
+        LogicalStream(
+            [documents.shard(count, number) for documents in sources],
+            number,
+            weights=weights,
+            make_rows=makers,
+            bad_rows=bad_rows,
+            window=window,
+            seed=seed,
+            capacity=capacity,
+        )
+        for number in range(count)
+    ]
+
+
+def open_streams(*arguments, eval_documents=0, **settings):
+    streams = logical_streams(*arguments, **settings)
+    if eval_documents:
+        streams = split_streams(streams, eval_documents=eval_documents).train
+    return StreamedRows(streams, collect)
+
+
+def plain_order(streamed, num_rows):
+    """Rows of all streams in turn, straight from the streams."""
+    readers = [stream.rows(None) for stream in streamed.streams]
+    found = []
+    for reader in itertools.islice(itertools.cycle(readers), num_rows):
+        members, place = next(reader)
+        found.append((collect(members)["names"], place))
+    return found
+
+
+def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
+    """The (names, place) of rows in the order of a run, and what each process knows at the end."""
+    assert num_rows % (processes * batch_size) == 0
+    steps = num_rows // (processes * batch_size)
+    batches = []
+    for process in range(processes):
+        part = copy.copy(streamed)
+        part.share(process_index=process, num_processes=processes, batch_size=batch_size)
+        loader = DataLoader(
+            part, batch_size=batch_size, num_workers=workers, collate_fn=PlacedCollator(listed)
+        )
+        batches.append(list(itertools.islice(loader, steps)))
+    rows = []
+    for step in zip(*batches, strict=True):
+        for batch in step:
+            assert all(set(item) == {"names"} for item in batch["items"])
+            names = [item["names"] for item in batch["items"]]
+            rows += zip(names, batch["places"], strict=True)
+    states = []
+    for own in batches:
+        state = streamed.state
+        for batch in own:
+            state = advance(state, batch["places"], batch_size * processes)
+        states.append(json.loads(json.dumps(state)))
+    return rows, states
+
+
+def names(rows):
+    return [name for members, _ in rows for name in members]
+
+
+def expected_pass(sizes, epoch, skip=()):
+    return Counter(
+        (source, document, chunk, epoch)
+        for source, size in enumerate(sizes)
+        for document in range(size)
+        for chunk in range(-(-length(source, document) // CHUNK))
+        if (source, document) not in skip
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_every_pass_has_every_row_of_every_source_once(count, capacity):
+    sizes = (20, 9)
+    for stream, single in enumerate(logical_streams(sizes, count=count, capacity=capacity)):
+        parts = [shards(source, size, count)[stream] for source, size in enumerate(sizes)]
+        mine = {(source, index) for source, first, last in parts for index in range(first, last)}
+        others = {(s, d) for s, size in enumerate(sizes) for d in range(size)} - mine
+        wanted = sum((expected_pass(sizes, epoch, others) for epoch in range(3)), Counter())
+        found = []
+        rows = single.rows(None)
+        while len(found) < wanted.total():
+            members, _ = next(rows)
+            assert sum(len(row["input_ids"]) for row, _ in members) <= (capacity or CHUNK)
+            found += collect(members)["names"]
+        assert Counter(found) == wanted
+        epochs = [name[-1] for name in found]
+        assert epochs == sorted(epochs)
+
+
+def test_packs_hold_several_rows():
+    members = [len(pack) for pack, _ in plain_order(open_streams(capacity=9), 20)]
+    assert max(members) > 1
+
+
+def test_documents_are_numbered_by_stream_and_place():
+    for stream in logical_streams((20,), count=3):
+        first = shards(0, 20, 3)[stream.number][1]
+        for [(row, _)], _ in itertools.islice(stream.rows(None), 30):
+            assert row["document"] == (stream.number << SHIFT) + row["original"] - first
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_evaluation_documents_are_in_no_pass(count, mixture):
+    sizes = (20, 9)
+    streams = logical_streams(sizes, count=count, weights=MIXTURES[mixture])
+    split = split_streams(streams, eval_documents=5)
+    # The table has no column of originals: find the documents by their names.
+    starts = [[part[1] for part in shards(source, sizes[source], count)] for source in (0, 1)]
+    kept = {
+        (
+            row["source"],
+            starts[row["source"]][row["document"] >> SHIFT] + row["document"] % 2**SHIFT,
+        )
+        for row in split.eval
+    }
+    assert len(kept) == 5
+    rows = names(plain_order(StreamedRows(split.train, collect), 300))
+    assert {epoch for *_, epoch in rows} >= {0, 1, 2}
+    assert not kept & {name[:2] for name in rows}
+    # Nothing but these and the blank ones is missing.
+    blank = {(s, d) for s in (0, 1) for d in range(sizes[s]) if length(s, d) == 0}
+    everything = {(s, d) for s in (0, 1) for d in range(sizes[s])}
+    assert {name[:2] for name in rows} == everything - kept - blank
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_no_number_of_processes_or_workers_changes_the_order(count, processes, workers):
+    streamed = open_streams(count=count, eval_documents=3, capacity=9)
+    expected = plain_order(streamed, 36)
+    for batch_size in (1, 2, 3):
+        rows, _ = read(streamed, 36, processes=processes, workers=workers, batch_size=batch_size)
+        assert rows == expected
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_run_stopped_after_any_row_goes_on_with_the_same_rows(count, mixture, capacity):
+    settings = {
+        "count": count,
+        "weights": MIXTURES[mixture],
+        "capacity": capacity,
+        "eval_documents": 4,
+    }
+    total = 110
+    expected = plain_order(open_streams(**settings), total)
+    assert max(epoch for *_, epoch in names(expected)) >= 2
+    streamed = open_streams(**settings)
+    for stop in range(0, total - 12, 2):
+        streamed.state = StreamState(rows=0, streams={})
+        rows, [state] = read(streamed, stop)
+        streamed.state = merge([state])
+        assert rows + read(streamed, 12)[0] == expected[: stop + 12]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(mixture, step):
+    settings = {"count": 2, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": 9}
+    expected = plain_order(open_streams(**settings), 80)
+    assert max(epoch for *_, epoch in names(expected)) >= 1
+    state = StreamState(rows=0, streams={})
+    rows = []
+    while len(rows) < 80:
+        # As in a new process: nothing is left of the last one but the state.
+        streamed = open_streams(**settings)
+        streamed.state = state
+        found, [state] = read(streamed, step)
+        rows += found
+    assert rows == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_number_of_processes_may_change_at_every_restart(workers):
+    settings = {"count": 3, "eval_documents": 4}
+    plan = [(2, 3), (1, 2), (3, 1), (2, 2), (3, 4)]  # processes, batch size
+    expected = plain_order(open_streams(**settings), sum(4 * p * b for p, b in plan))
+    state = StreamState(rows=0, streams={})
+    rows = []
+    for processes, batch_size in plan:
+        streamed = open_streams(**settings)
+        streamed.state = state
+        found, states = read(
+            streamed,
+            4 * processes * batch_size,
+            processes=processes,
+            workers=workers,
+            batch_size=batch_size,
+        )
+        state = merge(states)
+        rows += found
+    assert rows == expected
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_restart_reads_one_window_of_each_stream_again_at_most(count):
+    settings = {"sizes": (200,), "count": count, "window": 8}
+    stop, more = 150, 30
+
+    def documents_read(streamed):
+        return sum(maker.asked for maker in streamed.streams[0].make_rows)
+
+    whole = open_streams(**settings)
+    read(whole, stop + more)
+    first, second = open_streams(**settings), open_streams(**settings)
+    _, [second.state] = read(first, stop)
+    read(second, more)
+    again = documents_read(first) + documents_read(second) - documents_read(whole)
+    assert 0 <= again <= 8 * count
+
+
+def test_stream_is_read_no_further_than_its_window():
+    streamed = open_streams((1000,), window=8)
+    read(streamed, 1)
+    assert [maker.asked for maker in streamed.streams[0].make_rows] == [8]
+
+
+def test_mixture_has_the_shares_of_its_weights():
+    """Within 4 standard deviations of a fair draw: 0.037 for 2,200 documents at 3 to 1."""
+    streamed = open_streams((4000, 4000), weights=[3.0, 1.0], window=16)
+    rows = names(plain_order(streamed, 3000))
+    documents = {name[:2] for name in rows}
+    # Blank documents and lengths are alike in both sources.
+    share = sum(source == 0 for source, _ in documents) / len(documents)
+    assert len(documents) > 1500
+    assert abs(share - 0.75) < 4 * (0.75 * 0.25 / len(documents)) ** 0.5
+
+
+def test_mixture_begins_an_exhausted_source_anew_with_its_next_epoch():
+    sizes = (400, 12)
+    rows = names(plain_order(open_streams(sizes, weights=[1.0, 1.0]), 300))
+    assert {epoch for source, *_, epoch in rows if source == 0} == {0}
+    small = [name for name in rows if name[0] == 1]
+    last = max(name[-1] for name in small)
+    assert last >= 3
+    for epoch in range(last - 1):
+        found = Counter(name for name in small if name[-1] == epoch)
+        wanted = expected_pass(sizes, epoch)
+        assert found == Counter({name: n for name, n in wanted.items() if name[0] == 1})
+
+
+def test_source_without_turns_waits_for_the_longest_to_end():
+    rows = names(plain_order(open_streams((60, 6)), 110))
+    first = [name for name in rows if name[-1] == 0]
+    assert Counter(first) == expected_pass((60, 6), 0)
+    assert {source for source, *_ in rows[len(first) - 30 : len(first)]} == {0}
+
+
+def test_documents_of_a_window_are_shuffled_by_the_seed():
+    def windows(seed):
+        order = names(plain_order(open_streams((40,), window=20, seed=seed), 52))
+        assert Counter(order) == expected_pass((40,), 0)
+        first = sum(1 for document in range(20) for _ in range(0, length(0, document), CHUNK))
+        assert all(document < 20 for _, document, *_ in order[:first])
+        assert order[:first] != sorted(order[:first])
+        assert order[first:] != sorted(order[first:])
+        return order
+
+    assert expected_pass((40,), 0).total() == 52
+    assert windows(0) == windows(0) != windows(1)
+
+
+def test_windows_and_passes_are_shuffled_apart():
+    single = open_streams((20,), window=20)
+    rows = expected_pass((20,), 0).total()
+    order = names(plain_order(single, 2 * rows))
+    plain = [name[:-1] for name in order]
+    assert sorted(plain[:rows]) == sorted(plain[rows:])
+    assert plain[:rows] != plain[rows:]
+
+
+def test_skipped_documents_are_counted_once_and_carried_through_a_restart():
+    sizes, window = (20,), 4
+    blank = [document for document in range(20) if length(0, document) == 0]
+    assert len(blank) == 3
+    streamed = open_streams(sizes, window=window)
+    rows = plain_order(streamed, 100)
+    for [(_, document, _, epoch)], place in rows:
+        end = document - document % window + window  # of the window
+        assert place.skipped == (3 if epoch else sum(index < end for index in blank))
+    assert streamed.streams[0].bad_rows.total == 3
+    for stop in (10, 60):
+        _, [state] = read(open_streams(sizes, window=window), stop)
+        resumed = open_streams(sizes, window=window)
+        resumed.state = state
+        assert read(resumed, 20)[0] == rows[stop : stop + 20]
+
+
+def test_blank_documents_found_before_training_are_not_counted_twice():
+    streamed = open_streams((20,), eval_documents=9)
+    assert streamed.streams[0].bad_rows.total == 1
+    # The one before document 10 is known; 12 is in the first window, 19 in the third.
+    skipped = [place.skipped for _, place in plain_order(streamed, 40)]
+    assert list(dict.fromkeys(skipped)) == [1, 2]
+    assert streamed.streams[0].bad_rows.total == 3
+
+
+class Blank(Maker):
+    """Finds nothing in the documents of a range."""
+
+    def __init__(self, source, bad_rows, first, last):
+        super().__init__(source, bad_rows)
+        self.blank = range(first, last)
+
+    def __call__(self, documents):
+        return super().__call__([row for row in documents if row["original"] not in self.blank])
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_stream_without_a_single_row_is_refused(mixture):
+    [stream] = logical_streams((20, 6), weights=MIXTURES[mixture])
+    stream.make_rows = [Blank(source, BadRows(), 0, 20) for source in (0, 1)]
+    with pytest.raises(ValueError, match=r"data\.sources: expected more documents than the eval"):
+        next(stream.rows(None))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_long_blank_part_beside_an_exhausted_source_is_passed_over(mixture):
+    [stream] = logical_streams((80, 3), weights=MIXTURES[mixture])
+    stream.make_rows = [Blank(0, BadRows(), 8, 70), Blank(1, BadRows(), 0, 3)]
+    rows = [collect(members)["names"][0] for members, _ in itertools.islice(stream.rows(None), 60)]
+    assert {document for source, document, *_ in rows if source == 0} >= {0, 7, 71, 79}
+    assert {source for source, *_ in rows} == {0}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_stream_whose_documents_are_all_kept_for_evaluation_is_refused(mixture):
+    [stream] = logical_streams((6, 2), weights=MIXTURES[mixture])
+    assert stream.hold_out(7)[1:] == (7, False)
+    with pytest.raises(ValueError, match=r"expected more documents than the evaluation split"):
+        next(stream.rows(None))
+
+
+def test_source_whose_documents_are_all_kept_for_evaluation_gives_no_row():
+    streams = logical_streams((40, 2), weights=[1.0, 1.0])
+    split = split_streams(streams, eval_documents=8)
+    rows = names(plain_order(StreamedRows(split.train, collect), 80))
+    assert {source for source, *_ in rows} == {0}
+
+
+def test_streams_without_a_row_left_take_no_part():
+    streams = logical_streams((20,), count=2)
+    streams[0].sources = [
+        IterableDataset.from_generator(generate, gen_kwargs={"shards": [(0, 0, 1)]})
+    ]
+    split = split_streams(streams, eval_documents=4)
+    assert [stream.number for stream in split.train] == [1]
+    streamed = StreamedRows(split.train, collect)
+    expected = plain_order(streamed, 50)
+    for stop in (3, 30):
+        streamed.state = StreamState(rows=0, streams={})
+        rows, [streamed.state] = read(streamed, stop)
+        maker = split.train[0].make_rows[0]
+        maker.asked = 0
+        assert rows + read(streamed, 20)[0] == expected[: stop + 20]
+        assert maker.asked < 28  # not from the beginning again
+
+
+def test_latest_window_of_every_stream_counts():
+    def snapshot(rows):
+        return {"rows": rows, "windows": rows, "skipped": 0, "sources": []}
+
+    one = StreamState(rows=8, streams={"0": snapshot(2), "1": snapshot(4)})
+    other = StreamState(rows=8, streams={"0": snapshot(3), "2": snapshot(1)})
+    expected = {"0": snapshot(3), "1": snapshot(4), "2": snapshot(1)}
+    assert merge([one, other]) == merge([other, one]) == {"rows": 8, "streams": expected}
+
+
+def test_memory_stays_flat_over_a_long_stream():
+    """The 150,000 rows of 100,000 documents, if kept, take some 50 MB."""
+    [stream] = logical_streams((100_000,), window=256)
+    process = psutil.Process()
+    sizes, seen = [], 0
+    for [(row, epoch)], _ in stream.rows(None):
+        if epoch:
+            break
+        if row["original"] // 5000 > seen // 5000:
+            sizes.append(process.memory_info().rss)
+        seen = max(seen, row["original"])
+    assert seen > 99_990
+    assert len(sizes) == 19
+    assert max(sizes) - sizes[0] < 20e6
+
+
+def test_names_of_epochs_come_with_the_rows_of_a_pack():
+    """A mixture's pack may join rows of different passes."""
+    streamed = open_streams((200, 3), weights=[1.0, 1.0], capacity=40, window=16)
+    packs = [members for members, _ in plain_order(streamed, 12)]
+    assert any(np.unique([epoch for *_, epoch in members]).size > 1 for members in packs)

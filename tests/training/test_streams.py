@@ -1,0 +1,118 @@
+"""A streamed run is the same however it is cut into sessions, processes and workers."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harmonic_sft.training import load_run_config, train
+
+ROOT = Path(__file__).parents[2]
+KILLED = """
+import os, signal, sys
+from harmonic_sft.cli import main
+from harmonic_sft.training.trainer import HarmonicTrainer
+training_step = HarmonicTrainer.training_step
+def killed(self, *arguments):
+    loss = training_step(self, *arguments)
+    if self.state.global_step == 19:
+        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of step 20
+    return loss
+HarmonicTrainer.training_step = killed
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, text_file):
+    """The text in four files of uneven lengths, some documents longer than a row."""
+    folder = tmp_path_factory.mktemp("shards")
+    lines = text_file.read_text().splitlines()
+    generator = random.Random(1)
+    files = [[] for _ in range(4)]
+    for index, line in enumerate(lines):
+        files[generator.choice((0, 1, 1, 2, 3))].append({"text": line * (1 + 2 * (index % 7 == 0))})
+    for number, rows in enumerate(files):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{number}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def stream_yaml(make_yaml, shards):
+    def make(**training):
+        return make_yaml(
+            data={
+                "sources": [{"path": f"{shards}/*.jsonl", "streaming": True}],
+                "window": 16,
+                "packing": True,
+            },
+            training={"max_steps": 40, "save_steps": 17, "learning_rate": 1e-3, **training},
+        )
+
+    return make
+
+
+def launch(path, folder, *words, script=ROOT / "scripts" / "sft.py", processes=1, status=0):
+    run_words = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+    command = [sys.executable, *run_words, str(script), str(path), *words]
+    command.append(f"training.output_dir={folder}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (status == 0), done.stderr[-4000:]
+    if status:
+        return None
+    history = json.loads((folder / "results" / "train.json").read_text())["history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture
+def killed_script(tmp_path):
+    path = tmp_path / "killed.py"
+    path.write_text(KILLED)
+    return path
+
+
+def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed_script):
+    whole = launch(stream_yaml(), tmp_path / "whole")
+    for workers in (0, 2):
+        words = [f"training.dataloader_num_workers={workers}"]
+        folder = tmp_path / f"cut {workers}"
+        launch(stream_yaml(), folder, *words, script=killed_script, status=1)
+        assert not (folder / "checkpoint-34").exists()
+        resumed = launch(stream_yaml(), folder, *words, "resume=true")
+        assert len(whole) == 40
+        assert resumed == whole
+
+
+def test_two_processes_and_a_kill_train_the_same(stream_yaml, tmp_path, killed_script):
+    whole = launch(stream_yaml(), tmp_path / "whole")
+    words = ["training.per_device_train_batch_size=4", "training.dataloader_num_workers=2"]
+    folder = tmp_path / "cut"
+    launch(stream_yaml(), folder, *words, script=killed_script, processes=2, status=1)
+    resumed = launch(stream_yaml(), folder, *words, "resume=true", processes=2)
+    torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole), rtol=1e-4, atol=0)
+
+
+def test_a_checkpoint_of_an_earlier_version_says_so(stream_yaml, tmp_path):
+    path = stream_yaml(max_steps=4, save_steps=2)
+    train(load_run_config(path))
+    run = tmp_path / "run"
+    (run / "results" / "train.json").unlink()
+    (run / "checkpoint-2" / "stream_state_0.json").unlink()
+    for name in ("checkpoint-4",):
+        for file in (run / name).iterdir():
+            file.unlink()
+        (run / name).rmdir()
+    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json in"):
+        train(load_run_config(path, ["resume=true"]))
+
+
+def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
+    results = train(load_run_config(stream_yaml(max_steps=3)))
+    assert 0 < results["data_wait_share"] < 1
