@@ -142,6 +142,6 @@ def _push(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    folder = options.folder
-    target = options.output or folder.with_name(f"{folder.resolve().name}-{options.to}")
+    folder = options.folder.resolve()
+    target = options.output or folder.with_name(f"{folder.name}-{options.to}")
     sys.stdout.write(f"{export_linear(folder, target)}\n")

@@ -44,6 +44,7 @@ OURS = (
     *(*CODE, *SENTENCES, *TOKENIZER),
 )
 FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5", "*.msgpack")
+OTHERS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # weights too, but nothing that we would replace
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
 REASONS = {
@@ -207,38 +208,47 @@ def _find_repo(to: Destination) -> ModelInfo | None:
     """Return what the Hub knows of the repo, None if it does not exist."""
     try:
         return HfApi().model_info(to.repo_id, revision=to.revision)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
+    except RevisionNotFoundError:
+        return HfApi().model_info(to.repo_id)  # where the branch will begin
+    except RepositoryNotFoundError:
         return None
 
 
 def _check_repo(info: ModelInfo | None, config: HarmonicConfig, to: Destination) -> None:
     """Raise a `ForeignRepoError` unless the repo is new, or holds this model or its adapter."""
-    if info is None or to.force:
+    if info is None:
         return
     if to.private and not info.private:
         raise ForeignRepoError(
             f"--private: expected a new repo or a private one, got {to.repo_id!r}, which is public"
         )
-    names = _names(info)
-    found = None
-    if "config.json" in names:
-        theirs, ours = _read_json(info, "config.json"), config.to_dict()
-        for keys in (("model_type",), *(("text_config", key) for key in SHAPE)):
-            there, here = _at(theirs, keys), _at(ours, keys)
-            if there != here:
-                found = f"{'.'.join(keys)} {there!r} instead of {here!r}"
-                break
-    elif "adapter_config.json" in names:
-        adapter = _read_json(info, "adapter_config.json")
-        if "dist_head" not in (adapter.get("modules_to_save") or []):
-            found = "an adapter of another model"
-    elif any(_matches(name, pattern) for name in names for pattern in FOREIGN):
-        found = "weights of another model"
+    if to.force:
+        return
+    found = _foreign_content(info, config)
     if found is not None:
         raise ForeignRepoError(
             f"repo_id: expected a new repo or an earlier version of this model, got {to.repo_id!r} "
             f"with {found}. Choose another name, or replace it by `harmonic-sft push` with --force"
         )
+
+
+def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
+    """Return what of a repo is not of this model, None if there is nothing."""
+    names = _names(info)
+    if "config.json" in names:
+        theirs, ours = _read_json(info, "config.json"), config.to_dict()
+        for keys in (("model_type",), *(("text_config", key) for key in SHAPE)):
+            there, here = _at(theirs, keys), _at(ours, keys)
+            if there != here:
+                return f"{'.'.join(keys)} {there!r} instead of {here!r}"
+        return None
+    if "adapter_config.json" in names:
+        adapter = _read_json(info, "adapter_config.json")
+        is_ours = "dist_head" in (_at(adapter, ("modules_to_save",)) or [])
+        return None if is_ours else "an adapter of another model"
+    weights = (*FOREIGN, *OTHERS)
+    found = any(fnmatchcase(name, pattern) for name in names for pattern in weights)
+    return "weights of another model" if found else None
 
 
 def _names(info: ModelInfo) -> list[str]:
@@ -250,8 +260,14 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
-def _read_json(info: ModelInfo, name: str) -> dict[str, Any]:
-    return json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
+def _read_json(info: ModelInfo, name: str) -> Any:
+    try:
+        return json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
+    except ValueError as error:
+        raise ForeignRepoError(
+            f"repo_id: expected {name} of {info.id!r} to be JSON, got an error: {error}. Choose "
+            "another name, or replace it by `harmonic-sft push` with --force"
+        ) from error
 
 
 def _at(fields: Any, keys: Sequence[str]) -> Any:

@@ -31,7 +31,7 @@ TOKENIZER = (
     *("vocab.*", "merges.txt", "chat_template.jinja", "*.spm", "spiece.model"),
     *("sentencepiece.bpe.model",),
 )
-WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # may hold "/root/" as a token
+WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # may spell a path as a token
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
 CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
 

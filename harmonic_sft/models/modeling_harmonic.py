@@ -182,7 +182,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
     ) -> BaseModelOutput:
         """Return the backbone's output.
 
-        A backbone of float32 and bfloat16 weights runs under autocast to bfloat16.
+        A backbone of float32 and 16-bit weights runs under autocast to 16 bits.
 
         Args:
             input_ids: `[B, T]`.
@@ -197,8 +197,9 @@ class HarmonicModel(HarmonicPreTrainedModel):
             shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
             attention_mask = shown.pop("attention_mask")
             kwargs |= shown
-        mixed = len({parameter.dtype for parameter in self.backbone.parameters()}) > 1
-        autocast = torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext()
+        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
+        low = min(dtypes, key=lambda dtype: dtype.itemsize)
+        autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 

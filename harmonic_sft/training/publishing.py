@@ -38,10 +38,15 @@ def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
     Raises:
         PushError: The Hub did not take it; the command to try again is named.
     """
+    finish_pushes(callbacks)
+    logger.info("Pushed: %s", push(run.output_dir, destination_of(run.hub)))
+
+
+def finish_pushes(callbacks: Sequence[TrainerCallback]) -> None:
+    """Wait for checkpoints on their way: the interpreter's end would break them off."""
     for callback in callbacks:
         if isinstance(callback, PushCallback):
             callback.finish()
-    logger.info("Pushed: %s", push(run.output_dir, destination_of(run.hub)))
 
 
 class PushCallback(TrainerCallback):
@@ -91,7 +96,9 @@ class PushCallback(TrainerCallback):
 
     def finish(self) -> None:
         """Wait for the last push."""
+        if self._pushing is not None and not self._pushing.done():
+            logger.info("Waiting for the push of a checkpoint; Ctrl-C gives it up.")
         self._pool.shutdown()
 
     def _warn(self, folder: Path, error: Exception) -> None:
-        logger.warning("%s was not pushed, training goes on. %s", folder.name, error)
+        logger.warning("%s was not pushed. %s", folder.name, error)

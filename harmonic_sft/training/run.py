@@ -29,6 +29,7 @@ from harmonic_sft.training.output_folder import (
 from harmonic_sft.training.publishing import (
     PushCallback,
     destination_of,
+    finish_pushes,
     push_run,
 )
 from harmonic_sft.training.report import draw, show_closing_table, show_parts
@@ -80,9 +81,13 @@ def train(run: RunConfig) -> dict[str, Any]:
     before = _measure_before(run, ready)
     checkpoint = last_checkpoint(run.output_dir)
     set_seed(run.seed)  # dropout starts alike, whether the evaluation above was made or remembered
-    session = _train(trainer, checkpoint)
-    final = evaluate(trainer, "final")
-    trainer.save_model()
+    try:
+        session = _train(trainer, checkpoint)
+        final = evaluate(trainer, "final")
+        trainer.save_model()
+    except BaseException:
+        finish_pushes(trainer.callback_handler.callbacks)
+        raise
     results = {
         "run": run.output_dir.name,
         "base": run.model.base,

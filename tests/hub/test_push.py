@@ -217,11 +217,18 @@ def test_repos_of_other_models_are_refused(hub, client, pushed):
     for name, files, what in (
         ("llama-lora", {**adapter, "adapter_model.safetensors": b"1"}, "an adapter of another"),
         ("weights", {"weights.safetensors": b"1"}, "weights of another model"),
+        ("diffusion", {"unet/model.safetensors": b"1"}, "weights of another model"),
+        ("yolo", {"best.pt": b"1"}, "weights of another model"),
+        ("broken", {"config.json": b"{"}, "to be JSON"),
+        ("list", {"adapter_config.json": b"[]"}, "an adapter of another"),
     ):
         hub.add_repo(f"alice/{name}", files)
         done = client("push", pushed, "--repo-id", f"alice/{name}")
         assert (done["status"], what in done["err"]) == (1, True), done["err"]
         assert hub.files(f"alice/{name}") == files
+        done = client("push", pushed, "--repo-id", f"alice/{name}", "--revision", "exp")
+        assert done["status"] == 1
+        assert list(hub.repos[f"alice/{name}"].branches) == ["main"]
 
 
 def test_a_hub_that_does_not_answer_is_no_empty_repo(hub, client, pushed):
@@ -238,9 +245,10 @@ def test_a_hub_that_does_not_answer_is_no_empty_repo(hub, client, pushed):
 
 def test_a_public_repo_is_not_pushed_to_as_private(hub, client, pushed):
     client("push", pushed, "--repo-id", "alice/open")
-    done = client("push", pushed, "--repo-id", "alice/open", "--private")
-    assert done["status"] == 1
-    assert "which is public" in done["err"]
+    for force in ([], ["--force"]):
+        done = client("push", pushed, "--repo-id", "alice/open", "--private", *force)
+        assert done["status"] == 1
+        assert "which is public" in done["err"]
 
 
 def test_a_refused_card_names_the_command_to_try_again(hub, client, pushed):
@@ -249,3 +257,15 @@ def test_a_refused_card_names_the_command_to_try_again(hub, client, pushed):
     hub.faults.clear()
     assert done["status"] == 1
     assert "Try again: harmonic-sft push" in done["err"]
+
+
+def test_a_push_on_its_way_arrives_although_training_stops(hub, client, tmp_path, run_settings):
+    settings = run_settings("alice/base", tmp_path / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/stop", "every_save": True, "form": "head"}
+    settings["training"]["learning_rate"] = 1e30  # not finite before the end
+    settings["training"]["max_grad_norm"] = 0.0
+    settings["training"]["save_steps"] = 1
+    (tmp_path / "stop.yaml").write_text(yaml.safe_dump(settings))
+    done = client("train", tmp_path / "stop.yaml")
+    assert done["status"] == 1, done["err"]
+    assert "dist_head.safetensors" in hub.files("alice/stop")

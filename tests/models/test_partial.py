@@ -150,6 +150,8 @@ def test_another_dtype_gives_what_the_full_one_gives(make_pair, family, dtype):
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
         assert found.state_dict()[name].dtype == tensor.dtype, name
+    with torch.no_grad():
+        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
 
 
 @pytest.mark.parametrize("form", ["full", "part"])
