@@ -230,6 +230,8 @@ def parquet_batches(shard: Shard, policy: BadRowPolicy) -> Iterator[pa.RecordBat
             ):
                 yield from _valid_rows(batch, shard, read, policy)
                 read += batch.num_rows
+    except GeneratorExit:  # at the end of the interpreter pa may be gone
+        raise
     except (OSError, pa.ArrowException) as error:
         if not _is_broken_content(error):
             raise
