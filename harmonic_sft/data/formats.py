@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.chat import Conversation, LossOn, check_turns, encode_conversations
 from harmonic_sft.data.encoding import BadRow, Encoded, SpecialTokens, tokenize
+from harmonic_sft.data.masking import IGNORE_INDEX
 
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
 
-IGNORE_INDEX = -100
 BLANK = "expected text, got a blank one"  # the reason for a document without a single token
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {

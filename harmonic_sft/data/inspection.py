@@ -64,7 +64,6 @@ def inspect_data(
     rows_per_step: int,
     batch_size: int | None = None,
     seed_row: int = 0,
-    bad_rows: BadRows | None = None,
 ) -> None:
     """Print what a run trains on, and one row as it is masked in the first epoch.
 
@@ -76,7 +75,6 @@ def inspect_data(
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
         batch_size: Rows, or packs, that are padded together; None: those of a step.
         seed_row: Number of the row, or pack, that is shown.
-        bad_rows: What was left out; None: what `data` counted while it was loaded.
 
     Raises:
         ValueError: There is no row of this number.
@@ -86,7 +84,7 @@ def inspect_data(
         view = _view_table(data.train, seed_row)
     else:
         view = _view_stream(data.train, masker, seed_row)
-    _show_counts(view, data.eval, data.bad_rows if bad_rows is None else bad_rows)
+    _show_counts(view, data.eval, data.bad_rows)
     _show_lengths("Lengths of rows", view.counts.lengths, view.title)
     if view.pack_lengths is not None:
         _show_lengths("Lengths of packs", view.pack_lengths, view.title)

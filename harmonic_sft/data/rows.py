@@ -13,8 +13,8 @@ from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import BadRows
 from harmonic_sft.data.formats import BLANK, Format, encode
+from harmonic_sft.data.masking import NO_WORD
 
-NO_WORD = -1
 REASON = "reason"  # column of a table before its bad rows are taken out
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),

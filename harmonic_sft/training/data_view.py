@@ -1,12 +1,31 @@
-"""What a run would train on, shown without its model."""
+"""The data of a run, and how it is shown without its model."""
 
 import os
+from typing import Any
 
-from harmonic_sft.data import load_data
+from harmonic_sft.data import LoadedData, load_data
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import max_positions
 from harmonic_sft.training.model_loading import load_base_config, load_tokenizer
 from harmonic_sft.training.run_config import RunConfig
+
+
+def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
+    """Load the tokenizer and the data of a run.
+
+    Raises:
+        ValueError: Something is missing or does not fit together.
+    """
+    config = load_base_config(run.model).get_text_config()
+    tokenizer = load_tokenizer(run.model)
+    data = load_data(
+        run.data,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        max_positions=max_positions(config),
+        seed=run.seed,
+    )
+    return tokenizer, data
 
 
 def show_data(run: RunConfig, *, row: int = 0) -> None:
@@ -19,15 +38,7 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
     Raises:
         ValueError: Bad data, or no row of this number.
     """
-    config = load_base_config(run.model).get_text_config()
-    tokenizer = load_tokenizer(run.model)
-    data = load_data(
-        run.data,
-        tokenizer=tokenizer,
-        vocab_size=config.vocab_size,
-        max_positions=max_positions(config),
-        seed=run.seed,
-    )
+    tokenizer, data = load_run_data(run)
     args = run.training_arguments()
     batch_size = args.per_device_train_batch_size
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -37,5 +48,4 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
         rows_per_step=batch_size * args.gradient_accumulation_steps * processes,
         batch_size=batch_size,
         seed_row=row,
-        bad_rows=data.bad_rows,
     )

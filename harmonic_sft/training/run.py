@@ -11,13 +11,14 @@ from accelerate import PartialState
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import BLANK, IGNORE_INDEX, LoadedData, StreamedRows, load_data
+from harmonic_sft.data import BLANK, IGNORE_INDEX, LoadedData, StreamedRows
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
-from harmonic_sft.models import HarmonicForMaskedLM, max_positions
+from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
+from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.freezing import parts
-from harmonic_sft.training.model_loading import load_base_config, load_model, load_tokenizer
+from harmonic_sft.training.model_loading import load_model
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
     check_output_folder,
@@ -131,16 +132,8 @@ def prepare(run: RunConfig) -> Ready:
         ValueError: Something is missing or does not fit together.
     """
     set_seed(run.seed)
-    config = load_base_config(run.model).get_text_config()
-    tokenizer = load_tokenizer(run.model)
     with PartialState().main_process_first():  # one process fills the cache, the others read it
-        data = load_data(
-            run.data,
-            tokenizer=tokenizer,
-            vocab_size=config.vocab_size,
-            max_positions=max_positions(config),
-            seed=run.seed,
-        )
+        tokenizer, data = load_run_data(run)
     _log_data(data)
     model = load_model(run)
     args = run.training_arguments()

@@ -1,8 +1,10 @@
 """What a run checks before it trains when it is to be pushed."""
 
+import time
+
 import pytest
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import StoppedError, load_run_config, train
 
 
 @pytest.fixture
@@ -51,3 +53,30 @@ def test_a_checkpoint_that_cannot_be_staged_is_a_warning(make_yaml, monkeypatch,
     assert results["steps"] == 6
     assert "checkpoint-3 was not pushed" in caplog.text
     assert "No space left" in caplog.text
+
+
+def evaluate_once(then):
+    """The evaluation before training as it is, then another function."""
+    from harmonic_sft.training.trainer import evaluate
+
+    return lambda trainer, prefix: (evaluate if prefix == "before" else then)(trainer, prefix)
+
+
+def test_a_push_on_its_way_is_waited_for_when_training_stops(make_yaml, monkeypatch):
+    sent = []
+
+    def upload(_, trained, __):
+        time.sleep(1)
+        sent.append(trained.step)
+
+    def stop(*_, **__):
+        raise StoppedError("stopped after training")
+
+    monkeypatch.setattr("harmonic_sft.training.publishing.upload", upload)
+    monkeypatch.setattr("harmonic_sft.training.run.evaluate", evaluate_once(stop))
+    for name in ("check_destination", "check_model", "push_run"):
+        monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
+    hub = {"push": True, "repo_id": "me/model", "every_save": True}
+    with pytest.raises(StoppedError):
+        train(load_run_config(make_yaml(hub=hub)))
+    assert sent == [3]
