@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.models import DistLayer, Head
+from harmonic_sft.models import Head
 
 # Exponents tried after training; the loss is convex in the exponent, so no minimum is missed.
 H_EXPS = (-1, -2, -3, -4, -5, -6, -7, -8, -10, -12, -14, -16, -20, -24, -28, -32, -40, -48, -64)
@@ -19,10 +19,11 @@ def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
     """Return the exponents (or inverse temperatures) to try: the current one first.
 
     Args:
-        head: A distance head is tried at `H_EXPS`, any other at `INVERSE_TEMPERATURES`.
+        head: One whose logits are proportional to h_exp is tried at `H_EXPS`, any other at
+            `INVERSE_TEMPERATURES`.
         also: Exponents of interest, added for a distance head.
     """
-    if isinstance(head, DistLayer):
+    if head.h_exp is not None and head.scaled_by_h_exp:
         return [head.h_exp, *sorted({*map(float, H_EXPS), *also} - {head.h_exp}, reverse=True)]
     return [1.0, *(factor for factor in INVERSE_TEMPERATURES if factor != 1.0)]
 
@@ -97,7 +98,7 @@ def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, fl
         "error_cosine": float(totals[2] / (tokens - totals[1]).clamp_min(1)),
         "post_hoc_loss": losses[best],
     }
-    if isinstance(head, DistLayer):
+    if head.scaled_by_h_exp:
         return {**metrics, "h_exp": grid[0], "post_hoc_h_exp": grid[best]}
     return {**metrics, "post_hoc_inverse_temperature": grid[best]}
 

@@ -1,30 +1,43 @@
 """Cross-entropy of any head's logits."""
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from harmonic_sft.models import DistLayer, Head, LinearHead
-from harmonic_sft.ops import Impl, LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.config import STRICT
+from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.losses.fused import form_cross_entropy
+from harmonic_sft.models import Head, MixtureForm
+from harmonic_sft.ops import Impl, LossOptions
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CrossEntropyLoss:
-    """Negative log of the label's probability under the head's softmax.
+    """Negative log of the label's probability under the head's softmax."""
 
-    Attributes:
-        impl: How it is computed; see `harmonic_sft.ops.distance_cross_entropy`.
-    """
+    name: Literal["cross_entropy"] = "cross_entropy"
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes"
+    )
+    z_loss: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Adds this times logsumexp(logits) ** 2"
+    )
+    impl: Impl = Field(
+        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+    )
 
-    impl: Impl = "auto"
+    def check(self, head: Head) -> None:
+        """Accept every head."""
 
     def prepare(self, head: Head) -> Self:
         """Return this loss: it fits every head and needs nothing from it."""
         return self
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token, what `head.nll` defines, without logits where that is known.
+        """Return one loss per token, without the logits of all tokens at once.
 
         Args:
             head: Maps `[N, D]` to logits `[N, V]`.
@@ -34,19 +47,35 @@ class CrossEntropyLoss:
         Returns:
             `[N]`, in nats.
         """
-        if isinstance(head, DistLayer):
-            return distance_cross_entropy(
-                hidden_states,
-                head.weight,
-                labels,
-                h_exp=head.h_exp,
-                unit_sphere=head.unit_sphere,
-                eps=head.eps,
-                impl=self.impl,
-            )
-        if isinstance(head, LinearHead):
-            options = LossOptions(class_bias=head.bias)
-            return linear_cross_entropy(
-                hidden_states, head.weight, labels, options=options, impl=self.impl
-            )
-        return head.nll(hidden_states, labels)
+        form = head.form(hidden_states)
+        plain = self.label_smoothing == 0 and self.z_loss == 0
+        if form is None and plain:
+            return by_chunks(_nll, head, hidden_states, labels)
+        if form is None or (isinstance(form, MixtureForm) and not plain):
+            return by_chunks(self._dense, head, hidden_states, labels)
+        options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        if plain:
+            options = LossOptions()
+        return form_cross_entropy(form, labels, options=options, impl=self.impl)
+
+    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return one loss per token from its logits.
+
+        Args:
+            logits: `[N, V]`, of `head`.
+            head: Not looked at.
+            labels: `[N]`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return loss + self.z_loss * logits.logsumexp(-1).square() if self.z_loss else loss
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return self.from_logits(head(hidden_states), head, labels)
+
+
+def _nll(head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+    return head.nll(hidden_states, labels)

@@ -1,49 +1,55 @@
 """Harmonic loss: the cross-entropy of a distance head."""
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from harmonic_sft.config import STRICT
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.models import DistLayer, Head
+from harmonic_sft.models import Head
 from harmonic_sft.ops import Impl
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HarmonicLoss:
     """Negative log of p_y, with p_j proportional to (d_j ** 2 + eps) ** h_exp.
 
     The exponent and eps belong to the head, which anneals and publishes them.
-
-    Attributes:
-        impl: How it is computed; see `harmonic_sft.ops.distance_cross_entropy`.
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
         with h_exp on the squared distance: the paper's n is -2 * h_exp.
     """
 
-    impl: Impl = "auto"
+    name: Literal["harmonic"] = "harmonic"
+    impl: Impl = Field(
+        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+    )
 
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after making sure that `head` measures distances.
+    def check(self, head: Head) -> None:
+        """Refuse a head that measures no distances.
 
         Raises:
             ValueError: It does not.
         """
-        if not isinstance(head, DistLayer):
+        if head.h_exp is None:
             raise ValueError(
                 f"loss harmonic: expected a dist head, got {head.settings()['name']}. "
                 "Use loss cross_entropy"
             )
+
+    def prepare(self, head: Head) -> Self:
+        """Return this loss, after `check`: it needs nothing from the head."""
+        self.check(head)
         return self
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token: the cross-entropy of the distances.
 
         Args:
-            head: A `DistLayer`.
+            head: A `DistLayer`, or a head around one.
             hidden_states: `[N, D]`.
             labels: `[N]`, every one a class in `[0, V)`.
 
@@ -51,3 +57,7 @@ class HarmonicLoss:
             `[N]`, in nats.
         """
         return CrossEntropyLoss(impl=self.impl)(head, hidden_states, labels)
+
+    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return one loss per token `[N]`, in nats, from its logits `[N, V]`."""
+        return CrossEntropyLoss().from_logits(logits, head, labels)

@@ -3,7 +3,10 @@
 from .backbones import build_backbone, find_blocks, load_backbone, load_checked, max_positions
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
-from .heads import HEADS, DistLayer, Head, LinearHead, build_head
+from .dist_layer import DistLayer
+from .head import AffineForm, DistanceForm, Form, Head, MixtureForm
+from .heads import HEADS, build_head
+from .linear_heads import LinearHead
 from .modeling_harmonic import HarmonicForMaskedLM, HarmonicModel, HarmonicPreTrainedModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
@@ -13,7 +16,10 @@ __all__ = [
     "BLOCKS_FILE",
     "HEADS",
     "HEAD_FILE",
+    "AffineForm",
     "DistLayer",
+    "DistanceForm",
+    "Form",
     "HarmonicConfig",
     "HarmonicForMaskedLM",
     "HarmonicModel",
@@ -21,6 +27,7 @@ __all__ = [
     "Head",
     "LinearHead",
     "LossFunction",
+    "MixtureForm",
     "NeoBERTConfig",
     "NeoBERTForMaskedLM",
     "NeoBERTModel",

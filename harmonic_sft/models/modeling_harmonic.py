@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
@@ -25,7 +24,9 @@ from .backbones import (
     trains,
 )
 from .configuration_harmonic import HarmonicConfig
-from .heads import DistLayer, Head, LinearHead, build_head
+from .head import Head
+from .heads import build_head
+from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .packing import document_arguments
@@ -134,12 +135,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, DistLayer):
-            init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
-        elif isinstance(module, LinearHead):
-            init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                init.zeros_(module.bias)
+        if isinstance(module, Head):
+            module.reset_parameters()
 
 
 class HarmonicModel(HarmonicPreTrainedModel):
@@ -296,7 +293,7 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
 
     @h_exp.setter
     def h_exp(self, value: float) -> None:
-        if not isinstance(self.dist_head, DistLayer):
+        if self.dist_head.h_exp is None:
             raise ValueError(f"h_exp: expected a dist head, got {self.config.head['name']}")
         if not value < 0:
             raise ValueError(f"h_exp: expected a number below 0, got {value}")
@@ -373,7 +370,9 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
         if self.config.tie_word_embeddings:
             embeddings = self.get_input_embeddings()
             path = next(name for name, module in self.named_modules() if module is embeddings)
-            self._tied_weights_keys = {"dist_head.weight": f"{path}.weight"}
+            weight = self.dist_head.weight
+            own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
+            self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
 
 
 def _load_base(

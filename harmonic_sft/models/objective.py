@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .heads import Head
+from .head import Head
 
 LossFunction = Callable[[Head, Tensor, Tensor], Tensor]
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.models.heads import squared_distances
+from harmonic_sft.models.head import squared_distances
 from harmonic_sft.ops.options import LossOptions, TokenMetrics
 
 

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import unfreeze_
@@ -103,7 +102,7 @@ def prepare_model_(model: HarmonicForMaskedLM, run: RunConfig) -> None:
     unfreeze_(model, run.model.unfreeze)
     if run.peft is not None:
         add_lora_(model, run.peft)
-    model.loss_fn = LOSSES[run.loss.name](impl=run.loss.impl).prepare(model.dist_head)
+    model.loss_fn = run.loss.prepare(model.dist_head)
 
 
 def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:

@@ -139,7 +139,7 @@ def prepare(run: RunConfig) -> Ready:
     args = run.training_arguments()
     recipe = Recipe(
         schedule=run.schedule,
-        h_exp=run.h_exp,
+        h_exp=None if run.learns_h_exp else run.h_exp,
         oom_fallback=run.oom_fallback,
         gradient_checkpointing=run.gradient_checkpointing,
     )

@@ -1,8 +1,9 @@
 """RunConfig: everything one run needs, as one YAML file says it."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -11,12 +12,17 @@ from transformers import TrainingArguments
 
 from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
 from harmonic_sft.data import DataConfig
+from harmonic_sft.losses import LOSSES
+from harmonic_sft.models import build_head
+from harmonic_sft.training.head_section import (
+    HeadSection,
+    head_settings,
+    measures_distances,
+    one_of,
+)
 from harmonic_sft.training.sections import (
-    DistHeadConfig,
     HExpConfig,
     HubConfig,
-    LinearHeadConfig,
-    LossConfig,
     ModelConfig,
     PeftConfig,
     ScheduleConfig,
@@ -60,6 +66,8 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
+WIDTH = 4 * math.lcm(*range(1, 17))
+LossSection: Any = one_of(tuple(LOSSES.values()))
 METRICS = ("loss", "accuracy", "error_cosine", "post_hoc_loss")  # of an evaluation
 DEFAULTS = {
     "adam_beta1": 0.95,
@@ -83,10 +91,10 @@ class RunConfig:
     """One run. Every field is a section or a key of the YAML file."""
 
     model: ModelConfig
-    head: Annotated[DistHeadConfig | LinearHeadConfig, Field(discriminator="name")]
+    head: HeadSection
     h_exp: HExpConfig | None = Field(None, description="Only for a dist head, which needs it")
     peft: PeftConfig | None = Field(None, description="LoRA beside what model.unfreeze trains")
-    loss: LossConfig
+    loss: LossSection
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
@@ -127,11 +135,13 @@ class RunConfig:
 
     def head_settings(self) -> dict[str, Any]:
         """Return what `build_head` takes."""
-        if isinstance(self.head, LinearHeadConfig):
-            return {"name": "linear", "bias": self.head.bias}
-        assert self.h_exp is not None, "checked in RunConfig"
-        fields = {"unit_sphere": self.head.unit_sphere, "eps": self.head.eps}
-        return {"name": "dist", "h_exp": self.h_exp.start, **fields}
+        h_exp = None if self.h_exp is None else self.h_exp.start
+        return head_settings(self.head, h_exp=h_exp, learn_h_exp=self.learns_h_exp)
+
+    @property
+    def learns_h_exp(self) -> bool:
+        """Whether the exponent is a parameter."""
+        return self.h_exp is not None and self.h_exp.schedule == "learned"
 
     def training_arguments(self) -> TrainingArguments:
         """Build transformers' arguments.
@@ -184,13 +194,18 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _check_head(run: RunConfig) -> None:
-    distances = isinstance(run.head, DistHeadConfig)
+    name = run.head.name
+    settings = run.head_settings()
+    distances = measures_distances(settings)
     if distances and run.h_exp is None:
-        raise ValueError("h_exp: expected start and end for a dist head, got nothing")
+        raise ValueError(f"h_exp: expected start and end for a {name} head, got nothing")
     if not distances and run.h_exp is not None:
-        raise ValueError("h_exp: expected nothing for a linear head, got a section. Remove it")
+        raise ValueError(f"h_exp: expected nothing for a {name} head, got a section. Remove it")
     if not distances and run.loss.name == "harmonic":
-        raise ValueError("loss.name: expected 'cross_entropy' for a linear head, got 'harmonic'")
+        raise ValueError(f"loss.name: expected 'cross_entropy' for a {name} head, got 'harmonic'")
+    with torch.device("meta"):  # the head's own checks, at a size that most numbers divide
+        head = build_head(settings, hidden_size=WIDTH, vocab_size=2)
+    run.loss.check(head)
     if run.head.tie and run.model.dtype != "float32":
         raise ValueError(
             f"head.tie: expected false with model.dtype {run.model.dtype}, got true. "

@@ -8,7 +8,6 @@ from pydantic.dataclasses import dataclass
 from harmonic_sft.config import STRICT
 
 Precision = Literal["float32", "bfloat16"]
-Init = Literal["input_embeddings", "base_head"]
 Form = Literal["full", "head", "peft"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -66,43 +65,22 @@ class PeftConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DistHeadConfig:
-    """Distances to prototypes (harmonic)."""
-
-    name: Literal["dist"]
-    unit_sphere: bool = Field(True, description="Normalize hidden states and prototypes")
-    eps: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Added to d ** 2")
-    init: Init = Field("input_embeddings", description="Where the prototypes start")
-    tie: bool = Field(False, description="Share the weight with the input embeddings")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LinearHeadConfig:
-    """The ordinary softmax head."""
-
-    name: Literal["linear"]
-    bias: bool = Field(True, description="One logit offset per token")
-    init: Init = Field("input_embeddings", description="Where the weights start")
-    tie: bool = Field(False, description="Share the weight with the input embeddings")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HExpConfig:
     """The exponent on the squared distance over the run."""
 
     start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="At the first step")
     end: float = Field(-4.0, lt=0, allow_inf_nan=False, description="After the last step")
-    schedule: Literal["linear"] = Field("linear", description="In between, over the whole run")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LossConfig:
-    """The training loss."""
-
-    name: Literal["harmonic", "cross_entropy"]
-    impl: Literal["auto", "reference", "chunked", "triton"] = Field(
-        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+    schedule: Literal["linear", "learned"] = Field(
+        "linear", description="In between, over the whole run; learned: trained from start on"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.schedule == "learned" and self.end != self.start:
+            raise ValueError(
+                f"end: expected the start, {self.start}, for a learned exponent, got {self.end}"
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

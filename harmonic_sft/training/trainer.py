@@ -19,7 +19,7 @@ from transformers.utils import logging
 from harmonic_sft.data import EpochSampler, MaskedRows, StreamedRows
 from harmonic_sft.data.streams import PlacedCollator, StreamState, advance, merge
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
-from harmonic_sft.models import DistLayer, HarmonicConfig, HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, LinearHead
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
     GuardCallback,
@@ -177,7 +177,7 @@ class HarmonicTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Leave prototypes out of weight decay: their norm is the head's business."""
         names = super().get_decay_parameter_names(model)
-        if isinstance(self.model.dist_head, DistLayer):
+        if not isinstance(self.model.dist_head, LinearHead):
             names = [name for name in names if not name.startswith("dist_head.")]
         return names
 

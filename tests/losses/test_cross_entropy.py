@@ -47,5 +47,5 @@ def test_the_implementation_can_be_chosen(impl):
 
 def test_an_unknown_implementation_is_refused():
     head = build_head({"name": "dist"}, hidden_size=16, vocab_size=40)
-    with pytest.raises(ValueError, match="impl: expected one of"):
+    with pytest.raises(ValueError, match="impl"):
         CrossEntropyLoss(impl="cuda")(head, torch.randn(5, 16), torch.randint(40, (5,)))

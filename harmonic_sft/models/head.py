@@ -1,0 +1,253 @@
+"""What every output head is, and the forms its logits can take."""
+
+import math
+from abc import ABC
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+# A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
+NEAR = 2.0**-4
+
+
+class AffineForm(NamedTuple):
+    """Logits hidden_states @ weight.T + bias.
+
+    Attributes:
+        hidden_states: `[N, E]`, whatever the head makes of its input.
+        weight: `[V, E]`.
+        bias: `[V]` or None.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class DistanceForm(NamedTuple):
+    """Logits h_exp * log(d ** 2 + eps), d the Euclidean distance of hidden state and weight.
+
+    Attributes:
+        hidden_states: `[N, E]`, whatever the head makes of its input.
+        weight: `[V, E]`.
+        h_exp: Below 0; a tensor of no axis where it is learned.
+        unit_sphere: Both sides are normalized before the distance is taken.
+        eps: Added to d ** 2.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    h_exp: float | Tensor
+    unit_sphere: bool
+    eps: float
+
+
+class MixtureForm(NamedTuple):
+    """Log of the mean of the softmaxes of several forms.
+
+    Attributes:
+        parts: One form for each component, all over the same V classes.
+    """
+
+    parts: tuple[AffineForm | DistanceForm, ...]
+
+
+Form = AffineForm | DistanceForm | MixtureForm
+
+
+class Head(nn.Module, ABC):
+    """An output layer: maps hidden states to logits whose softmax is the class distribution.
+
+    Every learnable part of the output layer lives here, in float32 or better. A head knows neither
+    batch axes nor ignored positions. Either `form` says what its logits are made of, which gives
+    it the fused losses, or it has a `forward` of its own.
+
+    Attributes:
+        weight: `[V, D]`, one row per class: what is tied, initialized and counted.
+        scaled_by_h_exp: Whether logits are proportional to `h_exp`, so that another exponent can
+            be tried on logits that are there.
+    """
+
+    weight: nn.Parameter
+    scaled_by_h_exp: bool = False
+
+    @property
+    def h_exp(self) -> float | None:
+        """The exponent on the squared distance, None for heads without one."""
+        return None
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        raise ValueError(f"h_exp: expected a dist head, got {self.settings()['name']}")
+
+    def form(self, hidden_states: Tensor) -> Form | None:
+        """Return what the logits of hidden states `[N, D]` are made of, None if nothing fits."""
+        return None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
+        form = self.form(hidden_states)
+        assert form is not None, "a head without a form has a forward pass of its own"
+        return dense_logits(form)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what rebuilds this head through `build_head`, ready for JSON."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draw this head's own parameters anew, through `transformers.initialization`."""
+        init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the negative log-likelihood of each label.
+
+        Args:
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        return F.cross_entropy(self(hidden_states), labels, reduction="none")
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The vectors the head compares with, `[V, D]`."""
+        return self.weight
+
+    @torch.no_grad()
+    def initialize_(self, embeddings: Tensor) -> Self:
+        """Copy `embeddings` `[V, D]` into the prototypes."""
+        self.weight.copy_(embeddings)
+        return self
+
+    def renormalize_(self) -> None:
+        """Bring the prototypes back to where the head defines them; nothing to do by default."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move with the model, but stay in float32 under `model.to(torch.bfloat16)`."""
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
+            return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+class SphereHead(Head):
+    """A head whose prototypes may live on the unit sphere.
+
+    Attributes:
+        unit_sphere: Whether they do.
+    """
+
+    unit_sphere: bool = True
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The vectors the head compares with, `[V, D]`: of norm 1 on the sphere."""
+        return F.normalize(self.weight, dim=-1) if self.unit_sphere else self.weight
+
+    @torch.no_grad()
+    def initialize_(self, embeddings: Tensor) -> Self:
+        """Copy `embeddings` `[V, D]` into the prototypes, normalized on the sphere.
+
+        A row of zeros (a padding token, often) has no direction and gets a random one.
+        """
+        self.weight.copy_(embeddings)
+        if self.unit_sphere:
+            empty = self.weight.norm(dim=-1) == 0
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(int(empty.sum()), self.weight.shape[1], generator=generator)
+            self.weight[empty] = noise.to(self.weight)
+        self.renormalize_()
+        return self
+
+    @torch.no_grad()
+    def renormalize_(self) -> None:
+        """Scale every prototype back to norm 1; nothing to do off the sphere."""
+        if self.unit_sphere:
+            norms = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True)
+            self.weight.div_(norms.clamp_min(1e-12))
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in float64 if it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def dense_logits(form: Form) -> Tensor:
+    """Return the logits `[N, V]` of a form, whatever autocast says."""
+    if isinstance(form, MixtureForm):
+        parts = torch.stack([dense_logits(part).log_softmax(-1) for part in form.parts])
+        return parts.logsumexp(0) - math.log(len(form.parts))
+    if isinstance(form, DistanceForm):
+        return distance_logits(form, None)
+    with torch.autocast(form.hidden_states.device.type, enabled=False):
+        hidden_states = at_least_float32(form.hidden_states)
+        bias = None if form.bias is None else form.bias.to(hidden_states.dtype)
+        return F.linear(hidden_states, form.weight.to(hidden_states.dtype), bias)
+
+
+def distance_logits(form: DistanceForm, labels: Tensor | None) -> Tensor:
+    """Return `[N, V]` logits; distances of `labels` `[N, 1]` are taken by direct difference."""
+    with torch.autocast(form.hidden_states.device.type, enabled=False):
+        hidden_states = at_least_float32(form.hidden_states)
+        weight = form.weight.to(hidden_states.dtype)
+        inverse_norms = None
+        if form.unit_sphere:
+            hidden_states = F.normalize(hidden_states, dim=-1)
+            inverse_norms = 1 / torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12)
+        squared = squared_distances(hidden_states, weight, labels, inverse_norms)
+        return form.h_exp * torch.log(squared + form.eps)  # [N, V]
+
+
+def squared_distances(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor | None = None,
+    inverse_norms: Tensor | None = None,
+) -> Tensor:
+    """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
+
+    Recomputed are the pairs of `labels` and those closer than `NEAR` of |x|^2 + |w|^2, at most
+    8 a row on average (the closest ones), so that memory stays bounded.
+
+    Args:
+        hidden_states: `[N, D]`, of norm 1 with `inverse_norms`.
+        weight: `[V, D]`, the prototypes before normalization.
+        labels: `[N, 1]` or None.
+        inverse_norms: `[V]`, what normalizes the rows of `weight`; applied to the dot products,
+            since a normalized copy of the vocabulary costs more. None leaves them as they are.
+
+    Returns:
+        `[N, V]`, not below 0.
+    """
+    dots = hidden_states @ weight.T  # [N, V]
+    if inverse_norms is not None:
+        dots = dots * inverse_norms
+        scale = dots.new_tensor(2.0)  # |x|^2 + |w|^2
+    else:
+        scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
+    squared = scale - 2 * dots
+    near = squared.detach() < NEAR * scale.detach()
+    if labels is not None:
+        near.scatter_(-1, labels, False)
+    rows, columns = near.nonzero(as_tuple=True)
+    limit = 8 * max(len(squared), 128)
+    if len(rows) > limit:
+        closest = squared.detach()[rows, columns].topk(limit, largest=False).indices
+        rows, columns = rows[closest], columns[closest]
+        squared = squared.clamp_min(0)
+    if labels is not None:
+        rows = torch.cat([rows, torch.arange(len(labels), device=labels.device)])
+        columns = torch.cat([columns, labels.squeeze(-1)])
+    prototypes = weight[columns]  # [P, D]
+    if inverse_norms is not None:
+        prototypes = prototypes * inverse_norms[columns].unsqueeze(-1)
+    exact = (hidden_states[rows] - prototypes).square().sum(-1)
+    return squared.index_put((rows, columns), exact)
