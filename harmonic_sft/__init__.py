@@ -3,11 +3,19 @@
 Importing this package registers its models with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
+    HarmonicForTokenClassification,
     HarmonicModel,
     NeoBERTConfig,
     NeoBERTForMaskedLM,
@@ -22,14 +30,20 @@ AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTForMaskedLM)
 AutoConfig.register("harmonic", HarmonicConfig)
 AutoModel.register(HarmonicConfig, HarmonicModel)
 AutoModelForMaskedLM.register(HarmonicConfig, HarmonicForMaskedLM)
+AutoModelForSequenceClassification.register(HarmonicConfig, HarmonicForSequenceClassification)
+AutoModelForTokenClassification.register(HarmonicConfig, HarmonicForTokenClassification)
 # Without this, save_pretrained would not copy the code that loads the weights.
 HarmonicConfig.register_for_auto_class()
 HarmonicModel.register_for_auto_class("AutoModel")
 HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+HarmonicForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+HarmonicForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
 __all__ = [
     "HarmonicConfig",
     "HarmonicForMaskedLM",
+    "HarmonicForSequenceClassification",
+    "HarmonicForTokenClassification",
     "HarmonicModel",
     "NeoBERTConfig",
     "NeoBERTForMaskedLM",

@@ -14,6 +14,9 @@ TRAINING = "#9aa5b1"
 CURRENT = "#1f4e79"
 POST_HOC = "#c8702a"
 REFERENCE = "#5f6b76"
+COST_TITLE = "relative to linear\n+ cross-entropy"
+FAMILY_MARKS = ((CURRENT, "o"), (POST_HOC, "D"))
+RowValue = Callable[[dict[str, Any]], tuple[float, float] | None]
 LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
 
 
@@ -38,7 +41,7 @@ def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
         raise ValueError(f"history: expected at least one logged step, got {history!r}")
     has_h_exp = any("h_exp" in entry for entry in history)
     heights = [2.4, 1.0, 1.0] if has_h_exp else [2.4, 1.0]
-    figure = _figure(width=8.0, height=1.4 + 1.3 * sum(heights))
+    figure = new_figure(width=8.0, height=1.4 + 1.3 * sum(heights))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_losses(panels[0], payload, has_h_exp)
     panels[0].set_title(str(payload.get("run", "run")), loc="left", fontweight="bold")
@@ -52,7 +55,7 @@ def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels()
-    return _save(figure, out_png, grid="both")
+    return save_figure(figure, out_png, grid="both")
 
 
 def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str | Path) -> Path:
@@ -78,7 +81,7 @@ def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str
         if missing := {"loss", "accuracy"} - payload.get("final", {}).keys():
             raise ValueError(f"{name}: expected final loss and accuracy, got no {sorted(missing)}")
     finals = [payload["final"] for payload in payloads]
-    figure = _figure(width=10.0, height=1.5 + 0.7 * len(names))
+    figure = new_figure(width=10.0, height=1.5 + 0.7 * len(names))
     losses, accuracies = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     paired = [row for row, final in enumerate(finals) if final.get("post_hoc_loss") is not None]
     rows = [row - 0.2 if row in paired else row for row in range(len(names))]
@@ -96,7 +99,7 @@ def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str
     figure.legend(
         *losses.get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
     )
-    return _save(figure, out_png, grid="x")
+    return save_figure(figure, out_png, grid="x")
 
 
 def plot_loss_benchmark(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
@@ -121,7 +124,7 @@ def plot_loss_benchmark(results: str | Path | dict[str, Any], out_png: str | Pat
         raise ValueError(f"rows: expected at least one measured size, got {rows!r}")
     arms = {name: arm["group"] for row in rows for name, arm in row["arms"].items()}
     names = [name for group in ("peer", "ours") for name in arms if arms[name] == group]
-    figure = _figure(width=3.0 + 2.6 * len(rows), height=1.5 + 0.28 * len(names))
+    figure = new_figure(width=3.0 + 2.6 * len(rows), height=1.5 + 0.28 * len(names))
     panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
     for axes, row in zip(panels, rows, strict=True):
         _draw_ratios(axes, row, names)
@@ -131,14 +134,108 @@ def plot_loss_benchmark(results: str | Path | dict[str, Any], out_png: str | Pat
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
     )
-    return _save(figure, out_png, grid="x")
+    return save_figure(figure, out_png, grid="x")
+
+
+def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
+    """Draw what `harmonic-sft compare` found for a folder of YAML files, with spread over seeds.
+
+    Args:
+        results: `family.json` or its payload: `rows`, each with `name` and, unless its runs
+            failed, `metrics` by name, `word_similarity` by set and name (all with `mean` and
+            `std`) and `cost` (`time_ratio`, `memory_ratio`); `rated`, the set that is drawn.
+        out_png: The picture. Its folder is made if it does not exist.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: No row with metrics, or matplotlib is not installed.
+    """
+    payload = _payload(results)
+    rows = [row for row in payload.get("rows", []) if "metrics" in row]
+    if not rows:
+        raise ValueError("rows: expected at least one with metrics, got none")
+    panels = [
+        (title, drawn)
+        for title, series in _family_panels(payload.get("rated"))
+        if (drawn := [one for one in series if any(one[1](row) for row in rows)])
+    ]
+    figure = new_figure(width=2.2 + 2.3 * len(panels), height=1.6 + 0.3 * len(rows))
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, series) in zip(all_axes, panels, strict=True):
+        for (label, value_fn), (color, marker) in zip(series, FAMILY_MARKS, strict=False):
+            _draw_spread(axes, [value_fn(row) for row in rows], label, color, marker)
+        axes.set_xlabel(title)
+        if len(series) > 1:
+            place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+            axes.legend(fontsize="small", **place)
+        if title == COST_TITLE:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+    all_axes[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
+    all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    return save_figure(figure, out_png, grid="both")
+
+
+def _family_panels(rated: str | None) -> list[tuple[str, list[tuple[str, RowValue]]]]:
+    """Return the panels: a title, and what is drawn of every row under which name."""
+
+    def metric(key: str, scale: float = 1) -> RowValue:
+        return lambda row: _scaled(row["metrics"].get(key), scale)
+
+    def similarity(key: str) -> RowValue:
+        return lambda row: _scaled(row.get("word_similarity", {}).get(rated, {}).get(key), 1)
+
+    def cost(key: str) -> RowValue:
+        return lambda row: (row["cost"][key], 0.0) if "cost" in row else None
+
+    return [
+        (
+            "loss (nats per token)",
+            [("as trained", metric("loss")), ("best post hoc", metric("post_hoc_loss"))],
+        ),
+        ("accuracy (%)", [("accuracy", metric("accuracy", 100))]),
+        (
+            "calibration error (%)",
+            [("as trained", metric("ece", 100)), ("best post hoc", metric("post_hoc_ece", 100))],
+        ),
+        ("error cosine", [("error cosine", metric("error_cosine"))]),
+        (
+            f"Spearman, {rated}",
+            [("cosine", similarity("spearman_cosine")), ("-L2", similarity("spearman_l2"))],
+        ),
+        (
+            COST_TITLE,
+            [("time", cost("time_ratio")), ("memory", cost("memory_ratio"))],
+        ),
+    ]
+
+
+def _scaled(value: dict[str, Any] | None, scale: float) -> tuple[float, float] | None:
+    """Return mean and standard deviation, 0 where one seed has none."""
+    return None if value is None else (scale * value["mean"], scale * (value["std"] or 0.0))
+
+
+def _draw_spread(
+    axes: "Axes",
+    values: list[tuple[float, float] | None],
+    label: str,
+    color: str,
+    marker: str,
+) -> None:
+    places = [place for place, value in enumerate(values) if value is not None]
+    means, spreads = zip(*(value for value in values if value is not None), strict=True)
+    axes.errorbar(
+        means, places, xerr=spreads, fmt=marker, color=color, ms=5, capsize=3, label=label
+    )
 
 
 def _payload(results: str | Path | dict[str, Any]) -> dict[str, Any]:
     return results if isinstance(results, dict) else read_results(results)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Return a figure outside pyplot, which would switch the backend for the whole process."""
     try:
         from matplotlib.figure import Figure
@@ -150,7 +247,8 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def _save(figure: "Figure", out_png: str | Path, grid: Literal["both", "x"]) -> Path:
+def save_figure(figure: "Figure", out_png: str | Path, grid: Literal["both", "x"]) -> Path:
+    """Give all axes the house look, write the PNG and return its path."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis=grid, color="#e3e7eb", linewidth=0.8)

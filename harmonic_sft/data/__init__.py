@@ -1,5 +1,12 @@
 """Documents to masked batches: sources, rows, masks, splits and collation."""
 
+from harmonic_sft.data.classification import (
+    LabelCollator,
+    LabeledData,
+    LabeledRows,
+    check_label_settings,
+    load_labeled_data,
+)
 from harmonic_sft.data.formats import BLANK
 from harmonic_sft.data.loading import DataConfig, EvalConfig, LoadedData, load_data
 from harmonic_sft.data.masked_dataset import (
@@ -19,6 +26,9 @@ __all__ = [
     "DataConfig",
     "EpochSampler",
     "EvalConfig",
+    "LabelCollator",
+    "LabeledData",
+    "LabeledRows",
     "LoadedData",
     "MaskConfig",
     "MaskedRows",
@@ -26,5 +36,7 @@ __all__ = [
     "PaddingFreeCollator",
     "Source",
     "StreamedRows",
+    "check_label_settings",
     "load_data",
+    "load_labeled_data",
 ]

@@ -61,7 +61,7 @@ def _write_table(
     recorder = BadRowPolicy(policy.name, None if policy.counter is None else recorded)
     kinds = {shard.kind for shard in shards}
     if kinds == {"parquet"}:
-        schema = _storable(files.parquet_schema(shards))
+        schema = _storable(files.parquet_schema(shards)).append(pa.field(files.PLACE, pa.string()))
         tables = (
             _as_schema(batch, schema)
             for shard in shards

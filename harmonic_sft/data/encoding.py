@@ -1,7 +1,7 @@
 """Text as tokens: what the formats of data have in common."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
 
 
 class BadRow(ValueError):
@@ -79,26 +80,42 @@ def tokenize(
     good = [text for text, is_valid in zip(texts, valid, strict=True) if is_valid]
     if not good:
         return [None] * len(texts)
-    encoded = tokenizer(
-        good,
-        add_special_tokens=False,
-        split_special_tokens=not spells,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        return_offsets_mapping=offsets,
-        verbose=False,  # no warning about documents longer than the model
-    )
     # Only a special token that was spelled is no word; an unknown word is one.
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id} if spells else set()
-    tokens = (
-        TextTokens(
-            list(input_ids),
-            np.asarray(encoded["offset_mapping"][i]).reshape(-1, 2) if offsets else None,
-            _number_words(input_ids, encoded.word_ids(i), marks) if word_ids else None,
+    tokens: list[TextTokens] = []
+    for group in _groups(good):
+        encoded = tokenizer(
+            group,
+            add_special_tokens=False,
+            split_special_tokens=not spells,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=offsets,
+            verbose=False,  # no warning about documents longer than the model
         )
-        for i, input_ids in enumerate(encoded["input_ids"])
-    )
-    return [next(tokens) if is_valid else None for is_valid in valid]
+        tokens += [
+            TextTokens(
+                list(input_ids),
+                np.asarray(encoded["offset_mapping"][i]).reshape(-1, 2) if offsets else None,
+                _number_words(input_ids, encoded.word_ids(i), marks) if word_ids else None,
+            )
+            for i, input_ids in enumerate(encoded["input_ids"])
+        ]
+    in_turn = iter(tokens)
+    return [next(in_turn) if is_valid else None for is_valid in valid]
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Split texts where a tokenizer would need much memory for all of them at once."""
+    group: list[str] = []
+    characters = 0
+    for text in texts:
+        if group and characters + len(text) > BATCH_CHARACTERS:
+            yield group
+            group, characters = [], 0
+        group.append(text)
+        characters += len(text)
+    yield group
 
 
 def _number_words(

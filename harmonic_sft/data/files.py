@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,22 +23,25 @@ BATCH_ROWS = 1000
 BATCH_BYTES = 16 << 20  # of a parquet file; decides where rows are long
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHOWN_REASONS = 5
+PLACE = "__place__"  # column that says where a row was read: file and line or row
 LONG_INTEGER = re.compile(rb"\d{19}")  # may need more than 64 bits
 
 
 @dataclass
 class BadRows:
-    """How many rows were left out because they cannot be read, and why the first ones.
+    """How many rows were left out because they cannot be used, and why the first ones.
 
-    A place counts once, however often it is read: in every epoch, and again after a restart.
+    A place counts once, however often it is read. Blank documents have no place: there may be
+    more of them than of others.
     """
 
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason, rows
+    blank: int = 0
 
     @property
     def total(self) -> int:
         """How many rows were left out."""
-        return sum(rows for _, rows in self.places.values())
+        return self.blank + sum(rows for _, rows in self.places.values())
 
     @property
     def first(self) -> list[str]:
@@ -56,6 +60,12 @@ class BadRows:
             rows: How many rows are lost there.
         """
         self.places.setdefault(where, (reason, rows))
+
+    def merge(self, other: "BadRows") -> None:
+        """Add what another counter has found elsewhere."""
+        for where, (reason, rows) in other.places.items():
+            self.add(where, reason, rows)
+        self.blank += other.blank
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
     """
     kind = file_kind(file)
     assert kind is not None, f"file: expected a known ending, got {file!r}"
+    file = file if is_url(file) else os.path.abspath(file)  # a cache outlives the current folder
     size, version = _size_and_version(file, name=name)
     if size == 0:
         raise ValueError(f"{name}.path: expected documents, got the empty file {file!r}.")
@@ -163,7 +174,8 @@ def read_shards(shards: list[Shard], policy: BadRowPolicy) -> Iterator[dict[str,
         policy: What to do about bad rows.
 
     Yields:
-        Rows with the columns of the file; a line of text has the one column `text`.
+        Rows with the columns of the file, a line of text having the one column `text`, and the
+        column `PLACE`.
 
     Raises:
         ValueError: A row cannot be read and the policy is to refuse it.
@@ -183,18 +195,21 @@ def read_text(file: str, policy: BadRowPolicy) -> Iterator[dict[str, str]]:
     """Yield the lines of a UTF-8 text file, blank ones included."""
     for number, line in _lines(file, policy):
         try:
-            yield {"text": line.decode().rstrip("\r\n")}
+            text = line.decode().rstrip("\r\n")
         except UnicodeDecodeError as error:
             policy.report(f"{file!r}, line {number}", _bad_bytes(error))
+        else:
+            yield {"text": text, PLACE: f"{file!r}, line {number}"}
 
 
 def read_json_lines(file: str, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines, blank lines left out."""
     for number, line in _lines(file, policy):
         if not line.isspace():
-            row = _parse_object(line, f"{file!r}, line {number}", policy)
+            where = f"{file!r}, line {number}"
+            row = _parse_object(line, where, policy)
             if row is not None:
-                yield row
+                yield {**row, PLACE: where}
 
 
 def read_json_list(file: str, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
@@ -211,14 +226,15 @@ def read_json_list(file: str, policy: BadRowPolicy) -> Iterator[dict[str, Any]]:
         policy.report(f"{file!r}", f"broken JSON ({one_line(error)})")
         return
     for number, row in enumerate(rows, 1):
+        where = f"{file!r}, row {number}"
         if isinstance(row, dict):
-            yield row
+            yield {**row, PLACE: where}
         else:
-            policy.report(f"{file!r}, row {number}", f"{type(row).__name__} instead of an object")
+            policy.report(where, f"{type(row).__name__} instead of an object")
 
 
 def parquet_batches(shard: Shard, policy: BadRowPolicy) -> Iterator[pa.RecordBatch]:
-    """Yield a row group in batches of valid rows."""
+    """Yield a row group in batches of valid rows, with the column `PLACE`."""
     read = 0
     try:
         with open_parquet(shard.file) as parquet:
@@ -228,7 +244,9 @@ def parquet_batches(shard: Shard, policy: BadRowPolicy) -> Iterator[pa.RecordBat
             for batch in parquet.iter_batches(
                 rows, row_groups=[shard.row_group], use_threads=False
             ):
-                yield from _valid_rows(batch, shard, read, policy)
+                first = shard.first_row + read
+                places = [f"{shard.file!r}, row {first + row}" for row in range(batch.num_rows)]
+                yield from _valid_rows(batch.append_column(PLACE, pa.array(places)), policy)
                 read += batch.num_rows
     except GeneratorExit:  # at the end of the interpreter pa may be gone
         raise
@@ -282,7 +300,8 @@ def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
     if not Path(file).is_file():
         raise ValueError(f"{name}.path: expected an existing file, got {file!r}.")
     stat = Path(file).stat()
-    return stat.st_size, f"{stat.st_size} {stat.st_mtime_ns}"
+    # The second time changes with the content even where the first one is set back.
+    return stat.st_size, f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
 def _lines(file: str, policy: BadRowPolicy) -> Iterator[tuple[int, bytes]]:
@@ -328,9 +347,7 @@ def _read_parquet(shard: Shard, policy: BadRowPolicy) -> Iterator[dict[str, Any]
             yield features.decode_example(row)
 
 
-def _valid_rows(
-    batch: pa.RecordBatch, shard: Shard, read: int, policy: BadRowPolicy
-) -> Iterator[pa.RecordBatch]:
+def _valid_rows(batch: pa.RecordBatch, policy: BadRowPolicy) -> Iterator[pa.RecordBatch]:
     """Split off the rows whose strings are not UTF-8."""
     try:
         batch.validate(full=True)
@@ -341,8 +358,7 @@ def _valid_rows(
             try:
                 row.validate(full=True)
             except pa.ArrowInvalid as error:
-                number = shard.first_row + read + index
-                policy.report(f"{shard.file!r}, row {number}", f"bad values ({one_line(error)})")
+                policy.report(row.column(PLACE)[0].as_py(), f"bad values ({one_line(error)})")
             else:
                 yield row
     else:

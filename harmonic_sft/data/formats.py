@@ -315,6 +315,10 @@ def _encode_tokens(
                 outside = input_ids[(input_ids < 0) | (input_ids > largest)][0]
                 raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside}")
             scored = _scored(row, input_ids, loss_on)
+            if row.get("attention_mask") is not None:  # leave padding out
+                seen = _integers(row, "attention_mask", len(input_ids)) != 0
+                input_ids = input_ids[seen]
+                scored = None if scored is None else scored[seen]
             encoded.append(_unwrapped(input_ids, scored, special))
         except BadRow as error:
             encoded.append(str(error))

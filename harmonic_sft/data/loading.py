@@ -36,6 +36,9 @@ class EvalConfig:
     """What is kept out of training to evaluate on."""
 
     documents: int = Field(default=512, ge=1, description="documents kept for evaluation")
+    source: Source | None = Field(
+        default=None, description="classification: evaluate on all rows of this place instead"
+    )
 
 
 @config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -44,6 +47,9 @@ class DataConfig:
 
     sources: list[Source] = Field(min_length=1, description="where the documents come from")
     context_length: int = Field(ge=1, description="longest row, in tokens, special ones included")
+    label_column: str | None = Field(
+        default=None, description="classification: column of the label, or of the words' labels"
+    )
     loss_on: LossOn = Field(
         default="all", description="what is predicted: all, the completion or assistant turns"
     )
@@ -215,6 +221,8 @@ def _load_split(
                 f"{config.sources[maker.source].path!r}."
             )
         tables.append(rows)
+    if bad_rows.blank:
+        logger.info("Left out: %d blank documents.", bad_rows.blank)
     rows = _join_tables(tables)
     return split_table(rows, eval_documents=config.eval.documents, seed=seed)
 
@@ -253,8 +261,9 @@ def _recognize(row: dict[str, Any] | None, name: str) -> Any:
 
 def _lengths(rows: datasets.Dataset) -> np.ndarray:
     """Return the length of every row in tokens, `[rows]`."""
-    column = rows.with_format("arrow")["input_ids"]
-    return np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks])
+    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
+    lengths = [batch["input_ids"].combine_chunks().value_lengths() for batch in batches]
+    return np.concatenate([part.to_numpy() for part in lengths])
 
 
 def _join_tables(tables: Sequence[datasets.Dataset]) -> datasets.Dataset:

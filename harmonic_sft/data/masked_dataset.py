@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import datasets
 import numpy as np
@@ -67,6 +68,22 @@ class MaskedRows(torch.utils.data.Dataset):
         return join_rows([self.masker(self.rows[int(member)], epoch) for member in members])
 
 
+class EpochRows(Protocol):
+    """Rows that know the epoch they are read in."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch now."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to another epoch."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+
 class EpochSampler(torch.utils.data.Sampler[int]):
     """Shuffle the rows by (seed, epoch) alone, and keep the order and the masks in one epoch.
 
@@ -80,7 +97,7 @@ class EpochSampler(torch.utils.data.Sampler[int]):
         seed: Seed of the order.
     """
 
-    def __init__(self, rows: MaskedRows, *, seed: int) -> None:
+    def __init__(self, rows: EpochRows, *, seed: int) -> None:
         self.rows = rows
         self.seed = seed
 

@@ -1,12 +1,14 @@
 """A file on a web server, of which only the parts that are read travel."""
 
 import io
+import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException, HTTPResponse
 
 TIMEOUT = 30  # seconds without a byte
-ATTEMPTS = 5
+PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened anew
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # statuses that may pass, and all above the second
 
 
 class RemoteFile(io.RawIOBase):
@@ -52,19 +54,18 @@ class RemoteFile(io.RawIOBase):
         """Read at most as many bytes as the buffer holds; 0 at the end."""
         if self._position == self.size:
             return 0
-        for attempt in range(1, ATTEMPTS + 1):
+        for pause in (*PAUSES, None):
             try:
                 if self._response is None:
                     self._response = self._connect()
                 count = self._response.readinto(buffer)
                 if count == 0 < self.size - self._position:
                     raise ConnectionError(f"the connection ended at byte {self._position}")
-            except urllib.error.HTTPError:
-                raise
-            except (OSError, HTTPException):
+            except (OSError, HTTPException) as error:
                 self._disconnect()
-                if attempt == ATTEMPTS:
+                if pause is None or not _may_pass(error):
                     raise
+                time.sleep(pause)
             else:
                 self._position += count
                 return count
@@ -94,3 +95,10 @@ class RemoteFile(io.RawIOBase):
         if self._response is not None:
             self._response.close()
             self._response = None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Tell failures of the connection, or of a busy server, from answers that stay the same."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return True
+    return error.code == TOO_MANY_REQUESTS or error.code >= SERVER_ERROR

@@ -7,15 +7,22 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import tokenizers
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.files import PLACE, BadRows
 from harmonic_sft.data.formats import BLANK, Format, encode
 from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.stream_reader import document_name
 
-REASON = "reason"  # column of a table before its bad rows are taken out
+# Columns of a table before its bad rows are taken out.
+BAD_ROW = {name: datasets.Value("string") for name in ("place", "reason")}
+BATCH_DOCUMENTS = 1000
+BATCH_BYTES = 16 << 20  # of documents; decides where they are long
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
@@ -110,7 +117,7 @@ class RowMaker:
         rows = []
         for document, made in zip(documents, self.make(documents), strict=True):
             if isinstance(made, str):
-                self.report(document["document"], made)
+                self.report(self.place(document), made)
             else:
                 rows += made
         return rows
@@ -130,7 +137,7 @@ class RowMaker:
                 f"row, got {self.context_length}."
             )
         found = encode(
-            documents,
+            [{key: row[key] for key in row if key not in ("document", PLACE)} for row in documents],
             self.form,
             tokenizer=self.tokenizer,
             loss_on=self.loss_on,
@@ -146,18 +153,24 @@ class RowMaker:
             made.append(chunks or BLANK)
         return made
 
-    def report(self, document: int, reason: str) -> None:
+    def place(self, document: Mapping[str, Any]) -> str:
+        """Say where a document was read, by its file if it has one."""
+        return document.get(PLACE) or f"{self.name}, {document_name(document['document'])}"
+
+    def report(self, place: str, reason: str) -> None:
         """Count a document that makes no row; a blank one is never an error.
 
         Raises:
             ValueError: It is bad and must not be skipped.
         """
-        if self.skip or reason == BLANK:
-            self.bad_rows.add(f"{self.name} document {document}", reason)
+        if reason == BLANK:
+            self.bad_rows.blank += 1
+        elif self.skip:
+            self.bad_rows.add(place, reason)
         else:
+            place = place.removeprefix(f"{self.name}, ")
             raise ValueError(
-                f"{self.name}: {reason} in document {document}. "
-                "Repair it, or set data.on_bad_row: skip."
+                f"{self.name}: {reason} in {place}. Repair it, or set data.on_bad_row: skip."
             )
 
     def _cut(
@@ -199,13 +212,14 @@ def _map_batch(
         {**dict(zip(batch, values, strict=True)), "document": index}
         for index, *values in zip(indices, *batch.values(), strict=True)
     ]
-    rows: dict[str, list[Any]] = {name: [] for name in (*maker.columns, REASON)}
+    rows: dict[str, list[Any]] = {name: [] for name in (*maker.columns, *BAD_ROW)}
     empty = {"input_ids": [], "scored": [], "word_ids": [], "source": maker.source, "chunk": 0}
     for document, made in zip(documents, maker.make(documents), strict=True):
-        bad = [{**empty, "document": document["document"], REASON: made}]
+        name = {"document": document["document"], "place": maker.place(document)}
+        bad = [{**empty, **name, "reason": made}]
         for row in bad if isinstance(made, str) else made:
-            for name, values in rows.items():
-                values.append(row.get(name))
+            for column, values in rows.items():
+                values.append(row.get(column))
     return rows
 
 
@@ -228,25 +242,26 @@ def table_rows(
     # datasets knows an imported function by its name alone: a cache made by another version of
     # these files must not be taken for this one's.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
+    code += [tokenizers.__version__, transformers.__version__]
+    document_bytes = documents.data.nbytes // max(1, len(documents.data))
     rows = documents.map(
         _map_batch,
         with_indices=True,
         batched=True,
+        batch_size=max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, document_bytes))),
         remove_columns=documents.column_names,
-        features=datasets.Features(
-            {**{name: FEATURES[name] for name in maker.columns}, REASON: datasets.Value("string")}
-        ),
+        features=datasets.Features({name: FEATURES[name] for name in maker.columns} | BAD_ROW),
         num_proc=num_proc,
         desc=f"Tokenizing {maker.name}",
         # The counter of bad rows is no part of the key either: it differs from run to run.
         fn_kwargs={"maker": replace(maker, bad_rows=BadRows()), "code": code},
     )
-    is_bad = ~np.asarray(rows.data.column(REASON).is_null())
-    for row in rows.select(np.flatnonzero(is_bad)):
-        maker.report(row["document"], row[REASON])
-    rows = rows.remove_columns(REASON)
-    # The split reads whole columns, which a mere selection would not change.
-    return rows.select(np.flatnonzero(~is_bad)).flatten_indices() if is_bad.any() else rows
+    is_bad = ~np.asarray(rows.data.column("reason").is_null())
+    bad = rows.data.table.select(list(BAD_ROW)).filter(pa.array(is_bad))
+    for place, reason in zip(*(column.to_pylist() for column in bad.columns), strict=True):
+        maker.report(place, reason)
+    rows = rows.remove_columns(list(BAD_ROW))
+    return rows.select(np.flatnonzero(~is_bad)) if is_bad.any() else rows
 
 
 CODE = ("rows", "formats", "chat", "encoding")

@@ -30,6 +30,7 @@ from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.data.files import (
     COMPRESSIONS,
     FILE_FORMATS,
+    PLACE,
     BadRowPolicy,
     BadRows,
     file_kind,
@@ -102,8 +103,8 @@ def load_documents(
 ) -> Dataset | IterableDataset:
     """Open a source and check all that can be checked without reading it to the end.
 
-    Rows of files are checked one by one, as they are read. What the Hub and `save_to_disk` hold
-    is read by the datasets library, whose errors name no row and are never skipped.
+    Rows of files are checked one by one, as they are read, and say by `PLACE` where that was. What
+    the Hub and `save_to_disk` hold is read by the datasets library, whose errors are never skipped.
 
     Args:
         source: What to read.
@@ -151,10 +152,17 @@ def first_row(documents: Dataset | IterableDataset) -> dict[str, Any] | None:
         documents: A table or a stream.
 
     Returns:
-        The row, or None where there is none.
+        The row without its `PLACE`, or None where there is none.
     """
     # A stream keeps its position for state_dict() even after the iterator is gone.
-    return next(iter(copy.deepcopy(documents)), None)
+    row = next(iter(copy.deepcopy(documents)), None)
+    return None if row is None else {key: row[key] for key in row if key != PLACE}
+
+
+def column_names(documents: Dataset | IterableDataset) -> list[str]:
+    """Name the columns of a table, or those of a stream's first row, without `PLACE`."""
+    names = documents.column_names or first_row(documents) or {}
+    return [name for name in names if name != PLACE]
 
 
 def check_column(documents: Dataset | IterableDataset, source: Source, *, name: str) -> None:
@@ -169,7 +177,7 @@ def check_column(documents: Dataset | IterableDataset, source: Source, *, name: 
         ValueError: The column is missing or holds something else.
     """
     first = first_row(documents) or {}
-    columns = documents.column_names or list(first)
+    columns = column_names(documents)
     if source.column not in columns:
         nearest = difflib.get_close_matches(source.column, columns, n=1, cutoff=0.0)
         raise ValueError(

@@ -36,7 +36,8 @@ def split_table(rows: datasets.Dataset, *, eval_documents: int, seed: int) -> Sp
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    names = np.stack([rows.data.column(key).to_numpy() for key in ("source", "document")])
+    columns = rows.select_columns(["source", "document"]).with_format("arrow")[:].columns
+    names = np.stack([column.to_numpy() for column in columns])
     starts = np.diff(names, axis=1, prepend=-1).any(axis=0)  # [rows], true at a new document
     num_documents = int(starts.sum())
     _check_enough(num_documents, eval_documents)

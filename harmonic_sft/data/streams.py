@@ -1,6 +1,5 @@
 """Rows of streams in an order that no number of processes, workers or restarts changes."""
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,11 +9,18 @@ import datasets
 import numpy as np
 import torch
 
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.files import SHOWN_REASONS, BadRows
 from harmonic_sft.data.keyed_random import permutation, random_bits
 from harmonic_sft.data.packing import pack
+from harmonic_sft.data.stream_reader import Row, StreamReader, left_out
 
-Row = dict[str, Any]
+
+class DataError(ValueError):
+    """What is wrong with the data, in one line, whatever process has found it."""
+
+    def __init__(self, message: str):
+        # torch hands on what a worker raises as a text that ends in the traceback's last line.
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class Snapshot(TypedDict):
@@ -25,6 +31,7 @@ class Snapshot(TypedDict):
         windows: Windows that it had read.
         skipped: Documents and rows of files that it had left out, each counted in the first pass
             alone, and those found while opening the sources not at all.
+        reasons: The first of these that were not blank, those of the window included.
         sources: Of every source: `epoch`, documents read in it, the library's own state, and the
             last row of a file that was left out.
     """
@@ -32,6 +39,7 @@ class Snapshot(TypedDict):
     rows: int
     windows: int
     skipped: int
+    reasons: list[str]
     sources: list[dict[str, Any]]
 
 
@@ -51,88 +59,6 @@ class Place(NamedTuple):
     snapshot: Snapshot
 
 
-class _Reader:
-    """One source's part in one logical stream, pass after pass."""
-
-    def __init__(
-        self,
-        documents: datasets.IterableDataset,
-        stream: int,
-        bad_rows: BadRows,
-        start: dict[str, Any] | None,
-    ):
-        self._fresh = documents
-        self._stream = stream
-        self._bad_rows = bad_rows
-        self._start = start or {"epoch": 0, "number": 0, "documents": None, "last_bad": None}
-        self.load(self._start)
-
-    def state(self) -> dict[str, Any]:
-        """Return where it stands."""
-        # The library knows where it was told to go only once it has read something there.
-        documents = self._documents.state_dict() if self._begun else self._loaded
-        return {
-            "epoch": self.epoch,
-            "number": self.number,
-            "documents": copy.deepcopy(documents),
-            "last_bad": self._last_bad,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go to where a reader stood."""
-        self.epoch, self.number = state["epoch"], state["number"]
-        self._last_bad = state["last_bad"]
-        self._loaded, self._begun = state["documents"], False
-        # Readers must not share their places, but rows left out have one counter.
-        self._documents = copy.deepcopy(self._fresh, {id(self._bad_rows): self._bad_rows})
-        if self._loaded is not None:
-            self._documents.load_state_dict(copy.deepcopy(self._loaded))
-        # Plain iteration would give each worker of a data loader some shards only.
-        self._iterator = self._documents.iter(batch_size=1)
-
-    def restart(self) -> None:
-        """Begin the next pass, after the documents kept for evaluation."""
-        self.load({**self._start, "epoch": self.epoch + 1})
-
-    @property
-    def at_start(self) -> bool:
-        """Whether this pass has given no document."""
-        return self.number == self._start["number"]
-
-    def next(self) -> tuple[Row | None, list[str]]:
-        """Return the next document with its number, None at the end of the pass.
-
-        Also the places of rows of files that were left out on the way.
-        """
-        batch, places = _left_out(self._bad_rows, functools.partial(next, self._iterator, None))
-        # Where it goes on in a file, the library reads that again from its beginning.
-        found = list(places)
-        if self._last_bad in places:
-            found = found[found.index(self._last_bad) + 1 :]
-        if found:
-            self._last_bad = found[-1]
-        new = [place for place in found for _ in range(places[place])]
-        if batch is None:
-            return None, new
-        self._begun = True
-        # Streams are numbered apart, so that a document's name says where it was read.
-        self.number += 1
-        document = {name: values[0] for name, values in batch.items()}
-        return {**document, "document": (self._stream << 40) + self.number - 1}, new
-
-
-def _left_out(bad_rows: BadRows, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Return a call's result and all places that it leaves out, also those known already."""
-    known, bad_rows.places = bad_rows.places, {}
-    try:
-        result = call()
-    finally:
-        found, bad_rows.places = bad_rows.places, known
-        for place, (reason, rows) in found.items():
-            bad_rows.add(place, reason, rows)
-    return result, {place: rows for place, (_, rows) in found.items()}
-
-
 class LogicalStream:
     """One of a fixed number of streams that a run reads, whatever reads them.
 
@@ -144,7 +70,7 @@ class LogicalStream:
         number: Of the stream.
         weights: Of the sources in a mixture; None reads them in turn, each once in a pass.
         make_rows: Of every source, makes rows of documents, which have a `document` number.
-        bad_rows: Where they count what makes none.
+        bad_rows: Where they count what makes none, and `hold_out` too.
         window: Documents.
         seed: Of shuffling and mixing.
         capacity: Of a packed row, in tokens; None keeps rows as they are.
@@ -166,7 +92,6 @@ class LogicalStream:
         self.make_rows, self.bad_rows = make_rows, bad_rows
         self.window, self.seed, self.capacity = window, seed, capacity
         self._starts: list[dict[str, Any] | None] = [None] * len(sources)
-        self._counted: set[str] = set()  # places left out while opening
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
         """Keep the first documents from every pass, such as those of the evaluation.
@@ -177,28 +102,39 @@ class LogicalStream:
         readers, waiting = self._readers(), set(range(len(self.sources)))
         rows: list[Row] = []
         documents, left = 0, False
+        before, ahead = BadRows(), BadRows()
+        starts: list[dict[str, Any] | None] | None = None
         for source in itertools.cycle(range(len(readers))):
             if not waiting or left:
                 break
             if source not in waiting:
                 continue
-            if documents == count:
-                self._starts = [reader.state() for reader in readers]
-            document, _ = readers[source].next()
+            if documents == count and starts is None:
+                starts = [reader.state() for reader in readers]
+            found = before if starts is None else ahead
+            document, unread = readers[source].next()
+            found.merge(unread)
             if document is None:
                 waiting.remove(source)
                 continue
-            made = self.make_rows[source]([document])
+            make = functools.partial(self.make_rows[source], [document])
+            made, unused = left_out(self.bad_rows, make)
+            found.merge(unused)
             left = bool(made) and documents == count
             if made and not left:
                 rows += made
                 documents += 1
-        self._counted = set(self.bad_rows.places)
+        self._starts = self._starts if starts is None else starts
+        self.bad_rows.merge(before)
+        if not left:  # else training finds these again
+            self.bad_rows.merge(ahead)
         return rows, documents, left
 
-    def _readers(self) -> list[_Reader]:
-        pairs = zip(self.sources, self._starts, strict=True)
-        return [_Reader(part, self.number, self.bad_rows, start) for part, start in pairs]
+    def _readers(self) -> list[StreamReader]:
+        return [
+            StreamReader(part, f"data.sources[{source}]", self.number, self.bad_rows, start)
+            for source, (part, start) in enumerate(zip(self.sources, self._starts, strict=True))
+        ]
 
     def rows(self, snapshot: Snapshot | None) -> Iterator[tuple[list[tuple[Row, int]], Place]]:
         """Yield packs of rows with their epochs, without end.
@@ -211,23 +147,28 @@ class LogicalStream:
         """
         readers = self._readers()
         given = windows = skipped = 0
+        reasons: list[str] = []
         if snapshot is not None:
             given, windows = snapshot["rows"], snapshot["windows"]
-            skipped = snapshot["skipped"]
+            skipped, reasons = snapshot["skipped"], snapshot["reasons"]
             for reader, state in zip(readers, snapshot["sources"], strict=True):
                 reader.load(state)
         barren = [0] * len(readers)  # ends of each source since the last row
         while min(barren) < 2:
             states = [reader.state() for reader in readers]
-            here = Snapshot(rows=given, windows=windows, skipped=skipped, sources=states)
-            documents, ended, left_out = self._read(readers, windows)
+            documents, ended, skips = self._read(readers, windows)
             rows = []
             for (source, epoch), group in documents.items():
                 make = functools.partial(self.make_rows[source], group)
-                made, places = _left_out(self.bad_rows, make)
+                made, unused = left_out(self.bad_rows, make)
                 rows += [(row, epoch) for row in made]
-                left_out += [place for place in places if epoch == 0]
-            skipped += sum(place not in self._counted for place in left_out)
+                if epoch == 0:
+                    skips.merge(unused)
+            reasons = list(dict.fromkeys(reasons + skips.first))[:SHOWN_REASONS]
+            here = Snapshot(
+                rows=given, windows=windows, skipped=skipped, reasons=reasons, sources=states
+            )
+            skipped += skips.total
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
                 yield members, Place(self.number, given, skipped, here)
@@ -239,14 +180,14 @@ class LogicalStream:
         )
 
     def _read(
-        self, readers: Sequence[_Reader], windows: int
-    ) -> tuple[dict[tuple[int, int], list[Row]], set[int], list[str]]:
+        self, readers: Sequence[StreamReader], windows: int
+    ) -> tuple[dict[tuple[int, int], list[Row]], set[int], BadRows]:
         """Read a window of documents by (source, epoch).
 
         Also tell the sources that ended in it, and the rows of files left out in the first pass.
         """
         found: dict[tuple[int, int], list[Row]] = {}
-        left_out: list[str] = []
+        skips = BadRows()
         waiting = set(range(len(readers)))
         turns = self._turns(readers, waiting, windows)
         count = 0
@@ -256,8 +197,9 @@ class LogicalStream:
             if source not in waiting:
                 continue
             reader = readers[source]
-            document, places = reader.next()
-            left_out += places if reader.epoch == 0 else []
+            document, unread = reader.next()
+            if reader.epoch == 0:
+                skips.merge(unread)
             if document is not None:
                 found.setdefault((source, reader.epoch), []).append(document)
                 count += 1
@@ -270,9 +212,11 @@ class LogicalStream:
         if not waiting:
             for reader in readers:
                 reader.restart()
-        return found, ended, left_out
+        return found, ended, skips
 
-    def _turns(self, readers: Sequence[_Reader], waiting: set[int], windows: int) -> Iterator[int]:
+    def _turns(
+        self, readers: Sequence[StreamReader], waiting: set[int], windows: int
+    ) -> Iterator[int]:
         """Yield whose turn it is: one after another, or at random by weight."""
         while self.weights is None:
             yield min(waiting, key=lambda source: (readers[source].number, source))
@@ -319,7 +263,17 @@ class StreamedRows(torch.utils.data.IterableDataset):
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield items with their `place`, batch after batch of this process and worker."""
+        """Yield items with their `place`, batch after batch of this process and worker.
+
+        Raises:
+            DataError: A document cannot be read or used.
+        """
+        try:
+            yield from self._items()
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    def _items(self) -> Iterator[dict[str, Any]]:
         worker = torch.utils.data.get_worker_info()
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         readers: dict[int, Iterator[tuple[list[tuple[Row, int]], Place]]] = {}

@@ -7,12 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harmonic_sft.eval.calibration import NUM_BINS, calibration_gaps
 from harmonic_sft.models import Head
 
 # Exponents tried after training; the loss is convex in the exponent, so no minimum is missed.
 H_EXPS = (-1, -2, -3, -4, -5, -6, -7, -8, -10, -12, -14, -16, -20, -24, -28, -32, -40, -48, -64)
-# The same freedom for heads without an exponent: factors on their logits.
-INVERSE_TEMPERATURES = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0)
+# The same freedom for heads without an exponent: factors on their logits, as far as -1 and -64 are
+# from the exponent -12.
+INVERSE_TEMPERATURES = (
+    *(0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9),
+    *(1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.3),
+)
 
 
 def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
@@ -49,8 +54,9 @@ def score_rows(
         embeddings: `[V, D]`, the input embeddings: what wrong predictions are compared by.
 
     Returns:
-        `[B, 3 + G]`: labelled tokens, correct ones, summed cosine between label and
-        prediction where they differ, summed loss in nats at each value.
+        `[B, 3 + G + 15 G]`: labelled tokens, correct ones, summed cosine between label and
+        prediction where they differ, summed loss in nats at each value, summed
+        `calibration_gaps` at each value.
     """
     scored = labels != -100
     rows = scored.nonzero()[:, 0]  # [N]
@@ -59,13 +65,18 @@ def score_rows(
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     # torch.argmax's tie rule is unspecified, a count of better tokens is not.
     correct = (logits > target_logits.unsqueeze(-1)).sum(-1) == 0
-    predictions = embeddings[logits.argmax(-1)].float()  # [N, D]
+    highest, predicted = logits.max(-1)
+    predictions = embeddings[predicted].float()  # [N, D]
     cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1)
     columns = [torch.ones_like(target_logits), correct, cosines * ~correct]
+    gaps = []
     for value in grid:
         scale = value / grid[0]
-        columns.append(torch.logsumexp(logits * scale, -1) - target_logits * scale)
-    scores = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
+        log_normalizer = torch.logsumexp(logits * scale, -1)  # [N]
+        columns.append(log_normalizer - target_logits * scale)
+        gaps.append(calibration_gaps((highest * scale - log_normalizer).exp(), correct))
+    sums = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
+    scores = torch.cat([sums, *(gap.float() for gap in gaps)], -1)  # [N, 3 + G + 15 G]
     return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
 
 
@@ -73,14 +84,15 @@ def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, fl
     """Turn the scores of all rows into metrics.
 
     Args:
-        scores: `[B, 3 + G]` from `score_rows`.
+        scores: `[B, 3 + G + 15 G]` from `score_rows`.
         head: The head they came from.
         grid: The values tried, the current one first.
 
     Returns:
         `loss` in nats at the current exponent, `accuracy` from 0 to 1, `tokens`, `error_cosine`,
         the mean cosine between the input embeddings of label and prediction where they differ,
-        and the lowest loss over the grid as `post_hoc_loss`, in nats, and where it was reached.
+        `ece`, the expected calibration error from 0 to 1, and the lowest loss over the grid as
+        `post_hoc_loss`, in nats, with where it was reached and the `post_hoc_ece` there.
 
     Raises:
         ValueError: No token is labelled.
@@ -89,14 +101,18 @@ def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, fl
     tokens = float(totals[0])
     if tokens == 0:
         raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
-    losses = (totals[3:] / tokens).tolist()
+    means = totals[3:] / tokens
+    losses = means[: len(grid)].tolist()
+    errors = means[len(grid) :].view(len(grid), NUM_BINS).abs().sum(-1).tolist()
     best = int(np.argmin(losses))
     metrics = {
         "loss": losses[0],
         "accuracy": float(totals[1]) / tokens,
         "tokens": tokens,
         "error_cosine": float(totals[2] / (tokens - totals[1]).clamp_min(1)),
+        "ece": errors[0],
         "post_hoc_loss": losses[best],
+        "post_hoc_ece": errors[best],
     }
     if head.scaled_by_h_exp:
         return {**metrics, "h_exp": grid[0], "post_hoc_h_exp": grid[best]}

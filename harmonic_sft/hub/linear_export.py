@@ -1,4 +1,4 @@
-"""A linear head that ranks tokens as a distance head does, for engines that know no other."""
+"""A linear head that ranks tokens as another head does, for engines that know no other."""
 
 import copy
 import json
@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 
 from harmonic_sft.hub.staging import TOKENIZER, clean_tokenizer_config
 from harmonic_sft.models import (
-    DistLayer,
+    AffineForm,
+    DistanceForm,
     HarmonicConfig,
     HarmonicForMaskedLM,
     Head,
@@ -23,15 +25,15 @@ from harmonic_sft.models import (
 HEAD_FILE = "linear_head.safetensors"
 NUM_TEXTS, NUM_TOKENS = 4, 16  # of random tokens, to measure what rounding does
 COPIED = "The head of this model was linear already: weights and logits are unchanged."
-REPLACED = """The model was trained with a distance head {where}.
-In its place stands a linear head, for software that knows no other:
-{rows}.
+REPLACED = """The model was trained with another head:
+`{settings}`.
+In its place stands a linear head, for software that knows no other.
 
 **Only the order of the tokens is kept**: a softmax over these logits does not give the
 probabilities of the trained model.
 
 The order is the same up to rounding to float32. Measured on {num_states} hidden states of this
-model (of random tokens), against distances in float64: the first token was another one in
+model (of random tokens), against the trained head in float64: the first token was another one in
 {num_first} of {num_states} rankings, and {num_swapped} of {num_pairs} pairs of neighbors
 in the rankings had changed places. In 16 bits more of them will."""
 README = """# A harmonic model with a linear head
@@ -57,12 +59,13 @@ def export_linear(folder: Path, target: Path) -> Path:
     """Write a model with a linear head that ranks all tokens as the model in `folder` does.
 
     Off the sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order is
-    that of the cosine. Rounding to float32 swaps tokens at almost the same distance, for
-    all-MiniLM-L6-v2 (V = 30522, D = 384) 0.1 % of the neighbors in a ranking and the first token
-    in none of 512. The README.md written says what was measured on the model exported.
+    that of the cosine. What a head does to hidden states before goes into the rows. Rounding to
+    float32 swaps tokens at almost the same distance, for all-MiniLM-L6-v2 (V = 30522, D = 384)
+    0.1 % of the neighbors in a ranking and the first token in none of 512. The README.md written
+    says what was measured on the model exported.
 
     Args:
-        folder: A saved harmonic model with a dist or a linear head.
+        folder: A saved harmonic model with a head that `linear_head` takes.
         target: The new folder; must not exist, or be empty. It then holds a whole model,
             `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]` if there is one) and a
             README.md.
@@ -102,28 +105,59 @@ def linear_head(head: Head) -> LinearHead:
     """Return the linear head that ranks classes as `head` does, computed in float64.
 
     Args:
-        head: A `DistLayer`, or a `LinearHead`, which is copied.
+        head: One whose logits are dot products or Euclidean distances of a linear map of the
+            hidden states (linear, cosine, vmf, l2, dist, rotation). A `LinearHead` is copied.
 
     Raises:
         ValueError: Another head.
     """
     if type(head) is LinearHead:
         return copy.deepcopy(head).float()  # a tied one may be in 16 bits
-    if type(head) is not DistLayer:
-        raise ValueError(
-            f"head: expected dist or linear, got {head.settings()['name']}. Its ranking is not "
-            "that of a dot product with one vector per token"
-        )
-    prototypes = head.weight.double()
-    num_classes, hidden_size = prototypes.shape
-    linear = LinearHead(hidden_size, num_classes, bias=not head.unit_sphere)
-    if linear.bias is None:
+    form, linear_map, is_scaled = _linear_form(head)
+    weight, bias = form.weight, None
+    if isinstance(form, AffineForm):
+        bias = form.bias
+    elif form.unit_sphere:
         # The same floor as in the head's own forward pass: a row of zeros stays one.
-        prototypes = F.normalize(prototypes, dim=-1, eps=1e-12)
+        weight = F.normalize(weight, dim=-1, eps=1e-12)
     else:
-        linear.bias.copy_(-prototypes.square().sum(-1) / 2)
-    linear.weight.copy_(prototypes)
+        bias = -weight.square().sum(-1) / 2
+    if bias is not None and is_scaled:
+        raise _no_linear_equal(head)
+    num_classes, hidden_size = head.weight.shape
+    linear = LinearHead(hidden_size, num_classes, bias=bias is not None)
+    linear.weight.copy_(weight @ linear_map.T)
+    if linear.bias is not None and bias is not None:
+        linear.bias.copy_(bias)
     return linear
+
+
+def _linear_form(head: Head) -> tuple[AffineForm | DistanceForm, Tensor, bool]:
+    """Return a head's form in float64, and what it does to hidden states before.
+
+    That is a matrix `[D, E]`, the image of the unit vectors, and whether each state is also scaled
+    by a number of its own, as by a normalization. Random states show that there is no more to it.
+    """
+    exact = copy.deepcopy(head).double()
+    size = head.weight.shape[1]
+    form = exact.form(torch.eye(size, dtype=torch.float64))
+    states = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    again = exact.form(states)
+    kinds = AffineForm | DistanceForm
+    if not isinstance(form, kinds) or not isinstance(again, kinds):
+        raise _no_linear_equal(head)
+    found, expected = again.hidden_states, states @ form.hidden_states  # [8, E]
+    scales = found.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
+    if not torch.allclose(found, scales * expected):
+        raise _no_linear_equal(head)
+    return form, form.hidden_states, not torch.allclose(scales, torch.ones_like(scales))
+
+
+def _no_linear_equal(head: Head) -> ValueError:
+    return ValueError(
+        "head: expected one that ranks by dot products or Euclidean distances, got "
+        f"{head.settings()}. Its ranking is not that of a dot product with one vector per token"
+    )
 
 
 def _check_model(folder: Path) -> None:
@@ -156,7 +190,7 @@ def _with_head(model: HarmonicForMaskedLM, head: LinearHead) -> HarmonicForMaske
 
 @torch.no_grad()
 def _count_swaps(model: HarmonicForMaskedLM, head: LinearHead) -> dict[str, int]:
-    """Compare the order of the float32 logits with that of float64 distances."""
+    """Compare the order of the float32 logits with that of the head itself in float64."""
     generator = torch.Generator().manual_seed(0)
     num_classes = len(head.weight)
     input_ids = torch.randint(num_classes, (NUM_TEXTS, NUM_TOKENS), generator=generator)
@@ -175,13 +209,10 @@ def _count_swaps(model: HarmonicForMaskedLM, head: LinearHead) -> dict[str, int]
 
 
 def _readme(model: HarmonicForMaskedLM, head: LinearHead) -> str:
-    text, old = COPIED, model.dist_head
-    if isinstance(old, DistLayer):
-        rows = "its rows are the prototypes w, its bias is -|w|^2 / 2"
-        if old.unit_sphere:
-            rows = "its rows are the prototypes, scaled to norm 1, without a bias"
-        where = "on the unit sphere" if old.unit_sphere else "off the unit sphere"
-        text = REPLACED.format(where=where, rows=rows, **_count_swaps(model, head))
+    text = COPIED
+    if type(model.dist_head) is not LinearHead:
+        settings = json.dumps(model.dist_head.settings())
+        text = REPLACED.format(settings=settings, **_count_swaps(model, head))
     num_classes, hidden_size = head.weight.shape
     tensors = f"`weight` [{num_classes}, {hidden_size}]"
     if head.bias is not None:

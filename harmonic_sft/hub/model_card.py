@@ -13,11 +13,20 @@ from transformers import TrainingArguments
 
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
+from harmonic_sft.hub.tasks import TaskWords, task_words
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-HEAD_KINDS = {"dist": "a distance head", "linear": "a linear softmax head"}
-HEAD_TAGS = {"dist": ["harmonic-loss"]}
+HEAD_KINDS = {
+    "linear": "a linear softmax head",
+    "dist": "a distance head",
+    "cosine": "a cosine head",
+    "vmf": "a von Mises-Fisher head",
+    "l2": "a head of squared distances",
+    "power": "a head of powers of dot products",
+    "rotation": "a learned rotation before its output head",
+    "multi_head": "a mean of several softmaxes",
+}
 MAX_LOG_ROWS = 12
 MODEL_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # on the Hub; old ones have no owner
 # Of `training`: about this machine and its accounts, not about what was trained.
@@ -73,6 +82,10 @@ def model_card(
         "name": name,
         "form": form,
         "head": config.head,
+        "exponent": config.h_exp,
+        "task": task_words(config),
+        "labels": list((config.id2label or {}).values()),
+        "pooling": config.pooling,
         "head_kind": HEAD_KINDS.get(config.head["name"], "an output head of its own kind"),
         "base": base,
         "revision": config.base_revision,
@@ -112,13 +125,14 @@ def _metadata(
 ) -> ModelCardData:
     sources = (run.get("data") or {}).get("sources") or []
     datasets = [source["path"] for source in sources if _is_hub_dataset(source["path"])]
-    evaluated = _eval_results(results.get("final") or {}, sources, datasets)
+    task = task_words(config)
+    evaluated = _eval_results(results.get("final") or {}, sources, datasets, task)
     hub_name = base.hub_name if base is not None else None
-    tags = [*HEAD_TAGS.get(config.head["name"], []), "masked-language-modeling", "harmonic-sft"]
+    tags = [*(["harmonic-loss"] if config.h_exp is not None else []), task.tag, "harmonic-sft"]
     metadata = ModelCardData(
         # The Hub's own snippet for an adapter is another one.
         library_name="peft" if form == "peft" else "transformers",
-        pipeline_tag="fill-mask",
+        pipeline_tag=task.pipeline,
         base_model=hub_name,
         datasets=list(dict.fromkeys(datasets)) or None,
         tags=[*tags, "lora"] if run.get("peft") else tags,
@@ -131,26 +145,29 @@ def _metadata(
 
 
 def _eval_results(
-    final: dict[str, Any], sources: list[dict[str, Any]], datasets: list[str]
+    final: dict[str, Any],
+    sources: list[dict[str, Any]],
+    datasets: list[str],
+    task: TaskWords,
 ) -> list[EvalResult]:
     """Return the metrics of `model-index`, with their units in the names."""
     names = [DOCSTRINGS if s["path"] == DOCSTRINGS else _last_part(s["path"]) for s in sources]
     names = [s["path"] if s["path"] in datasets else n for s, n in zip(sources, names, strict=True)]
     known = ", ".join(_one_line(name) for name in names if name is not None)
-    best, per = _best_value(final), "(nats per masked token)"
+    best, per = _best_value(final), f"(nats per {task.item})"
     now = f" at h_exp {final['h_exp']:g}" if final.get("h_exp") is not None else ""
     metrics = [
-        ("accuracy", "accuracy", "Masked-token accuracy (share, 0 to 1)"),
+        ("accuracy", "accuracy", f"{task.metric} (share, 0 to 1)"),
         ("loss", "loss", f"Loss{now} {per}"),
         ("post_hoc_loss", "loss", f"Loss at the best post-hoc {best} {per}"),
-        ("tokens", "num_tokens", "Masked tokens evaluated"),
+        ("tokens", "num_tokens", f"{task.items} evaluated"),
     ]
     return [
         EvalResult(
-            task_type="fill-mask",
-            task_name="Masked language modeling",
+            task_type=task.pipeline,
+            task_name=task.title,
             dataset_type=datasets[0] if len(sources) == len(datasets) == 1 else "unknown",
-            dataset_name=f"Held-out documents of {known}" if known else "Held-out documents",
+            dataset_name=f"Held-out {task.where} of {known}" if known else f"Held-out {task.where}",
             metric_type=metric_type,
             metric_name=metric_name,
             metric_value=final[key],

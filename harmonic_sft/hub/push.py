@@ -237,7 +237,8 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
     names = _names(info)
     if "config.json" in names:
         theirs, ours = _read_json(info, "config.json"), config.to_dict()
-        for keys in (("model_type",), *(("text_config", key) for key in SHAPE)):
+        shape = (("text_config", key) for key in SHAPE)
+        for keys in (("model_type",), ("architectures",), *shape):
             there, here = _at(theirs, keys), _at(ours, keys)
             if there != here:
                 return f"{'.'.join(keys)} {there!r} instead of {here!r}"

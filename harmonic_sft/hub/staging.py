@@ -195,7 +195,8 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     (target / "1_Pooling").mkdir()
     pooling = {
         "word_embedding_dimension": text_config.hidden_size,
-        "pooling_mode_mean_tokens": True,
+        "pooling_mode_mean_tokens": trained.config.pooling == "mean",
+        "pooling_mode_cls_token": trained.config.pooling == "cls",
     }
     _write_json(target / "1_Pooling" / "config.json", pooling)
 

@@ -1,8 +1,27 @@
 """Training losses: frozen values, called with a head, hidden states and labels."""
 
+from harmonic_sft.losses.arcface import ArcFaceLoss
+from harmonic_sft.losses.cosface import CosFaceLoss
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
+from harmonic_sft.losses.info_nce import InfoNCELoss
+from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
+from harmonic_sft.losses.sum import SumLoss, neighbor_tables, refresh_intervals
+from harmonic_sft.losses.terms import TERMS
+from harmonic_sft.losses.wasserstein import WassersteinLoss
 
-LOSSES = {"cross_entropy": CrossEntropyLoss, "harmonic": HarmonicLoss}
+LOSSES = {**TERMS, "sum": SumLoss}
 
-__all__ = ["LOSSES", "CrossEntropyLoss", "HarmonicLoss"]
+__all__ = [
+    "LOSSES",
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "CrossEntropyLoss",
+    "HarmonicLoss",
+    "InfoNCELoss",
+    "KNNLabelSmoothingLoss",
+    "SumLoss",
+    "WassersteinLoss",
+    "neighbor_tables",
+    "refresh_intervals",
+]

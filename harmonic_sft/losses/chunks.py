@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from harmonic_sft.models import Head
 
-CHUNK_BYTES = 2**25  # of one [rows, V] matrix in float32: autograd keeps a few of them
-TokenLoss = Callable[[Head, Tensor, Tensor], Tensor]
+# Of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over all
+# prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
+CPU_BYTES = 2**25
+DEVICE_BYTES = 2**28
+TokenLoss = Callable[..., Tensor]
 
 
 def by_chunks(
@@ -18,28 +22,40 @@ def by_chunks(
     hidden_states: Tensor,
     labels: Tensor,
     *,
+    shared: Sequence[Tensor] = (),
     rows: int | None = None,
 ) -> Tensor:
-    """Return `loss_fn(head, hidden_states, labels)`, computed a few rows at a time.
+    """Return `loss_fn(head, hidden_states, labels, *shared)`, computed a few rows at a time.
 
     The gradients of the sum are made with the losses, chunk by chunk, so that nothing is computed
     twice; an upstream gradient that differs between tokens (anything but `.sum()` and what scales
     it) computes the chunks again, weighted.
 
     Args:
-        loss_fn: Maps head, `[n, D]` and `[n]` to `[n]`; a token's loss depends on no other token.
+        loss_fn: Maps head, `[n, D]`, `[n]` and `shared` to `[n]`; a token's loss depends on no
+            other token.
         head: Its parameters get gradients.
         hidden_states: `[N, D]`.
         labels: `[N]`.
-        rows: Rows of a chunk; default: what makes its logits 32 MiB.
+        shared: What is made of the parameters once for all chunks; gradients flow through it.
+        rows: Rows of a chunk; default: what makes its logits 32 MiB on the CPU, 256 MiB elsewhere.
 
     Returns:
         `[N]`.
     """
-    size = rows or max(1, CHUNK_BYTES // (4 * len(head.weight)))
+    size = rows or chunk_rows(head.weight)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    losses: Tensor = _Chunks.apply(loss_fn, head, size, labels, hidden_states, *parameters)
+    sources: list[Tensor] = [hidden_states, *shared, *parameters]
+    if not torch.is_grad_enabled():  # a Function is told so too late
+        sources = [source.detach() for source in sources]
+    losses: Tensor = _Chunks.apply(loss_fn, head, (size, len(shared)), labels, *sources)
     return losses
+
+
+def chunk_rows(weight: Tensor) -> int:
+    """Return how many rows a chunk has for a weight `[V, D]`."""
+    limit = CPU_BYTES if weight.device.type == "cpu" else DEVICE_BYTES
+    return max(1, limit // (4 * len(weight)))
 
 
 class _Chunks(torch.autograd.Function):
@@ -50,57 +66,61 @@ class _Chunks(torch.autograd.Function):
         ctx: Any,
         loss_fn: TokenLoss,
         head: Head,
-        rows: int,
+        sizes: tuple[int, int],
         labels: Tensor,
         hidden_states: Tensor,
-        *parameters: Tensor,
+        *others: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[4:]
-        ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
-        inputs = (hidden_states, labels)
-        losses, gradients = _differentiate(ctx, inputs, needs, None)
-        ctx.save_for_backward(hidden_states, labels, *gradients)
+        ctx.loss_fn, ctx.head, (ctx.rows, ctx.num_shared) = loss_fn, head, sizes
+        # The parameters themselves: the loss reaches them through the head.
+        ctx.parameters = others[ctx.num_shared :]
+        shared = others[: ctx.num_shared]
+        losses, gradients = _differentiate(ctx, (hidden_states, labels, *shared), None)
+        ctx.save_for_backward(hidden_states, labels, *shared, *gradients)
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, labels, *gradients = ctx.saved_tensors
-        needs = ctx.needs_input_grad[4:]
+        inputs = ctx.saved_tensors[: 2 + ctx.num_shared]
+        gradients = ctx.saved_tensors[2 + ctx.num_shared :]
         (grad,) = upstream
         if grad.numel() > 1 and any(grad.stride()):
-            gradients = _differentiate(ctx, (hidden_states, labels), needs, grad)[1]
-            scaled = gradients
+            scaled = _differentiate(ctx, inputs, grad)[1]
         else:
             factor = grad.flatten()[0] if grad.numel() else grad.sum()
             scaled = [g * factor.to(g.dtype) for g in gradients]
         found = iter(scaled)
-        return (None,) * 4 + tuple(next(found) if need else None for need in needs)
+        return (None,) * 4 + tuple(next(found) if n else None for n in ctx.needs_input_grad[4:])
 
 
 def _differentiate(
-    ctx: Any, inputs: tuple[Tensor, Tensor], needs: Sequence[bool], weights: Tensor | None
+    ctx: Any, inputs: tuple[Tensor, ...], weights: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the losses `[N]` and the gradients of their weighted sum for what needs one."""
-    hidden_states, labels = inputs
-    sources = [t for t, need in zip((hidden_states, *ctx.parameters), needs, strict=True) if need]
+    hidden_states, labels, *shared = inputs
+    needs: tuple[bool, ...] = ctx.needs_input_grad[4:]
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(shared, needs[1:], strict=False)]
+    sources = [t for t, n in zip((*leaves, *ctx.parameters), needs[1:], strict=True) if n]
     totals = [torch.zeros_like(source) for source in sources]
+    hidden_gradient = torch.zeros_like(hidden_states)
     losses = []
     for start in range(0, max(len(labels), 1), ctx.rows):
         chunk = slice(start, start + ctx.rows)
-        with torch.enable_grad():
+        # The gradients are made here, where autocast, if it is on, would round their products.
+        no_autocast = torch.autocast(hidden_states.device.type, enabled=False)
+        with torch.set_grad_enabled(any(needs)), no_autocast:
             states = hidden_states[chunk].detach().requires_grad_(needs[0])
-            loss = ctx.loss_fn(ctx.head, states, labels[chunk])
+            loss = ctx.loss_fn(ctx.head, states, labels[chunk], *leaves)
             losses.append(loss.detach())
-            if not sources or not loss.requires_grad:
+            wanted = [states] * needs[0] + sources
+            if not loss.requires_grad:
                 continue
             total = loss.sum() if weights is None else (loss * weights[chunk]).sum()
-            wanted = [states] * needs[0] + sources[needs[0] :]
-            found = torch.autograd.grad(total, wanted, allow_unused=True)
-        for index, gradient in enumerate(found):
-            if gradient is None:
-                continue
-            if index == 0 and needs[0]:
-                totals[0][chunk] = gradient
-            else:
-                totals[index].add_(gradient)
-    return torch.cat(losses), totals
+            found = list(torch.autograd.grad(total, wanted, allow_unused=True))
+        if needs[0] and (gradient := found.pop(0)) is not None:
+            hidden_gradient[chunk] = gradient
+        for sum_of, gradient in zip(totals, found, strict=True):
+            if gradient is not None:
+                sum_of.add_(gradient)
+    return torch.cat(losses), [hidden_gradient] * needs[0] + totals

@@ -29,6 +29,11 @@ class CrossEntropyLoss:
         "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
     )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the negative log-probability alone."""
+        return self.label_smoothing == 0 and self.z_loss == 0
+
     def check(self, head: Head) -> None:
         """Accept every head."""
 
@@ -48,14 +53,14 @@ class CrossEntropyLoss:
             `[N]`, in nats.
         """
         form = head.form(hidden_states)
-        plain = self.label_smoothing == 0 and self.z_loss == 0
+        plain = self.is_plain
         if form is None and plain:
             return by_chunks(_nll, head, hidden_states, labels)
         if form is None or (isinstance(form, MixtureForm) and not plain):
             return by_chunks(self._dense, head, hidden_states, labels)
-        options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         if plain:
-            options = LossOptions()
+            return form_cross_entropy(form, labels, impl=self.impl)
+        options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         return form_cross_entropy(form, labels, options=options, impl=self.impl)
 
     def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:

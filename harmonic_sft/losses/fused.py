@@ -30,7 +30,7 @@ def form_cross_entropy(
         ValueError: A mixture with options: its log-probabilities are not sums over classes.
     """
     if isinstance(form, MixtureForm):
-        if options != _DEFAULT:
+        if options is not _DEFAULT:
             raise ValueError("options: expected none for a mixture of softmaxes, got some")
         # p_y is the mean of the components' probabilities of y.
         parts = [form_cross_entropy(part, labels, impl=impl) for part in form.parts]

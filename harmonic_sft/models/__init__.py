@@ -3,34 +3,53 @@
 from .backbones import build_backbone, find_blocks, load_backbone, load_checked, max_positions
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
+from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer
 from .head import AffineForm, DistanceForm, Form, Head, MixtureForm
 from .heads import HEADS, build_head
-from .linear_heads import LinearHead
-from .modeling_harmonic import HarmonicForMaskedLM, HarmonicModel, HarmonicPreTrainedModel
+from .linear_heads import L2Head, LinearHead, PowerHead
+from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
+from .modeling_classification import (
+    HarmonicClassifier,
+    HarmonicForSequenceClassification,
+    HarmonicForTokenClassification,
+)
+from .modeling_harmonic import HarmonicForMaskedLM, HarmonicHeadModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
+from .multi_head import MultiHead
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .partial import BLOCKS_FILE, HEAD_FILE
+from .rotation import RotationHead
 
 __all__ = [
     "BLOCKS_FILE",
     "HEADS",
     "HEAD_FILE",
     "AffineForm",
+    "CosineHead",
     "DistLayer",
     "DistanceForm",
     "Form",
+    "HarmonicClassifier",
     "HarmonicConfig",
     "HarmonicForMaskedLM",
+    "HarmonicForSequenceClassification",
+    "HarmonicForTokenClassification",
+    "HarmonicHeadModel",
     "HarmonicModel",
     "HarmonicPreTrainedModel",
     "Head",
+    "L2Head",
     "LinearHead",
     "LossFunction",
     "MixtureForm",
+    "MultiHead",
     "NeoBERTConfig",
     "NeoBERTForMaskedLM",
     "NeoBERTModel",
+    "PowerHead",
+    "RotationHead",
+    "VonMisesFisherHead",
     "build_backbone",
     "build_head",
     "find_blocks",

@@ -22,6 +22,13 @@ class HarmonicConfig(PreTrainedConfig):
         float32_modules: Names of modules kept in float32 when the rest is loaded in 16 bits.
         trained_parameters: Names of the parameters that differ from the base's, the head's too.
         partial: The checkpoint holds these parameters alone; the others are fetched from the base.
+        pooling: What stands for a whole text in a sequence classifier. `mean`, over the attended
+            tokens, suits every encoder: sentence encoders are trained with it, and a masked model
+            has trained every position. `cls`, the first token, is trained in bases with a
+            sentence-level objective only, such as BERT's next-sentence prediction.
+
+    Raises:
+        ValueError: Another pooling.
     """
 
     model_type = "harmonic"
@@ -36,6 +43,7 @@ class HarmonicConfig(PreTrainedConfig):
     float32_modules: list[str] | None = None
     trained_parameters: list[str] | None = None
     partial: bool = False
+    pooling: str = "mean"
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):
@@ -44,9 +52,14 @@ class HarmonicConfig(PreTrainedConfig):
             # NeoBERT is ours: transformers knows it only where this package is installed.
             config_class = NeoBERTConfig if name == "neobert" else CONFIG_MAPPING[name]
             self.text_config = config_class.from_dict(fields)
+        if self.pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling: expected 'mean' or 'cls', got {self.pooling!r}")
         super().__post_init__(**kwargs)
 
     @property
     def h_exp(self) -> float | None:
         """The exponent reached, None for heads without one."""
-        return self.head.get("h_exp")
+        head = self.head
+        while "inner" in head:  # a head around another one
+            head = head["inner"]
+        return head.get("h_exp")

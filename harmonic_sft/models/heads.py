@@ -2,11 +2,23 @@
 
 from typing import Any
 
+from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer
 from .head import Head
-from .linear_heads import LinearHead
+from .linear_heads import L2Head, LinearHead, PowerHead
+from .multi_head import MultiHead
+from .rotation import RotationHead
 
-HEADS: dict[str, type[Head]] = {"linear": LinearHead, "dist": DistLayer}
+HEADS: dict[str, type[Head]] = {
+    "linear": LinearHead,
+    "dist": DistLayer,
+    "cosine": CosineHead,
+    "vmf": VonMisesFisherHead,
+    "l2": L2Head,
+    "power": PowerHead,
+    "rotation": RotationHead,
+    "multi_head": MultiHead,
+}
 
 
 def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -> Head:

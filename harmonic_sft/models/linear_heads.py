@@ -1,12 +1,15 @@
 """Heads whose logits are dot products: the ordinary softmax layer and its kin."""
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import AffineForm, Head
+from .head import AffineForm, Head, at_least_float32
+from .scaled_head import ScaledHead
 
 
 class LinearHead(Head):
@@ -32,3 +35,87 @@ class LinearHead(Head):
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head."""
         return {"name": "linear", "bias": self.bias is not None}
+
+
+class L2Head(ScaledHead):
+    """Softmax of negative squared distances: logits -scale * |hidden_states - prototypes| ** 2.
+
+    Up to a constant per token they are 2 * scale * hidden_states @ weight.T with the bias
+    -scale * |weight| ** 2, so it costs what a linear layer costs.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        scale: Above 0, in 1 / squared units of the hidden states.
+        learn_scale: Make it a parameter, `log_scale`, that starts there.
+
+    Source:
+        The ablation "l2 + SoftMax" of Baek et al. 2025, Harmonic Loss Trains Interpretable AI
+        Models, arXiv:2502.01628, Fig. 6, without released code; squared distances are our reading.
+    """
+
+    unit_sphere = False
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, scale: float = 1.0, learn_scale: bool = True
+    ):
+        super().__init__(hidden_size, vocab_size, scale=scale, learn_scale=learn_scale)
+
+    def form(self, hidden_states: Tensor) -> AffineForm:
+        """Return the logits' form for hidden states `[N, D]`, up to a constant per row."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            hidden_states = at_least_float32(hidden_states)
+            weight = self.weight.to(hidden_states.dtype)
+            bias = -self.scale * weight.square().sum(-1)  # [V]
+            return AffineForm(2 * self.scale * hidden_states, weight, bias)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the scale it has now."""
+        learned = self.log_scale is not None
+        return {"name": "l2", "scale": self.rounded_scale(), "learn_scale": learned}
+
+
+class PowerHead(Head):
+    """A power of the dot product: p_j is proportional to (dot_j ** 2 + eps) ** power.
+
+    Power 1 is the spherical softmax, a power below 0 the dot product under the HarMax of harmonic
+    loss. HarMax of a signed number is not defined, so the dot product is squared: its sign is lost,
+    and prototypes w and -w are the same class. Below 0 the most probable class is the one most
+    orthogonal to the hidden state. The logits, power * log(dot ** 2 + eps), are not sums of
+    products: no fused loss.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        power: Not 0.
+        eps: Added to dot ** 2, so that the logarithm and its gradient are finite.
+
+    Raises:
+        ValueError: A number out of its range.
+
+    Source:
+        de Brebisson and Vincent 2016, An Exploration of Softmax Alternatives Belonging to the
+        Spherical Loss Family, arXiv:1511.05042; the ablation "dot + HarMax" of Baek et al. 2025,
+        arXiv:2502.01628, Fig. 6, which does not say what becomes of the sign.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, power: float = 1.0, eps: float = 1e-6):
+        super().__init__()
+        if power == 0 or not math.isfinite(power):
+            raise ValueError(f"power: expected a number other than 0, got {power}")
+        if eps <= 0:
+            raise ValueError(f"eps: expected a number above 0, got {eps}")
+        self.power, self.eps = float(power), float(eps)
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
+        self.reset_parameters()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            hidden_states = at_least_float32(hidden_states)
+            dots = F.linear(hidden_states, self.weight.to(hidden_states.dtype))  # [N, V]
+            return self.power * torch.log(dots.square() + self.eps)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head."""
+        return {"name": "power", "power": self.power, "eps": self.eps}

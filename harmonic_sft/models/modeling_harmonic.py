@@ -1,289 +1,103 @@
 """Harmonic models: any backbone under one geometry-aware output head."""
 
-import functools
 import os
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from .backbones import (
-    blocks_without_graph,
-    build_backbone,
-    cast_parameters_,
-    find_blocks,
-    load_backbone,
-    load_checked,
-    set_dropout_,
-    trains,
-)
+from .backbones import cast_parameters_, load_backbone, load_checked, set_dropout_
 from .configuration_harmonic import HarmonicConfig
 from .head import Head
 from .heads import build_head
 from .linear_heads import LinearHead
+from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
 from .modeling_neobert import NeoBERTForMaskedLM
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
-from .packing import document_arguments
-from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
+from .partial import commit_of
 
 
-class HarmonicPreTrainedModel(PreTrainedModel):
-    """What harmonic models share: loading, freezing, checkpointing."""
+class Base(NamedTuple):
+    """A loaded base: its backbone, its head if one of ours was asked for, and where it is from."""
 
-    config: HarmonicConfig
-    config_class = HarmonicConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _auto_map: ClassVar[dict[str, str]] = {}  # beside AutoConfig and AutoModel
-    _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
-    _keys_to_ignore_on_load_unexpected = [r"^dist_head\."]  # noqa: RUF012
-
-    def __init__(self, config: HarmonicConfig):
-        super().__init__(config)
-        self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        config: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a model as transformers does; a partial checkpoint is completed from its base.
-
-        Args:
-            pretrained_model_name_or_path: A folder or a name on the Hub.
-            model_args: Passed on.
-            config: A configuration, or where to find it.
-            kwargs: All options of `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            ValueError: The base of a partial checkpoint cannot be fetched or does not fit.
-        """
-        name = pretrained_model_name_or_path
-        if name is None or kwargs.get("state_dict") is not None:
-            return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
-        if isinstance(config, PreTrainedConfig):
-            partial = config.partial
-        else:
-            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
-            partial = fields.get("partial", False)
-        if not partial:
-            return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        # A branch may move on between two files.
-        where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
-        rest = {k: v for k, v in kwargs.items() if k not in (*hub, *where, "state_dict")}
-        if not isinstance(config, PreTrainedConfig):
-            config = partial_config(str(name), where, hub, rest)
-        state_dict = complete_state_dict(str(name), config, HarmonicModel, where=where, **hub)
-        loaded = super().from_pretrained(
-            None, *model_args, config=config, state_dict=state_dict, **rest
-        )
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.config.partial = False  # saved again, it is a whole checkpoint
-        model.config.name_or_path = model.name_or_path = str(name)
-        return loaded
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save weights, configuration and the code that loads them without this package."""
-        self.config.auto_map = {
-            "AutoConfig": "configuration_harmonic.HarmonicConfig",
-            "AutoModel": "modeling_harmonic.HarmonicModel",
-            **self._auto_map,
-        }
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Checkpoint every block that holds a graph: from the first trainable one on.
-
-        A frozen block below has no graph and nothing to save. transformers would make the input
-        embeddings require gradients and pull all frozen blocks into the graph.
-
-        Raises:
-            ValueError: Reentrant checkpointing, or transformers' further options.
-        """
-        if kwargs.pop("every_n_layers", 1) != 1 or kwargs.pop("offload", False) or kwargs:
-            raise ValueError(
-                "gradient checkpointing: expected only gradient_checkpointing_kwargs, got more"
-            )
-        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        if options["use_reentrant"]:
-            raise ValueError(
-                "use_reentrant: expected False, got True. "
-                "Reentrant checkpointing gives the block above a frozen one no gradient"
-            )
-        self._set_gradient_checkpointing(
-            enable=True, gradient_checkpointing_func=functools.partial(checkpoint, **options)
-        )
-        for block in blocks_without_graph(cast("HarmonicModel", self.base_model).backbone):
-            block.gradient_checkpointing = False
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Head):
-            module.reset_parameters()
+    name: str
+    backbone: PreTrainedModel
+    head: Head | None
+    origin: dict[str, Any]  # fields of the configuration
 
 
-class HarmonicModel(HarmonicPreTrainedModel):
-    """The backbone alone, as `AutoModel` loads it: hidden states for embeddings and retrieval."""
+class HarmonicHeadModel(HarmonicPreTrainedModel):
+    """A backbone and a head: what the models for every task share.
 
-    def __init__(self, config: HarmonicConfig):
-        super().__init__(config)
-        self.backbone = build_backbone(config.text_config)
-        self.post_init()
+    A task says how many classes its head has, what of the hidden states the head sees (`select`),
+    and how a base becomes such a model (`from_base`).
 
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode, but leave what runs without a graph in evaluation mode.
-
-        Dropout in a frozen part would only add noise to the features that the rest learns from.
-        """
-        super().train(mode)
-        if mode:
-            blocks = find_blocks(self.backbone)[1]
-            for part in self.backbone.children():
-                if not trains(part) and blocks not in part.modules():
-                    part.eval()
-            for block in blocks_without_graph(self.backbone):
-                block.eval()
-        return self
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's token embeddings."""
-        return self.backbone.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the backbone's token embeddings."""
-        self.backbone.set_input_embeddings(value)
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutput:
-        """Return the backbone's output.
-
-        A backbone of float32 and 16-bit weights runs under autocast to 16 bits.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-            position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone. A position
-                that does not continue the one before it starts a new document (at 0), and tokens
-                attend only to their own document.
-            kwargs: The backbone's further arguments.
-        """
-        if position_ids is not None:
-            batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)
-            shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
-            attention_mask = shown.pop("attention_mask")
-            kwargs |= shown
-        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
-        low = min(dtypes, key=lambda dtype: dtype.itemsize)
-        autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()
-        with autocast:
-            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-
-
-class HarmonicForMaskedLM(HarmonicPreTrainedModel):
-    """An encoder with a head that predicts masked tokens."""
-
-    _auto_map: ClassVar[dict[str, str]] = {
-        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
-    }
+    Attributes:
+        model: The backbone.
+        dist_head: The head, in float32.
+        loss_fn: What `forward` minimizes: maps head, `[N, D]` and labels `[N]` to `[N]`.
+    """
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.model = HarmonicModel(config)
-        text_config = config.text_config
         self.dist_head: Head = build_head(
-            config.head, hidden_size=text_config.hidden_size, vocab_size=text_config.vocab_size
+            config.head,
+            hidden_size=config.text_config.hidden_size,
+            vocab_size=self.num_classes(config),
         )
         self.loss_fn: LossFunction = negative_log_likelihood
         self._set_tied_keys()
         self.post_init()
 
-    @classmethod
-    def from_base(
-        cls,
-        name: str,
-        *,
-        revision: str | None = None,
-        head: dict[str, Any] | None = None,
-        init: str = "input_embeddings",
-        tie: bool = False,
-        dtype: torch.dtype = torch.float32,
-        dropout: float | None = None,
-    ) -> Self:
-        """Put a new head on a pretrained encoder.
+    @staticmethod
+    def num_classes(config: HarmonicConfig) -> int:
+        """Return V, the number of classes of the head: the tokens, unless a task has its own."""
+        return config.text_config.vocab_size
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return what the head sees, one vector for each label: every position, by default.
 
         Args:
-            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
-                then replaced.
-            revision: A revision on the Hub.
-            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
-            init: `input_embeddings` copies the token embeddings into the prototypes;
-                `base_head` keeps the weights of the base's own head of the same name.
-            tie: Share the head's weight with the input embeddings.
-            dtype: Of the backbone; the head is float32.
-            dropout: Probability of every dropout of the backbone; default: the base's own.
+            hidden_states: `[B, T, D]`, the backbone's last.
+            attention_mask: `[B, T]`, 1 = attend; None is all ones.
 
-        Raises:
-            ValueError: The checkpoint does not fill the backbone, or has no such head.
+        Returns:
+            `[B, T, D]`.
         """
-        head = dict(head or {"name": "dist"})
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        if dropout is not None:
-            set_dropout_(config.get_text_config(), dropout)
-        source = {"config": config, "revision": revision, "dtype": dtype}
-        backbone, old_head = _load_base(name, source, with_head=init == "base_head")
-        cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
-        backbone.config.name_or_path = ""  # a local path is nobody's business
-        harmonic_config = HarmonicConfig(
-            text_config=backbone.config,
+        return hidden_states
+
+    def class_embeddings(self) -> Tensor:
+        """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
+        return self.dist_head.prototypes
+
+    @classmethod
+    def _around(cls, base: Base, head: dict[str, Any], **fields: Any) -> Self:
+        """Build the model around a loaded base, with a new head in evaluation mode.
+
+        Args:
+            base: Of `load_base`.
+            head: `{"name": ..., fields...}`.
+            fields: Further ones of the configuration.
+        """
+        config = HarmonicConfig(
+            text_config=base.backbone.config,
             head=head,
-            base_model=Path(name).name if os.path.isabs(name) else name,
-            base_revision=commit_of(name, revision),  # a branch may move on; a folder has none
-            base_dtype=str(dtype).removeprefix("torch."),
-            tie_word_embeddings=tie,
-            dtype=dtype,
+            architectures=[cls.__name__],
+            **base.origin,
+            **fields,
         )
         with torch.device("meta"):
-            model = cls(harmonic_config)
-        model.model.backbone = backbone
-        embeddings = backbone.get_input_embeddings().get_parameter("weight")
-        if embeddings.shape[1] != backbone.config.hidden_size:
-            raise ValueError(
-                f"base {name}: expected input embeddings as wide as the hidden states "
-                f"({backbone.config.hidden_size}), got {embeddings.shape[1]}"
-            )
+            model = cls(config)
+        model.model.backbone = base.backbone
         model.dist_head = build_head(
-            head, hidden_size=embeddings.shape[1], vocab_size=embeddings.shape[0]
+            head, hidden_size=config.text_config.hidden_size, vocab_size=cls.num_classes(config)
         )
-        if init == "base_head":
-            _copy_head(old_head, model.dist_head, name)
-        elif init == "input_embeddings":
-            model.dist_head.initialize_(embeddings)
-        else:
-            raise ValueError(f"init: expected 'input_embeddings' or 'base_head', got {init!r}")
         model.config.head = model.dist_head.settings()
-        model.tie_weights()
         return model.eval()
 
     @property
@@ -320,6 +134,73 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
 
     def get_output_embeddings(self) -> None:
         """Return None: a head of prototypes is not the linear layer that callers expect here."""
+
+    def _set_tied_keys(self) -> None:
+        if self.config.tie_word_embeddings:
+            embeddings = self.get_input_embeddings()
+            path = next(name for name, module in self.named_modules() if module is embeddings)
+            weight = self.dist_head.weight
+            own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
+            self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
+
+
+class HarmonicForMaskedLM(HarmonicHeadModel):
+    """An encoder with a head that predicts masked tokens."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
+    }
+
+    def class_embeddings(self) -> Tensor:
+        """Return the input embeddings `[V, D]`: the classes are tokens."""
+        return self.get_input_embeddings().get_parameter("weight")
+
+    @classmethod
+    def from_base(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        head: dict[str, Any] | None = None,
+        init: str = "input_embeddings",
+        tie: bool = False,
+        dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
+    ) -> Self:
+        """Put a new head on a pretrained encoder.
+
+        Args:
+            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
+                then replaced.
+            revision: A revision on the Hub.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            init: `input_embeddings` copies the token embeddings into the prototypes;
+                `base_head` keeps the weights of the base's own head of the same name.
+            tie: Share the head's weight with the input embeddings.
+            dtype: Of the backbone; the head is float32.
+            dropout: Probability of every dropout of the backbone; default: the base's own.
+
+        Raises:
+            ValueError: The checkpoint does not fill the backbone, or has no such head.
+        """
+        head_class = cls if init == "base_head" else None
+        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
+        if embeddings.shape[1] != base.backbone.config.hidden_size:
+            raise ValueError(
+                f"base {name}: expected input embeddings as wide as the hidden states "
+                f"({base.backbone.config.hidden_size}), got {embeddings.shape[1]}"
+            )
+        model = cls._around(base, dict(head or {"name": "dist"}), tie_word_embeddings=tie)
+        if init == "base_head":
+            copy_head_(model.dist_head, base)
+        elif init == "input_embeddings":
+            model.dist_head.initialize_(embeddings)
+        else:
+            raise ValueError(f"init: expected 'input_embeddings' or 'base_head', got {init!r}")
+        model.config.head = model.dist_head.settings()
+        model.tie_weights()
+        return model
 
     @can_return_tuple
     def forward(
@@ -366,34 +247,68 @@ class HarmonicForMaskedLM(HarmonicPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _set_tied_keys(self) -> None:
-        if self.config.tie_word_embeddings:
-            embeddings = self.get_input_embeddings()
-            path = next(name for name, module in self.named_modules() if module is embeddings)
-            weight = self.dist_head.weight
-            own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
-            self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
 
+def load_base(
+    name: str,
+    revision: str | None,
+    *,
+    head_class: type[HarmonicHeadModel] | None,
+    dtype: torch.dtype,
+    dropout: float | None,
+) -> Base:
+    """Load what a new head is put on.
 
-def _load_base(
-    name: str, source: dict[str, Any], *, with_head: bool
-) -> tuple[PreTrainedModel, Head | None]:
-    """Load a backbone, and the head it came with if that is one of ours in shape."""
-    config = source["config"]
-    if config.model_type == "harmonic":
-        loaded = load_checked(HarmonicForMaskedLM, name, **source)
-        return loaded.model.backbone, loaded.dist_head
-    if config.model_type == "neobert" and with_head:
+    Args:
+        name: A folder or a name on the Hub; also one of our own checkpoints.
+        revision: A revision on the Hub.
+        head_class: What loads a checkpoint of ours with its head, if the head is kept.
+        dtype: Of the backbone.
+        dropout: Probability of every dropout of the backbone; None is the base's own.
+
+    Raises:
+        ValueError: The checkpoint does not fill the backbone.
+    """
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if dropout is not None:
+        set_dropout_(config.get_text_config(), dropout)
+    source = {"config": config, "revision": revision, "dtype": dtype}
+    head = None
+    if config.model_type == "harmonic" and head_class is not None:
+        loaded = load_checked(head_class, name, **source)
+        backbone, head = loaded.model.backbone, loaded.dist_head
+    elif config.model_type == "harmonic":
+        backbone = load_checked(HarmonicModel, name, **source).backbone
+    elif config.model_type == "neobert" and head_class is HarmonicForMaskedLM:
         loaded = load_checked(NeoBERTForMaskedLM, name, **source)
-        head = LinearHead(config.hidden_size, config.vocab_size)
+        backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
         head.load_state_dict(loaded.get_submodule("decoder").state_dict())
-        return loaded.base_model, head
-    return load_backbone(name, **source), None
+    else:
+        backbone = load_backbone(name, **source)
+    cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
+    backbone.config.name_or_path = ""  # a local path is nobody's business
+    origin = {
+        "base_model": Path(name).name if os.path.isabs(name) else name,
+        "base_revision": commit_of(name, revision),  # a branch may move on; a folder has none
+        "base_dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
+    }
+    return Base(name, backbone, head, origin)
 
 
-def _copy_head(old: Head | None, new: Head, name: str) -> None:
-    found = old.settings()["name"] if old is not None else None
-    expected = new.settings()["name"]
-    if old is None or found != expected:
-        raise ValueError(f"init base_head: expected base {name} to have a {expected} head")
-    new.load_state_dict(old.state_dict())
+def copy_head_(head: Head, base: Base) -> None:
+    """Copy the weights of the base's own head.
+
+    Raises:
+        ValueError: It has none of this name.
+    """
+    expected = head.settings()["name"]
+    if (
+        base.head is None
+        or base.head.settings()["name"] != expected
+        or base.head.state_dict().keys() != head.state_dict().keys()
+    ):
+        raise ValueError(
+            f"init base_head: expected base {base.name} to have a {expected} head with the same "
+            "fields"
+        )
+    head.load_state_dict(base.head.state_dict())

@@ -20,14 +20,14 @@ from harmonic_sft.hub.adapter import (
     covering_modules,
     save_peft,
 )
-from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
+from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.training.sections import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
 
 
-def add_lora_(model: HarmonicForMaskedLM, peft: PeftConfig) -> None:
+def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     """Put trainable float32 LoRA weights beside frozen linear layers of the blocks.
 
     The model keeps its class and its single head. `config` names the merged weights among what
@@ -68,18 +68,18 @@ def add_lora_(model: HarmonicForMaskedLM, peft: PeftConfig) -> None:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
 
 
-def has_lora(model: HarmonicForMaskedLM) -> bool:
+def has_lora(model: HarmonicHeadModel) -> bool:
     """Whether `add_lora_` has changed the model."""
     return bool(lora_layers(model))
 
 
-def lora_layers(model: HarmonicForMaskedLM) -> dict[str, LoraLinear]:
+def lora_layers(model: HarmonicHeadModel) -> dict[str, LoraLinear]:
     """Return the layers with LoRA by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
 @torch.no_grad()
-def merged_state(model: HarmonicForMaskedLM) -> dict[str, Tensor]:
+def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
     """Return the state of an ordinary model that computes the same; the live one stays as it is.
 
     Returns:
@@ -95,7 +95,7 @@ def merged_state(model: HarmonicForMaskedLM) -> dict[str, Tensor]:
     return state
 
 
-def save_adapter(model: HarmonicForMaskedLM, folder: Path) -> None:
+def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
 
     Args:
@@ -115,7 +115,7 @@ def save_adapter(model: HarmonicForMaskedLM, folder: Path) -> None:
     save_peft(config, tensors, folder / ADAPTER_FOLDER, base=base, revision=revision)
 
 
-def load_adapter_(model: HarmonicForMaskedLM, folder: Path) -> None:
+def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
     """Load what `save_adapter` wrote, exactly; frozen weights stay as they are.
 
     Args:
@@ -191,14 +191,14 @@ def _lora_config(peft: PeftConfig, targets: list[str]) -> LoraConfig:
     )
 
 
-def _saved_modules(model: HarmonicForMaskedLM) -> list[str]:
+def _saved_modules(model: HarmonicHeadModel) -> list[str]:
     """Return the modules saved whole: the head, and what holds unfrozen parameters."""
     lora = tuple(f"{name}." for name in lora_layers(model))
     trained = [n for n, p in model.named_parameters() if p.requires_grad and not n.startswith(lora)]
     return covering_modules(model, trained)
 
 
-def _saved_names(model: HarmonicForMaskedLM, modules: list[str]) -> dict[str, str]:
+def _saved_names(model: HarmonicHeadModel, modules: list[str]) -> dict[str, str]:
     """Return PEFT's name for every tensor of the state that an adapter holds."""
     lora = tuple(f"{name}.lora_" for name in lora_layers(model))
     whole = tuple(f"{module}." for module in modules)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from harmonic_sft.losses import neighbor_tables
 from harmonic_sft.training.schedules import h_exp_at
 from harmonic_sft.training.sections import HExpConfig
 
@@ -77,3 +78,25 @@ class PrototypeCallback(TrainerCallback):
     ) -> None:
         """Re-normalize; checkpoints and evaluations come later in the loop and see the result."""
         kwargs["model"].renormalize_prototypes_()
+
+
+class RefreshCallback(TrainerCallback):
+    """Makes the loss's tables of neighbors anew at multiples of their `refresh_every`."""
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Refresh what is due; a checkpoint comes later, with the same prototypes."""
+        if not 0 < state.global_step < state.max_steps:
+            return
+        model = kwargs["model"]
+        for table in neighbor_tables(model.loss_fn):
+            every = table.loss.refresh_every
+            if every is not None and state.global_step % every == 0:
+                table.refresh(model.dist_head)
+
+    on_train_begin = on_step_end  # a resumed run starts at a multiple, with the saved prototypes

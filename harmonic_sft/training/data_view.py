@@ -3,14 +3,15 @@
 import os
 from typing import Any
 
-from harmonic_sft.data import LoadedData, load_data
+from harmonic_sft.data import LabeledData, LoadedData, load_data, load_labeled_data
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import max_positions
 from harmonic_sft.training.model_loading import load_base_config, load_tokenizer
+from harmonic_sft.training.report import show_classes
 from harmonic_sft.training.run_config import RunConfig
 
 
-def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
+def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
     """Load the tokenizer and the data of a run.
 
     Raises:
@@ -18,14 +19,15 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     """
     config = load_base_config(run.model).get_text_config()
     tokenizer = load_tokenizer(run.model)
-    data = load_data(
-        run.data,
-        tokenizer=tokenizer,
-        vocab_size=config.vocab_size,
-        max_positions=max_positions(config),
-        seed=run.seed,
-    )
-    return tokenizer, data
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "vocab_size": config.vocab_size,
+        "max_positions": max_positions(config),
+        "seed": run.seed,
+    }
+    if run.model.task == "masked_lm":
+        return tokenizer, load_data(run.data, **options)
+    return tokenizer, load_labeled_data(run.data, task=run.model.task, **options)
 
 
 def show_data(run: RunConfig, *, row: int = 0) -> None:
@@ -39,6 +41,9 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
         ValueError: Bad data, or no row of this number.
     """
     tokenizer, data = load_run_data(run)
+    if isinstance(data, LabeledData):
+        show_classes(data)
+        return
     args = run.training_arguments()
     batch_size = args.per_device_train_batch_size
     processes = int(os.environ.get("WORLD_SIZE", "1"))

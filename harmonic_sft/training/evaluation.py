@@ -8,9 +8,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
-from harmonic_sft.data import DataConfig, load_data
-from harmonic_sft.models import HarmonicForMaskedLM, load_checked, max_positions
+from harmonic_sft.data import DataConfig, load_data, load_labeled_data
+from harmonic_sft.models import load_checked, max_positions
 from harmonic_sft.results import environment, write_results
+from harmonic_sft.training.model_loading import MODELS
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
 from harmonic_sft.training.run_config import Recipe
@@ -53,16 +54,22 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
             f"eval: expected a harmonic model, got a {base.model_type} in {str(folder)!r}. "
             "Train one on it first"
         )
-    model = load_checked(HarmonicForMaskedLM, str(folder), base)
+    tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
+    task = tasks[(base.architectures or ["HarmonicForMaskedLM"])[0]]
+    model = load_checked(MODELS[task], str(folder), base)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = model.config.text_config
-    data = load_data(
-        config,
-        tokenizer=tokenizer,
-        vocab_size=text_config.vocab_size,
-        max_positions=max_positions(text_config),
-        seed=training.get("seed", 42),
-    )
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "vocab_size": text_config.vocab_size,
+        "max_positions": max_positions(text_config),
+        "seed": training.get("seed", 42),
+    }
+    if task != "masked_lm":
+        labels = [base.id2label[index] for index in range(base.num_labels)]
+        data = load_labeled_data(config, task=task, labels=labels, **options)
+    else:
+        data = load_data(config, **options)
     trainer = HarmonicTrainer(
         model,
         TrainingArguments(
@@ -85,5 +92,5 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
         "environment": environment(),
     }
     write_results(folder / "results", "eval", results)
-    show_metrics(str(folder), results)
+    show_metrics(str(folder), results, task=task)
     return results

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harmonic_sft.models import HarmonicForMaskedLM, find_blocks
+from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.training.sections import UnfreezeConfig
 
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     training_bytes: int
 
 
-def unfreeze_(model: HarmonicForMaskedLM, unfreeze: UnfreezeConfig) -> None:
+def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
     """Freeze the backbone except what `unfreeze` names; the head trains.
 
     Args:
@@ -73,7 +73,7 @@ def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[
     return [n for n in names if any(fnmatchcase(n, pattern) for pattern in unfreeze.patterns)]
 
 
-def parts(model: HarmonicForMaskedLM) -> list[Part]:
+def parts(model: HarmonicHeadModel) -> list[Part]:
     """Return the parameters by part: embeddings, frozen and trained blocks, the rest, the head."""
     backbone = model.model.backbone
     path, blocks = find_blocks(backbone)

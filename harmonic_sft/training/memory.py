@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
+from harmonic_sft.training.model_loading import MODELS
 from harmonic_sft.training.run_config import RunConfig
 
 GIB = 2**30
@@ -80,8 +81,11 @@ class LiveBytes(TorchDispatchMode):
         self._live -= size
 
 
-def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicForMaskedLM:
-    """Build the run's model without memory; call it under a `FakeTensorMode`."""
+def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadModel:
+    """Build the run's model without memory; call it under a `FakeTensorMode`.
+
+    How many classes a classifier has only its data would tell: it gets two.
+    """
     if config.model_type == "harmonic":
         config = config.text_config
     config = copy.deepcopy(config)
@@ -89,7 +93,7 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicForMas
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)
     try:
-        model = HarmonicForMaskedLM(
+        model = MODELS[run.model.task](
             HarmonicConfig(
                 text_config=config, head=run.head_settings(), tie_word_embeddings=run.head.tie
             )
@@ -128,7 +132,7 @@ def estimate_step(
     return rows, MemoryEstimate(weights, training, activations, workspace)
 
 
-def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int) -> int:
+def _activation_peak(model: HarmonicHeadModel, run: RunConfig, batch_size: int) -> int:
     length = run.data.context_length
     num_scored = _num_scored(run, batch_size)
     input_ids = torch.zeros(batch_size, length, dtype=torch.int64)
@@ -145,4 +149,7 @@ def _activation_peak(model: HarmonicForMaskedLM, run: RunConfig, batch_size: int
 
 
 def _num_scored(run: RunConfig, batch_size: int) -> int:
-    return round(batch_size * run.data.context_length * run.data.mask.probability)
+    if run.model.task == "sequence_classification":
+        return batch_size
+    share = run.data.mask.probability if run.model.task == "masked_lm" else 1.0
+    return round(batch_size * run.data.context_length * share)

@@ -5,22 +5,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from harmonic_sft.data import LabeledData
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.memory import GIB, MemoryEstimate
 
 logger = logging.getLogger(__name__)
+PREDICTED = {
+    "masked_lm": "masked tokens",
+    "sequence_classification": "texts",
+    "token_classification": "labeled tokens",
+}
 MIB = 2**20
 METRIC_NOTE = (
-    "(*) Best post-hoc h_exp; for a linear head, its best inverse temperature. (**) Mean cosine "
-    "between the input embeddings of label and prediction where they differ."
+    "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. (**) Mean "
+    "cosine between the input embeddings of label and prediction where they differ; of classes, "
+    "between their prototypes."
 )
 METRIC_COLUMNS = [
     "",
     "loss, nats",
     "accuracy, %",
     "error cosine (**)",
+    "ECE, %",
     "h_exp",
     "best loss, nats",
     "at h_exp (*)",
@@ -58,17 +68,37 @@ def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 2
     )
 
 
+def show_classes(data: LabeledData) -> None:
+    """Print how many labels of each class the training and the evaluation rows have."""
+    held_out = np.concatenate([np.atleast_1d(labels) for labels in data.eval.labels])
+    counts = np.bincount(held_out[held_out >= 0], minlength=len(data.labels))  # [V]
+    rows = [
+        (label, f"{data.unigram_counts[index]:,}", f"{counts[index]:,}")
+        for index, label in enumerate(data.labels)
+    ]
+    title = f"{data.num_documents:,} training rows of {data.num_tokens:,} tokens"
+    show_table(title, ["class", "training labels", "evaluation labels"], rows)
+
+
+def task_of(results: dict[str, Any]) -> str:
+    """Return the task of a run; results of earlier versions know only one."""
+    return results["config"]["model"].get("task", "masked_lm")
+
+
 def show_closing_table(results: dict[str, Any]) -> None:
     """Print loss and accuracy before and after, at the current and the best exponent."""
+    task = task_of(results)
     rows = [
         _metrics_row("before training", results["before"]),
         _metrics_row("after training", results["final"]),
     ]
     if results["unigram_loss"] is not None:
-        rows.append(("unigrams of the text", f"{results['unigram_loss']:.2f}", *[None] * 5))
-    title = f"{results['run']}: masked tokens of the evaluation split"
+        baseline = "unigrams of the text" if task == "masked_lm" else "class frequencies alone"
+        rows.append((baseline, f"{results['unigram_loss']:.2f}", *[None] * 6))
+    title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)
-    show_neighbors(results["neighbors_before"], results["neighbors_after"])
+    if results["neighbors_before"]:
+        show_neighbors(results["neighbors_before"], results["neighbors_after"])
     logger.info(
         "%d steps; this session %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],
@@ -90,7 +120,7 @@ def show_comparison(runs: Sequence[dict[str, Any]]) -> None:
     for run in runs:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
-    _show_metrics("Masked tokens of the evaluation split", rows)
+    _show_metrics("Evaluation split of every run", rows)
 
 
 def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
@@ -103,10 +133,10 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
             logger.warning("No figure: %s", error)
 
 
-def show_metrics(title: str, results: dict[str, Any]) -> None:
+def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm") -> None:
     """Print the metrics of one evaluation."""
     row = _metrics_row("now", results["final"])
-    _show_metrics(f"{title}: masked tokens of the evaluation split", [row])
+    _show_metrics(f"{title}: {PREDICTED[task]} of the evaluation split", [row])
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -129,6 +159,7 @@ def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]
         f"{metrics['loss']:.2f}",
         f"{100 * metrics['accuracy']:.1f}",
         f"{metrics['error_cosine']:.3f}",
+        f"{100 * metrics['ece']:.1f}" if "ece" in metrics else None,
         f"{metrics['h_exp']:g}" if "h_exp" in metrics else None,
         f"{metrics['post_hoc_loss']:.2f}",
         f"{best:g}",

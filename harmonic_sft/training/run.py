@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import BLANK, IGNORE_INDEX, LoadedData, StreamedRows
+from harmonic_sft.data import BLANK, IGNORE_INDEX, LabeledData, LoadedData, StreamedRows
+from harmonic_sft.data.files import SHOWN_REASONS
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
-from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.freezing import parts
@@ -46,7 +47,7 @@ class Ready(NamedTuple):
     """A run with everything loaded, before its first step."""
 
     trainer: HarmonicTrainer
-    data: LoadedData
+    data: LoadedData | LabeledData
     tokenizer: Any
     left_out: int  # rows of data, so far
 
@@ -135,7 +136,7 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     _log_data(data)
-    model = load_model(run)
+    model = load_model(run, data)
     args = run.training_arguments()
     recipe = Recipe(
         schedule=run.schedule,
@@ -242,7 +243,9 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
 
 
 def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
-    model: HarmonicForMaskedLM = ready.trainer.model
+    if isinstance(ready.data, LabeledData):
+        return {}  # its prototypes are not words
+    model = ready.trainer.model
     return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
 
 
@@ -275,14 +278,17 @@ def _session(trainer: HarmonicTrainer, seconds: float, tokens: int) -> dict[str,
     }
 
 
-def _unigram_loss(data: LoadedData) -> float | None:
+def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
     if data.unigram_counts is None:
         return None
-    labels = np.concatenate([data.eval[index]["labels"] for index in range(len(data.eval))])
+    rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
+    labels = np.concatenate([np.atleast_1d(row) for row in rows])
     return unigram_loss(labels[labels != IGNORE_INDEX], data.unigram_counts)
 
 
-def _log_data(data: LoadedData) -> None:
+def _log_data(data: LoadedData | LabeledData) -> None:
+    if isinstance(data, LabeledData):
+        logger.info("Data: %d classes.", len(data.labels))
     if isinstance(data.train, StreamedRows):
         logger.info(
             "Data: %d logical streams; %d rows kept for evaluation.",
@@ -308,7 +314,20 @@ def _log_data(data: LoadedData) -> None:
 
 
 def _data_results(ready: Ready) -> dict[str, Any]:
-    """Return what was left out and how full packed rows are; of a stream, what this process saw."""
-    left_out = ready.left_out + sum(ready.trainer.skipped.values())
-    reasons = ready.data.bad_rows.first
-    return {"rows_left_out": left_out, "reasons": reasons, "fill_rate": ready.data.fill_rate}
+    """Return what was left out, by all processes, and how full packed rows are."""
+    trainer = ready.trainer
+    found = [
+        (stream, max(snapshot["skipped"], trainer.skipped.get(int(stream), 0)), snapshot["reasons"])
+        for stream, snapshot in trainer.stream_state["streams"].items()
+    ]
+    skipped: dict[str, int] = {}
+    reasons = list(ready.data.bad_rows.first)
+    for stream, count, first in sorted(gather_object(found)):
+        # A process knows what a stream had left out by its own last row.
+        skipped[stream] = max(skipped.get(stream, 0), count)
+        reasons += first
+    return {
+        "rows_left_out": ready.left_out + sum(skipped.values()),
+        "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
+        "fill_rate": ready.data.fill_rate,
+    }

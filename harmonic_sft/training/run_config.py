@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 from transformers import TrainingArguments
 
 from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
-from harmonic_sft.data import DataConfig
-from harmonic_sft.losses import LOSSES
+from harmonic_sft.data import DataConfig, check_label_settings
+from harmonic_sft.losses import LOSSES, refresh_intervals
 from harmonic_sft.models import build_head
 from harmonic_sft.training.head_section import (
     HeadSection,
@@ -66,6 +66,9 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
+TOKEN_INITS = ("input_embeddings", "base_head")
+CLASS_INITS = ("class_means", "random", "base_head")
+CLASSIFICATION = ("sequence_classification", "token_classification")
 WIDTH = 4 * math.lcm(*range(1, 17))
 LossSection: Any = one_of(tuple(LOSSES.values()))
 METRICS = ("loss", "accuracy", "error_cosine", "post_hoc_loss")  # of an evaluation
@@ -108,6 +111,7 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        _check_task(self)
         _check_head(self)
         _check_peft(self)
         _check_training(self.training, self)
@@ -193,6 +197,24 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     return parse(RunConfig, data)
 
 
+def _check_task(run: RunConfig) -> None:
+    task, init = run.model.task, run.head.init
+    inits = CLASS_INITS if task in CLASSIFICATION else TOKEN_INITS
+    if init not in inits:
+        raise ValueError(f"head.init: expected one of {list(inits)} for {task}, got {init!r}")
+    if task in CLASSIFICATION:
+        check_label_settings(run.data)
+        if run.head.tie:
+            raise ValueError(
+                f"head.tie: expected false for {task}, got true. Classes are no tokens"
+            )
+    elif run.data.label_column is not None or run.data.eval.source is not None:
+        raise ValueError(
+            "data: expected no label_column and no eval.source for masked_lm, got one. "
+            "Set model.task: sequence_classification, or leave them out"
+        )
+
+
 def _check_head(run: RunConfig) -> None:
     name = run.head.name
     settings = run.head_settings()
@@ -249,6 +271,7 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
     if run.is_stream and training.get("max_steps", 0) <= 0:
         raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
     _check_numbers(training)
+    _check_refresh(training, refresh_intervals(run.loss))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     low_precision = run.model.unfreeze.dtype == "bfloat16"
     optim = str(training.get("optim", "adamw_torch"))
@@ -257,6 +280,23 @@ def _check_training(training: dict[str, Any], run: RunConfig) -> None:
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"
         )
+
+
+def _check_refresh(training: dict[str, Any], intervals: list[int]) -> None:
+    """Let a resumed run find the neighbors of an uninterrupted one: both look at a checkpoint."""
+    strategy = training.get("save_strategy", "steps")
+    save_steps = training.get("save_steps", 500)
+    for interval in intervals:
+        if strategy not in ("no", "steps"):
+            raise ValueError(
+                "training.save_strategy: expected 'steps' or 'no' with refresh_every in the loss, "
+                f"got {strategy!r}. A resumed run could not tell its neighbors"
+            )
+        if strategy == "steps" and (save_steps < 1 or save_steps % interval):
+            raise ValueError(
+                f"training.save_steps: expected a multiple of the loss's refresh_every {interval}, "
+                f"got {save_steps:g}. A resumed run could not tell its neighbors"
+            )
 
 
 def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:

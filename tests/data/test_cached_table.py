@@ -8,7 +8,7 @@ from datasets import Json, List, Value
 
 from harmonic_sft.data import cached_table as module
 from harmonic_sft.data.cached_table import cached_table
-from harmonic_sft.data.files import BadRowPolicy, BadRows, file_shards
+from harmonic_sft.data.files import PLACE, BadRowPolicy, BadRows, file_shards
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "harmonic_sft"
 
 
-def table(*paths, bad_rows=None):
+def placed_table(*paths, bad_rows=None):
     shards = [shard for path in paths for shard in file_shards(str(path), name="s")]
     return cached_table(shards, BadRowPolicy("s", bad_rows))
+
+
+def table(*paths, bad_rows=None):
+    return placed_table(*paths, bad_rows=bad_rows).remove_columns(PLACE)
 
 
 def write(path, rows):
@@ -36,6 +40,15 @@ def test_objects_come_back_exactly_as_they_were(tmp_path):
     documents = table(write(tmp_path / "a.jsonl", rows))
     assert documents.features["messages"] == Json()
     assert list(documents) == [*rows[:2], {"messages": "{}", "late": 2}]
+
+
+def test_rows_keep_where_they_were_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n[]\n{"text": "two"}')
+    pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
+    lines = placed_table(tmp_path / "a.jsonl", bad_rows=BadRows())
+    assert list(lines[PLACE]) == [f"'{tmp_path}/a.jsonl', line {line}" for line in (1, 3)]
+    rows = placed_table(tmp_path / "a.parquet")
+    assert list(rows[PLACE]) == [f"'{tmp_path}/a.parquet', row {row}" for row in range(3)]
 
 
 def test_types_of_columns_are_found_over_all_rows(tmp_path):
@@ -77,6 +90,15 @@ def test_table_is_made_once_until_the_file_changes(tmp_path, cache, monkeypatch)
     os.utime(path, (1, 1))
     assert list(table(path)) == [{"text": "two"}]
     assert len(list(cache.glob("*.arrow"))) == 2
+
+
+def test_files_of_one_name_in_two_folders_are_two_tables(tmp_path, monkeypatch):
+    for text in ("one", "two"):
+        (tmp_path / text).mkdir()
+        write(tmp_path / text / "a.jsonl", [{"text": text}])
+        os.utime(tmp_path / text / "a.jsonl", (1, 1))
+        monkeypatch.chdir(tmp_path / text)
+        assert table("a.jsonl")[0]["text"] == text
 
 
 def test_bad_rows_of_an_earlier_run_are_counted_again(tmp_path):

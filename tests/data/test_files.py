@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import pickle
 import re
 import tracemalloc
@@ -10,6 +11,7 @@ import pytest
 from datasets import Dataset, Features, Json
 
 from harmonic_sft.data.files import (
+    PLACE,
     BadRowPolicy,
     BadRows,
     file_kind,
@@ -32,8 +34,12 @@ def compress(content, ending):
     return pa.Codec("zstd").compress(content, asbytes=True) if ending == ".zst" else content
 
 
-def read(path, bad_rows=None):
+def read_places(path, bad_rows=None):
     return list(read_shards(file_shards(str(path), name="s"), BadRowPolicy("s", bad_rows)))
+
+
+def read(path, bad_rows=None):
+    return [{key: row[key] for key in row if key != PLACE} for row in read_places(path, bad_rows)]
 
 
 def refused_and_skipped(path, where, reason):
@@ -56,6 +62,35 @@ def test_every_kind_of_file_gives_its_rows(tmp_path, ending, compression, mark):
     path = tmp_path / f"a{ending}{compression}"
     path.write_bytes(compress(mark + CONTENTS[ending], compression))
     assert read(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("a.txt", ["line 1", "line 2", "line 3"]),
+        ("a.jsonl", ["line 1", "line 3", "line 5"]),
+        ("a.json", ["row 1", "row 2", "row 3"]),
+        ("a.parquet", ["row 0", "row 1", "row 2"]),
+    ],
+)
+def test_rows_say_where_they_were_read(tmp_path, monkeypatch, name, places):
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    else:
+        path.write_bytes(CONTENTS[path.suffix])
+    monkeypatch.chdir(tmp_path)
+    assert [row[PLACE] for row in read_places(name)] == [f"{str(path)!r}, {at}" for at in places]
+
+
+def test_file_that_changes_has_another_version_whatever_its_time(tmp_path):
+    path = tmp_path / "a.txt"
+    versions = []
+    for text in ("one", "two"):
+        path.write_text(text)
+        os.utime(path, (1, 1))
+        versions.append(file_shards(str(path), name="s")[0].version)
+    assert versions[0] != versions[1]
 
 
 def test_json_lines_may_end_in_json(tmp_path):
@@ -214,7 +249,9 @@ def test_long_rows_come_in_small_batches(tmp_path):
     (shard,) = file_shards(f"{tmp_path}/a.parquet", name="s")
     batches = list(parquet_batches(shard, BadRowPolicy("s", None)))
     assert [batch.num_rows for batch in batches] == [3, 3, 2]
-    assert [row for batch in batches for row in batch.to_pylist()] == rows
+    assert [row["text"] for batch in batches for row in batch.to_pylist()] == [
+        row["text"] for row in rows
+    ]
 
 
 def test_failing_disk_is_no_bad_row(tmp_path, monkeypatch):
@@ -234,7 +271,10 @@ def test_counter_survives_pickling_and_counts_a_place_once():
         bad_rows.add(f"line {number}", "broken")
         bad_rows.add(f"line {number}", "broken")
     bad_rows.add("row group 1", "broken", rows=100)
+    bad_rows.blank += 7
+    other = BadRows({"line 1": ("broken", 1), "line 99": ("broken", 1)}, blank=3)
+    bad_rows.merge(other)
     copy = pickle.loads(pickle.dumps(bad_rows))
     assert copy == bad_rows
-    assert copy.total == 108
+    assert copy.total == 8 + 100 + 1 + 10
     assert copy.first == [f"line {number}: broken" for number in range(5)]

@@ -364,6 +364,19 @@ def test_tokenizer_without_places_is_refused(tokenizer, monkeypatch):
         one({"text": "a"}, "text", tokenizer, word_ids=True)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
+    def padded(values, filler):
+        return [filler] * 3 + values if left else values + [filler] * 3
+
+    row = {"input_ids": padded([2, 10, 11, 3], 0), "attention_mask": padded([1] * 4, 0)}
+    assert one(row, "tokens", tokenizer) == Encoded([10, 11], None, None)
+    row["labels"] = padded([-100, -100, 11, -100], -100)
+    assert one(row, "tokens", tokenizer) == Encoded([10, 11], [False, True], None)
+    row["attention_mask"] = [0] * 7
+    assert "more than the special tokens" in one(row, "tokens", tokenizer)
+
+
 @pytest.mark.parametrize("form", ["text", "messages", "alpaca", "tokens"])
 def test_no_rows_make_no_tokens(tokenizer, form):
     assert encode([], form, tokenizer=tokenizer, loss_on="all") == []

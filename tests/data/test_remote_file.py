@@ -4,12 +4,14 @@ import http.server
 import io
 import threading
 import urllib.error
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from harmonic_sft.data import remote_file
+from harmonic_sft.data.files import PLACE
 from harmonic_sft.data.remote_file import RemoteFile
 from harmonic_sft.data.sources import Source, load_documents
 
@@ -19,6 +21,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
     ranges = True
     cut_after = None  # bytes after which a connection breaks
+    failures: ClassVar[list[int]] = []  # statuses of the next answers
 
     def do_GET(self):
         start = self.headers.get("Range", "bytes=0-")[len("bytes=") : -1]
@@ -27,6 +30,9 @@ class Server(http.server.SimpleHTTPRequestHandler):
                 content = file.read()
         except FileNotFoundError:
             self.send_error(404)
+            return
+        if self.failures:
+            self.send_error(self.failures.pop(0))
             return
         start = int(start) if self.ranges else 0
         self.send_response(206 if start else 200)
@@ -46,9 +52,17 @@ class Server(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True)
+def waited(monkeypatch):
+    """The pauses that were made, without making them."""
+    pauses = []
+    monkeypatch.setattr(remote_file.time, "sleep", pauses.append)
+    return pauses
+
+
 @pytest.fixture
 def server(tmp_path):
-    handler = type("Handler", (Server,), {})
+    handler = type("Handler", (Server,), {"failures": []})
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
     )
@@ -69,7 +83,10 @@ def test_remote_file_is_a_source(server, tmp_path, name, streaming):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row["text"]}"}}\n' for row in rows))
     source = Source(path=f"{server.url}/{name}", streaming=streaming)
-    assert list(load_documents(source, name="s")) == rows
+    found = list(load_documents(source, name="s"))
+    assert [row["text"] for row in found] == [row["text"] for row in rows]
+    unit = "row 29" if name == "a.parquet" else "line 30"
+    assert found[-1][PLACE] == f"'{source.path}', {unit}"
 
 
 def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_path, monkeypatch):
@@ -106,6 +123,26 @@ def test_broken_connection_is_opened_anew(server, tmp_path):
         assert file.readall() == content
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, status):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.failures += [status] * 3
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert file.readall() == b"content"
+    assert waited == [0, 1, 5]
+
+
+def test_answer_that_stays_the_same_is_not_asked_for_again(server, tmp_path, waited):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.failures += [403] * 2
+    with (
+        RemoteFile(f"{server.url}/a.bin") as file,
+        pytest.raises(urllib.error.HTTPError, match="403"),
+    ):
+        file.read(4)
+    assert waited == []
+
+
 def test_connection_that_stays_broken_fails(server, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"content")
     server.handler.cut_after = 0
@@ -120,7 +157,7 @@ def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_p
     (tmp_path / "a.txt").write_text("one\ntwo")
     server.handler.ranges = False
     source = Source(path=f"{server.url}/a.txt", streaming=True)
-    assert list(load_documents(source, name="s")) == [{"text": "one"}, {"text": "two"}]
+    assert [row["text"] for row in load_documents(source, name="s")] == ["one", "two"]
     with RemoteFile(source.path) as file:
         file.seek(4)
         with pytest.raises(urllib.error.HTTPError, match="the server sends no parts of files"):

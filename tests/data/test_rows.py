@@ -7,7 +7,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data import rows as module
+from harmonic_sft.data.files import PLACE, BadRows
 from harmonic_sft.data.rows import RowMaker, check_tokenizer, table_rows, unigram_counts
 
 TEXTS = [
@@ -77,7 +78,7 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer):
 def test_blank_documents_make_no_row_and_are_counted(request, name):
     maker = row_maker(request.getfixturevalue(name))
     assert [row["document"] for row in maker(documents(["", "  \n", "a"]))] == [2]
-    assert list(maker.bad_rows.places) == [f"data.sources[1] document {i}" for i in (0, 1)]
+    assert maker.bad_rows == BadRows(blank=2)
 
 
 def test_document_that_is_no_text_is_named(tokenizer):
@@ -96,7 +97,8 @@ def test_bad_documents_are_left_out_and_counted_if_asked(tokenizer):
     assert [row["document"] for row in rows] == [0, 3]
     assert table_rows(Dataset.from_dict({"text": texts}), tabled).to_list() == rows
     assert tabled.bad_rows == streamed.bad_rows
-    assert list(tabled.bad_rows.places) == [f"data.sources[1] document {i}" for i in (1, 2)]
+    assert list(tabled.bad_rows.places) == ["data.sources[1], document 1"]
+    assert tabled.bad_rows.blank == 1
 
 
 def test_bad_documents_are_counted_again_from_a_cached_table(tmp_path, tokenizer):
@@ -104,7 +106,45 @@ def test_bad_documents_are_counted_again_from_a_cached_table(tmp_path, tokenizer
     for _ in range(2):
         maker = row_maker(tokenizer)
         table_rows(Dataset.load_from_disk(tmp_path / "texts"), maker)
-        assert list(maker.bad_rows.places) == ["data.sources[1] document 1"]
+        assert maker.bad_rows == BadRows(blank=1)
+
+
+def test_bad_document_of_a_file_is_named_by_its_line(tokenizer):
+    row = {"text": None, PLACE: "'a.jsonl', line 7"}
+    message = r"data\.sources\[1\]: text: expected text, got NoneType None in 'a\.jsonl', line 7\. "
+    with pytest.raises(ValueError, match=message):
+        row_maker(tokenizer)([{**row, "document": 2}])
+    with pytest.raises(ValueError, match=message):
+        table_rows(Dataset.from_list([row]), row_maker(tokenizer))
+    skipping = row_maker(tokenizer, skip=True)
+    assert len(table_rows(Dataset.from_list([row]), skipping)) == 0
+    assert list(skipping.bad_rows.places) == ["'a.jsonl', line 7"]
+
+
+def test_bad_document_of_a_stream_without_files_is_named_by_its_place(tokenizer):
+    message = r"in document 3 of logical stream 2\. Repair"
+    with pytest.raises(ValueError, match=message):
+        row_maker(tokenizer)([{"text": None, "document": (2 << 40) + 3}])
+
+
+def test_columns_of_our_own_are_not_shown(tokenizer):
+    with pytest.raises(ValueError, match=r"a column of that name, got \['txet'\] in"):
+        row_maker(tokenizer)([{"txet": "a", PLACE: "'a.jsonl', line 7", "document": 0}])
+
+
+def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
+    sizes = []
+
+    def make(maker, documents, original=RowMaker.make):
+        sizes.append(len(documents))
+        return original(maker, documents)
+
+    monkeypatch.setattr(RowMaker, "make", make)
+    monkeypatch.setattr(module, "BATCH_BYTES", 3000)
+    table = Dataset.from_dict({"text": ["word1 " * 200] * 7})
+    rows = table_rows(table, row_maker(tokenizer))
+    assert sizes == [2, 2, 2, 1]
+    assert [row["document"] for row in rows] == sorted([*range(7)] * (len(rows) // 7))
 
 
 def test_context_without_place_for_text_is_refused(tokenizer):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from harmonic_sft.data.files import BadRows
 from harmonic_sft.data.splits import split_streams
 from harmonic_sft.data.streams import (
+    DataError,
     LogicalStream,
     PlacedCollator,
     StreamedRows,
@@ -61,8 +62,7 @@ class Maker:
         rows = []
         for document in documents:
             size = document["size"]
-            if size == 0:
-                self.bad_rows.add(f"{self.source} {document['document']}", "blank")
+            self.bad_rows.blank += size == 0
             for chunk, start in enumerate(range(0, size, CHUNK)):
                 name = {"source": self.source, "chunk": chunk}
                 tokens = [1] * min(CHUNK, size - start)
@@ -369,7 +369,7 @@ def test_skipped_documents_are_counted_once_and_carried_through_a_restart():
     for [(_, document, _, epoch)], place in rows:
         end = document - document % window + window  # of the window
         assert place.skipped == (3 if epoch else sum(index < end for index in blank))
-    assert streamed.streams[0].bad_rows.total == 3
+    assert streamed.streams[0].bad_rows.total == 0
     for stop in (10, 60):
         _, [state] = read(open_streams(sizes, window=window), stop)
         resumed = open_streams(sizes, window=window)
@@ -383,7 +383,17 @@ def test_blank_documents_found_before_training_are_not_counted_twice():
     # The one before document 10 is known; 12 is in the first window, 19 in the third.
     skipped = [place.skipped for _, place in plain_order(streamed, 40)]
     assert list(dict.fromkeys(skipped)) == [1, 2]
-    assert streamed.streams[0].bad_rows.total == 3
+    assert streamed.streams[0].bad_rows.total == 1
+
+
+def test_blank_documents_passed_over_while_looking_ahead_are_counted_once():
+    streams = logical_streams((20,))
+    assert streams[0].hold_out(5)[1:] == (5, True)
+    assert streams[0].bad_rows.total == 0  # document 5 is looked at to see whether any is left
+    _, place = next(streams[0].rows(None))
+    assert place.skipped == 1
+    assert streams[0].hold_out(12)[1:] == (12, False)  # it and two more, up to the end
+    assert streams[0].bad_rows.total == 3
 
 
 class Blank(Maker):
@@ -449,7 +459,7 @@ def test_streams_without_a_row_left_take_no_part():
 
 def test_latest_window_of_every_stream_counts():
     def snapshot(rows):
-        return {"rows": rows, "windows": rows, "skipped": 0, "sources": []}
+        return {"rows": rows, "windows": rows, "skipped": 0, "reasons": [], "sources": []}
 
     one = StreamState(rows=8, streams={"0": snapshot(2), "1": snapshot(4)})
     other = StreamState(rows=8, streams={"0": snapshot(3), "2": snapshot(1)})
@@ -471,6 +481,31 @@ def test_memory_stays_flat_over_a_long_stream():
     assert seen > 99_990
     assert len(sizes) == 19
     assert max(sizes) - sizes[0] < 20e6
+
+
+class Broken(IOError):
+    """A failure of a library, which knows no row."""
+
+
+def fail_at(shards):
+    for document in range(shards[0]):
+        yield {"size": 1, "original": document}
+    raise Broken("the connection\nended")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failure_of_a_library_is_one_line_with_source_and_place(workers):
+    [stream] = logical_streams((0, 4))
+    stream.sources[0] = IterableDataset.from_generator(fail_at, gen_kwargs={"shards": [6]})
+    stream.number = 3
+    streamed = StreamedRows([stream], collect)
+    message = (
+        "data.sources[0]: expected readable rows, got Broken (the connection ended) "
+        "in document 6 of logical stream 3, counted from 0"
+    )
+    with pytest.raises(DataError) as caught:
+        read(streamed, 30, workers=workers)
+    assert str(caught.value) == message
 
 
 def test_names_of_epochs_come_with_the_rows_of_a_pack():

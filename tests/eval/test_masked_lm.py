@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
+from harmonic_sft.eval import (
+    expected_calibration_error,
+    post_hoc_grid,
+    score_rows,
+    summarize,
+    unigram_loss,
+)
 from harmonic_sft.models import DistLayer, LinearHead
 
 B, T, D, V = 4, 6, 16, 30
@@ -27,7 +33,7 @@ def test_metrics_equal_a_loop_over_tokens(head):
     states, labels = batch()
     grid = post_hoc_grid(head, (-5.0,))
     metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    losses, hits, cosines = [], [], []
+    losses, hits, cosines, confidences = [], [], [], []
     for b in range(B):
         for t in range(T):
             if labels[b, t] != -100:
@@ -35,6 +41,7 @@ def test_metrics_equal_a_loop_over_tokens(head):
                 losses.append(F.cross_entropy(logits, labels[b, t][None]).item())
                 predicted, label = int(logits.argmax()), int(labels[b, t])
                 hits.append(predicted == label)
+                confidences.append(logits.softmax(-1).max().item())
                 if predicted != label:
                     one, other = TABLE[predicted].double(), TABLE[label].double()
                     cosines.append(float(one @ other / one.norm() / other.norm()))
@@ -42,6 +49,8 @@ def test_metrics_equal_a_loop_over_tokens(head):
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(np.mean(hits))
     assert metrics["error_cosine"] == pytest.approx(np.mean(cosines), rel=1e-5)
+    ece = expected_calibration_error(torch.tensor(confidences), torch.tensor(hits))
+    assert metrics["ece"] == pytest.approx(ece, rel=1e-5)
 
 
 def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
@@ -56,6 +65,10 @@ def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
         scored = labels != -100
         by_hand[value] = other.nll(states[scored], labels[scored]).mean().item()
     best = min(by_hand, key=by_hand.__getitem__)
+    other.h_exp = best
+    confidences, predicted = other(states[scored]).softmax(-1).max(-1)
+    ece = expected_calibration_error(confidences, predicted == labels[scored])
+    assert metrics["post_hoc_ece"] == pytest.approx(ece, rel=1e-4)
     assert metrics["post_hoc_h_exp"] == best
     assert metrics["post_hoc_loss"] == pytest.approx(by_hand[best], rel=1e-5)
     assert metrics["h_exp"] == grid[0] == -12.0

@@ -15,8 +15,16 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Bert
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
 from harmonic_sft.models import HEADS as KNOWN_HEADS
-from harmonic_sft.models import DistLayer, HarmonicForMaskedLM, Head, NeoBERTConfig, find_blocks
+from harmonic_sft.models import (
+    DistLayer,
+    HarmonicForMaskedLM,
+    Head,
+    NeoBERTConfig,
+    build_head,
+    find_blocks,
+)
 from tests.clean_environment import clean_environment, run_python
+from tests.head_variants import VARIANTS
 
 V, D = 120, 32
 SIZES = {
@@ -220,7 +228,7 @@ def test_both_load_as_the_readme_says_where_only_transformers_is(bases, tmp_path
         torch.save(model(**inputs()).logits.detach(), tmp_path / f"{name}.pt")
         text = (target / "README.md").read_text()
         assert ("probabilities" in text) == (head != "linear")
-        assert ("on the unit sphere" in text) == (head == "sphere")
+        assert ('"unit_sphere": true' in text) == (head == "sphere")
     python = clean_environment(tmp_path / "env")
     run_python(python, READER, *cases, cwd=tmp_path)
 
@@ -264,6 +272,40 @@ def test_a_tied_head_becomes_one_of_its_own(bases, tmp_path, head, dtype):
     assert torch.equal(new(**inputs()).logits.argmax(-1), model(**inputs()).logits.argmax(-1))
 
 
+FOLDED = (
+    *("linear", "linear without bias", "dist", "dist off the sphere", "dist learned"),
+    *("dist mahalanobis off the sphere", "cosine", "cosine fixed", "vmf", "l2", "l2 fixed"),
+    *("rotation", "rotation of dist"),
+)
+
+
+@torch.no_grad()
+def moved(name):
+    """A head with all parameters away from where they start."""
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V)
+    for parameter in head.parameters():
+        parameter.add_(0.5 * torch.randn(parameter.shape))
+    return head
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_whatever_is_linear_in_the_end_is_folded_into_the_rows(name):
+    head = moved(name)
+    states = 3 * torch.randn(20, D, dtype=torch.float64)
+    linear = linear_head(head).double()
+    torch.testing.assert_close(
+        linear(states).argsort(-1), head.double()(states).argsort(-1), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - set(FOLDED)))
+def test_whatever_is_not_is_refused(name):
+    """Mixtures, other metrics, a bias beside normalized states (mahalanobis, vmf per class)."""
+    with pytest.raises(ValueError, match=r"head: expected one that ranks by dot products or Eucl"):
+        linear_head(moved(name))
+
+
 class AngleHead(Head):
     def __init__(self, hidden_size, vocab_size):
         super().__init__()
@@ -277,7 +319,9 @@ class AngleHead(Head):
 
 
 def test_other_heads_are_refused(bases, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"head: expected dist or linear, got angle\. Its ranking"):
+    with pytest.raises(
+        ValueError, match=r"head: expected one that ranks by .* got {'name': 'angle'}\. Its"
+    ):
         linear_head(AngleHead(D, V))
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
     config = json.loads((folder / "config.json").read_text())
@@ -285,7 +329,7 @@ def test_other_heads_are_refused(bases, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"head name: expected one of .*'linear'.*, got 'angle'"):
         export_linear(folder, tmp_path / "linear")
     monkeypatch.setitem(KNOWN_HEADS, "angle", AngleHead)
-    with pytest.raises(ValueError, match="head: expected dist or linear, got angle"):
+    with pytest.raises(ValueError, match="head: expected one that ranks by dot products or"):
         export_linear(folder, tmp_path / "linear")
     assert not (tmp_path / "linear").exists()
 

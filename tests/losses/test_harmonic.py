@@ -1,9 +1,7 @@
-from dataclasses import FrozenInstanceError
-
 import pytest
 import torch
 
-from harmonic_sft.losses import LOSSES, HarmonicLoss
+from harmonic_sft.losses import HarmonicLoss
 from harmonic_sft.models import DistLayer, LinearHead
 
 
@@ -21,10 +19,3 @@ def test_it_is_the_cross_entropy_of_a_distance_head():
 def test_it_is_refused_on_any_other_head():
     with pytest.raises(ValueError, match="loss harmonic: expected a dist head, got linear"):
         HarmonicLoss().prepare(LinearHead(16, 40))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_values(name):
-    assert LOSSES[name]() == LOSSES[name]()
-    with pytest.raises(FrozenInstanceError):
-        LOSSES[name]().name = "other"

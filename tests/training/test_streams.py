@@ -6,11 +6,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.data.files import BadRows
+from harmonic_sft.training import load_run_config, run, train
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
@@ -30,15 +32,19 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, text_file):
-    """The text in four files of uneven lengths, some documents longer than a row."""
+    """The text in eight files of uneven lengths, some documents longer than a row, some bad."""
     folder = tmp_path_factory.mktemp("shards")
     lines = text_file.read_text().splitlines()
     generator = random.Random(1)
-    files = [[] for _ in range(4)]
+    files = [[] for _ in range(8)]
     for index, line in enumerate(lines):
-        files[generator.choice((0, 1, 1, 2, 3))].append({"text": line * (1 + 2 * (index % 7 == 0))})
+        files[generator.choice((0, 1, 1, *range(1, 8)))].append(
+            {"text": line * (1 + 2 * (index % 7 == 0))}
+        )
     for number, rows in enumerate(files):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        good = [json.dumps(row) for row in rows]
+        lines = [*good[:5], "{cut", '{"text": " "}', *good[5:], '{"text": null}']
+        text = "".join(f"{line}\n" for line in lines)
         (folder / f"{number}.jsonl").write_text(text)
     return folder
 
@@ -51,6 +57,7 @@ def stream_yaml(make_yaml, shards):
                 "sources": [{"path": f"{shards}/*.jsonl", "streaming": True}],
                 "window": 16,
                 "packing": True,
+                "on_bad_row": "skip",
             },
             training={"max_steps": 40, "save_steps": 17, "learning_rate": 1e-3, **training},
         )
@@ -67,8 +74,9 @@ def launch(path, folder, *words, script=ROOT / "scripts" / "sft.py", processes=1
     assert (done.returncode == 0) == (status == 0), done.stderr[-4000:]
     if status:
         return None
-    history = json.loads((folder / "results" / "train.json").read_text())["history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+    results = json.loads((folder / "results" / "train.json").read_text())
+    losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
+    return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
 
 
 @pytest.fixture
@@ -79,8 +87,11 @@ def killed_script(tmp_path):
 
 
 def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed_script):
-    whole = launch(stream_yaml(), tmp_path / "whole")
+    whole, left_out, reasons = launch(stream_yaml(), tmp_path / "whole")
     assert len(whole) == 40
+    assert left_out == 24
+    assert len(reasons) == 5
+    # Each of two processes reads four of the streams.
     for processes, workers in ((1, 0), (1, 2), (2, 2)):
         words = [
             f"training.dataloader_num_workers={workers}",
@@ -90,13 +101,37 @@ def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed
         killed = {"script": killed_script, "status": 1}
         launch(stream_yaml(), folder, *words, **killed, processes=processes)
         assert not (folder / "checkpoint-34").exists()
-        resumed = launch(stream_yaml(), folder, *words, "resume=true", processes=processes)
+        resumed, *skipped = launch(
+            stream_yaml(), folder, *words, "resume=true", processes=processes
+        )
+        assert skipped == [left_out, reasons]
         if processes == 1:
             assert resumed == whole
         else:  # sums in another order
             torch.testing.assert_close(
                 torch.tensor(resumed), torch.tensor(whole), rtol=1e-4, atol=0
             )
+
+
+def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
+    def snapshot(skipped, *reasons):
+        return {"skipped": skipped, "reasons": list(reasons)}
+
+    ready = SimpleNamespace(
+        left_out=1,
+        data=SimpleNamespace(bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None),
+        trainer=SimpleNamespace(
+            stream_state={"streams": {"0": snapshot(2, "b: cut"), "3": snapshot(1)}},
+            skipped={0: 5},  # in the window begun last
+        ),
+    )
+    other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
+    monkeypatch.setattr(run, "gather_object", lambda found: other + found)
+    assert run._data_results(ready) == {
+        "rows_left_out": 1 + 5 + 10 + 4,
+        "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
+        "fill_rate": None,
+    }
 
 
 def test_a_checkpoint_of_an_earlier_version_says_so(stream_yaml, tmp_path):

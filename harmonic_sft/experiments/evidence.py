@@ -1,0 +1,64 @@
+"""What few seeds can tell: paired differences, and when a curve first falls to a level."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import Any
+
+UNDECIDED = "undecided"
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
+    """Compare two sets of runs that share their seeds, and so their data order and masks.
+
+    Args:
+        values: One for each seed.
+        baseline: For the same seeds, in the same order.
+
+    Returns:
+        `mean` of the differences, values minus baseline; its `standard_error`, None for one seed;
+        `verdict`, "higher" or "lower" if the mean is more than two standard errors from 0, else
+        "undecided". With 3 seeds chance alone passes that line in 18 of 100 comparisons.
+
+    Raises:
+        ValueError: Not as many values as in the baseline, or none.
+    """
+    if len(values) != len(baseline) or not values:
+        raise ValueError(
+            f"values: expected one for each of the baseline's seeds, got {len(values)} and "
+            f"{len(baseline)}"
+        )
+    differences = [value - other for value, other in zip(values, baseline, strict=True)]
+    mean = fmean(differences)
+    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+    decided = error is not None and abs(mean) > 2 * error
+    verdict = ("higher" if mean > 0 else "lower") if decided else UNDECIDED
+    return {"mean": mean, "standard_error": error, "verdict": verdict}
+
+
+def show_difference(difference: dict[str, Any], *, scale: float = 1, digits: int = 2) -> str:
+    """Return a paired difference in a few words, its standard error after +-."""
+    error, verdict = difference["standard_error"], difference["verdict"]
+    spread = "" if error is None else f" +- {scale * error:.{digits}f}"
+    return f"{scale * difference['mean']:+.{digits}f}{spread} ({verdict})"
+
+
+def tokens_to_reach(tokens: Sequence[float], losses: Sequence[float], level: float) -> float | None:
+    """Return after how many tokens a loss first is at a level or below.
+
+    Args:
+        tokens: Seen before each evaluation, ascending.
+        losses: What the evaluations gave.
+        level: In the unit of the losses.
+
+    Returns:
+        Linear between the two evaluations around it; the first number of tokens if the curve
+        starts there already; None if it never arrives.
+    """
+    if losses[0] <= level:
+        return float(tokens[0])
+    points = list(zip(tokens, losses, strict=True))
+    for (start, above), (end, below) in pairwise(points):
+        if below <= level:
+            return start + (end - start) * (above - level) / (above - below)
+    return None

@@ -1,0 +1,83 @@
+"""ArcFace: cross-entropy of cosines with an angular margin on the label."""
+
+import math
+from typing import Literal, Self
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from harmonic_sft.config import STRICT
+from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.losses.cosface import check_is_cosine
+from harmonic_sft.models import CosineHead, Head
+
+MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ArcFaceLoss:
+    """Cross-entropy with the label's logit scale * cos(theta) made scale * cos(theta + margin).
+
+    The scale is the head's. The margin only trains: the head predicts without it. Where theta +
+    margin is above pi the cosine would rise again; there, as the authors' code does, the label's
+    logit is scale * (cos(theta) - margin * sin(margin)).
+
+    Source:
+        Deng et al. 2019, ArcFace, arXiv:1801.07698, Eq. 3, with a scale of 64 and a margin of 0.5.
+    """
+
+    name: Literal["arcface"] = "arcface"
+    margin: float = Field(0.5, ge=0, lt=math.pi, description="Added to the angle, in radians")
+
+    def check(self, head: Head) -> None:
+        """Refuse any head but cosine.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        check_is_cosine(head, "arcface")
+
+    def prepare(self, head: Head) -> Self:
+        """Return this loss, after `check`: it needs nothing from the head."""
+        self.check(head)
+        return self
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token.
+
+        Args:
+            head: A `CosineHead`.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        return by_chunks(self._dense, head, hidden_states, labels)
+
+    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return one loss per token from its logits.
+
+        Args:
+            logits: `[N, V]`, of `head`, without a margin.
+            head: A `CosineHead`: gives the scale.
+            labels: `[N]`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        assert isinstance(head, CosineHead), "prepare has checked it"
+        labels = labels.unsqueeze(-1)  # [N, 1]
+        cosines = logits.gather(-1, labels) / head.scale
+        sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
+        turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
+        beyond = cosines - self.margin * math.sin(self.margin)
+        turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
+        own = head.scale * turned
+        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return self.from_logits(head(hidden_states), head, labels)

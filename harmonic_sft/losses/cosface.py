@@ -1,0 +1,82 @@
+"""CosFace: cross-entropy of cosines with a margin on the label's cosine."""
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from harmonic_sft.config import STRICT
+from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.models import CosineHead, Head
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CosFaceLoss:
+    """Cross-entropy with the label's logit scale * cos(theta) made scale * (cos(theta) - margin).
+
+    The scale is the head's. The margin only trains: the head predicts without it.
+
+    Source:
+        Wang et al. 2018, CosFace, arXiv:1801.09414, Eq. 4, with a scale of 64 and a margin of 0.35.
+    """
+
+    name: Literal["cosface"] = "cosface"
+    margin: float = Field(0.35, ge=0, le=2, description="Taken from the label's cosine")
+
+    def check(self, head: Head) -> None:
+        """Refuse any head but cosine.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        check_is_cosine(head, "cosface")
+
+    def prepare(self, head: Head) -> Self:
+        """Return this loss, after `check`: it needs nothing from the head."""
+        self.check(head)
+        return self
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token.
+
+        Args:
+            head: A `CosineHead`.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        return by_chunks(self._dense, head, hidden_states, labels)
+
+    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return one loss per token from its logits.
+
+        Args:
+            logits: `[N, V]`, of `head`, without a margin.
+            head: A `CosineHead`: gives the scale.
+            labels: `[N]`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        assert isinstance(head, CosineHead), "prepare has checked it"
+        labels = labels.unsqueeze(-1)  # [N, 1]
+        own = logits.gather(-1, labels) - head.scale * self.margin
+        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return self.from_logits(head(hidden_states), head, labels)
+
+
+def check_is_cosine(head: Head, loss: str) -> None:
+    """Refuse any head but cosine: a margin needs its angles and its scale.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    if not isinstance(head, CosineHead):
+        raise ValueError(f"loss {loss}: expected a cosine head, got {head.settings()['name']}")

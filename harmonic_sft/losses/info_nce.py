@@ -1,0 +1,79 @@
+"""InfoNCE: contrast the label's prototype with those of the batch's other labels."""
+
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harmonic_sft.config import STRICT
+from harmonic_sft.models import AffineForm, DistanceForm, Head, build_head
+from harmonic_sft.models.head import at_least_float32
+from harmonic_sft.ops import linear_cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InfoNCELoss:
+    """Negative log of the label's share of exp(scale * cos) among the labels of the batch.
+
+    The positive is the label's prototype, the negatives are the prototypes of the batch's other
+    labels, each of them once. No other prototype enters the loss or gets a gradient, so that the
+    probabilities of the head over all V classes are not trained; and since the negatives are those
+    of one micro-batch, accumulated batches do not equal a big one. The head's own scale, exponent
+    and bias take no part.
+
+    Source:
+        van den Oord et al. 2018, Contrastive Predictive Coding, arXiv:1807.03748, Eq. 4, whose
+        negatives are other encodings; a label that occurs twice counts twice there.
+    """
+
+    name: Literal["info_nce"] = "info_nce"
+    scale: float = Field(
+        20.0, gt=0, allow_inf_nan=False, description="Multiplies the cosines: 1 / temperature"
+    )
+
+    def check(self, head: Head) -> None:
+        """Refuse a head that does not compare one vector with one prototype for each class.
+
+        Raises:
+            ValueError: Its logits are neither dot products nor Euclidean distances.
+        """
+        vocab_size, hidden_size = head.weight.shape
+        settings = head.settings()
+        with FakeTensorMode():  # the head itself may be on the meta device
+            twin = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
+            form = twin.form(torch.empty(1, hidden_size))
+        if not isinstance(form, AffineForm | DistanceForm):
+            raise ValueError(
+                "loss info_nce: expected a head of dot products, cosines or Euclidean distances, "
+                f"got {settings}"
+            )
+
+    def prepare(self, head: Head) -> Self:
+        """Return this loss, after `check`: it needs nothing from the head."""
+        self.check(head)
+        return self
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token, without a matrix of all pairs at once.
+
+        Args:
+            head: Compares one vector with one prototype for each class.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        form = head.form(hidden_states)
+        assert isinstance(form, AffineForm | DistanceForm), "prepare has checked it"
+        candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            states = F.normalize(at_least_float32(form.hidden_states), dim=-1)
+            if not len(labels):
+                return states.sum(-1)  # of nothing: the fused loss wants at least one class
+            points = F.normalize(form.weight[candidates].to(states.dtype), dim=-1)  # [U, D]
+            return linear_cross_entropy(self.scale * states, points, targets)

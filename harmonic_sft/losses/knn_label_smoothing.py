@@ -1,0 +1,173 @@
+"""Label smoothing towards the neighbors of the label in the space of the prototypes."""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from harmonic_sft.config import STRICT
+from harmonic_sft.losses.chunks import CPU_BYTES, by_chunks
+from harmonic_sft.losses.fused import form_cross_entropy
+from harmonic_sft.models import Head, MixtureForm
+from harmonic_sft.models.head import at_least_float32
+from harmonic_sft.ops import Impl, LossOptions
+
+
+class NeighborTable(NamedTuple):
+    """The smoothing distribution of every class.
+
+    Attributes:
+        indices: `[V, K]`, int64, the nearest classes, itself left out.
+        weights: `[V, K]`, positive, each row sums to 1.
+    """
+
+    indices: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class KNNLabelSmoothingLoss:
+    """Cross-entropy with a share of the target on the nearest prototypes of the label.
+
+    The target of label y is (1 - epsilon) at y and epsilon * q_j at its nearest prototypes j,
+    q_j proportional to exp(scale * <e_j, e_y>), e normalized. The table of q is made by
+    `prepare`, and made anew every `refresh_every` steps.
+
+    Source:
+        Label smoothing: Szegedy et al. 2016, arXiv:1512.00567, whose target is uniform.
+    """
+
+    name: Literal["knn_label_smoothing"] = "knn_label_smoothing"
+    epsilon: float = Field(0.1, ge=0, lt=1, description="Share of the target on the neighbors")
+    num_neighbors: int = Field(10, ge=1, description="How many of the nearest prototypes")
+    scale: float = Field(
+        10.0, ge=0, allow_inf_nan=False, description="1 / temperature of the neighbors' cosines"
+    )
+    refresh_every: int | None = Field(
+        None, ge=1, description="Steps after which neighbors are found anew; null is never"
+    )
+    impl: Impl = Field(
+        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+    )
+
+    def check(self, head: Head) -> None:
+        """Accept every head: each has prototypes."""
+
+    def prepare(self, head: Head) -> "NeighborSmoothing":
+        """Return the loss with the table of the head's prototypes as they are now.
+
+        Raises:
+            ValueError: There are not as many other prototypes.
+        """
+        return NeighborSmoothing(self, head)
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Refuse to guess a table.
+
+        Raises:
+            ValueError: Always; what `prepare` returns is called.
+        """
+        raise ValueError(
+            "loss knn_label_smoothing: expected a table of neighbors, got none. "
+            "Call what prepare(head) returns"
+        )
+
+
+class NeighborSmoothing:
+    """`KNNLabelSmoothingLoss` with its table, which `refresh` makes anew in place.
+
+    Args:
+        loss: The settings.
+        head: Gives the prototypes.
+
+    Attributes:
+        table: Follows the labels to their device.
+    """
+
+    def __init__(self, loss: KNNLabelSmoothingLoss, head: Head):
+        num_others = len(head.weight) - 1
+        if loss.num_neighbors > num_others:
+            raise ValueError(
+                f"num_neighbors: expected at most {num_others}, the number of other prototypes, "
+                f"got {loss.num_neighbors}"
+            )
+        self.loss = loss
+        self.refresh(head)
+
+    def refresh(self, head: Head) -> None:
+        """Make the table anew from the head's prototypes as they are now."""
+        loss = self.loss
+        self.table = find_neighbors(head.prototypes.detach(), loss.num_neighbors, scale=loss.scale)
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token.
+
+        Args:
+            head: Maps `[N, D]` to logits `[N, V]`.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats; the entropy of the target where it is met, not 0.
+        """
+        form = head.form(hidden_states)
+        if form is None or isinstance(form, MixtureForm):
+            return by_chunks(self._dense, head, hidden_states, labels)
+        targets, weights = self._targets(labels)
+        options = LossOptions(target_weights=weights)
+        return form_cross_entropy(form, targets, options=options, impl=self.loss.impl)
+
+    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return one loss per token from its logits.
+
+        Args:
+            logits: `[N, V]`, of `head`.
+            head: Not looked at.
+            labels: `[N]`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        targets, weights = self._targets(labels)  # [N, 1 + K]
+        costs = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets)
+        return (weights.to(costs.dtype) * costs).sum(-1)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return self.from_logits(head(hidden_states), head, labels)
+
+    def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the classes `[N, 1 + K]` of the target and their probabilities."""
+        self.table = NeighborTable(*(t.to(labels.device) for t in self.table))
+        indices, weights = (t[labels] for t in self.table)  # [N, K]
+        epsilon = self.loss.epsilon
+        own = weights.new_full((len(labels), 1), 1 - epsilon)
+        targets = torch.cat([labels.unsqueeze(-1), indices], -1)
+        return targets, torch.cat([own, epsilon * weights], -1)
+
+
+@torch.no_grad()
+def find_neighbors(prototypes: Tensor, num_neighbors: int, *, scale: float) -> NeighborTable:
+    """Return the exact nearest prototypes by cosine, a few rows at a time.
+
+    One product of V * V * D multiplications: 11 s for 30,522 x 384 and 44 s for 50,257 x 768 on two
+    busy CPU cores. Memory: a few `[rows, V]` matrices of 32 MiB.
+
+    Args:
+        prototypes: `[V, D]`, of any norm.
+        num_neighbors: K, below V.
+        scale: Multiplies the cosines before their softmax.
+    """
+    unit = F.normalize(at_least_float32(prototypes), dim=-1)
+    rows = max(1, CPU_BYTES // (4 * len(unit)))
+    indices, weights = [], []
+    for start in range(0, len(unit), rows):
+        cosines = unit[start : start + rows] @ unit.T  # [rows, V]
+        cosines.diagonal(start).fill_(-math.inf)
+        values, columns = cosines.topk(num_neighbors)
+        indices.append(columns)
+        weights.append((scale * values).softmax(-1))
+    return NeighborTable(torch.cat(indices), torch.cat(weights))

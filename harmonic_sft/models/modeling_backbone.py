@@ -1,0 +1,186 @@
+"""What all harmonic models share, and the backbone alone."""
+
+import functools
+import os
+from contextlib import nullcontext
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from .backbones import blocks_without_graph, build_backbone, find_blocks, trains
+from .configuration_harmonic import HarmonicConfig
+from .head import Head
+from .packing import document_arguments
+from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
+
+
+class HarmonicPreTrainedModel(PreTrainedModel):
+    """What harmonic models share: loading, freezing, checkpointing."""
+
+    config: HarmonicConfig
+    config_class = HarmonicConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _auto_map: ClassVar[dict[str, str]] = {}  # beside AutoConfig and AutoModel
+    _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^dist_head\."]  # noqa: RUF012
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model as transformers does; a partial checkpoint is completed from its base.
+
+        Args:
+            pretrained_model_name_or_path: A folder or a name on the Hub.
+            model_args: Passed on.
+            config: A configuration, or where to find it.
+            kwargs: All options of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: The base of a partial checkpoint cannot be fetched or does not fit.
+        """
+        name = pretrained_model_name_or_path
+        if name is None or kwargs.get("state_dict") is not None:
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
+        if isinstance(config, PreTrainedConfig):
+            partial = config.partial
+        else:
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
+            partial = fields.get("partial", False)
+        if not partial:
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        # A branch may move on between two files.
+        where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
+        rest = {k: v for k, v in kwargs.items() if k not in (*hub, *where, "state_dict")}
+        if not isinstance(config, PreTrainedConfig):
+            config = partial_config(str(name), where, hub, rest)
+        state_dict = complete_state_dict(str(name), config, HarmonicModel, where=where, **hub)
+        loaded = super().from_pretrained(
+            None, *model_args, config=config, state_dict=state_dict, **rest
+        )
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.partial = False  # saved again, it is a whole checkpoint
+        model.config.name_or_path = model.name_or_path = str(name)
+        return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save weights, configuration and the code that loads them without this package."""
+        self.config.auto_map = {
+            "AutoConfig": "configuration_harmonic.HarmonicConfig",
+            "AutoModel": "modeling_backbone.HarmonicModel",
+            **self._auto_map,
+        }
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Checkpoint every block that holds a graph: from the first trainable one on.
+
+        A frozen block below has no graph and nothing to save. transformers would make the input
+        embeddings require gradients and pull all frozen blocks into the graph.
+
+        Raises:
+            ValueError: Reentrant checkpointing, or transformers' further options.
+        """
+        if kwargs.pop("every_n_layers", 1) != 1 or kwargs.pop("offload", False) or kwargs:
+            raise ValueError(
+                "gradient checkpointing: expected only gradient_checkpointing_kwargs, got more"
+            )
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError(
+                "use_reentrant: expected False, got True. "
+                "Reentrant checkpointing gives the block above a frozen one no gradient"
+            )
+        self._set_gradient_checkpointing(
+            enable=True, gradient_checkpointing_func=functools.partial(checkpoint, **options)
+        )
+        for block in blocks_without_graph(cast("HarmonicModel", self.base_model).backbone):
+            block.gradient_checkpointing = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Head):
+            module.reset_parameters()
+
+
+class HarmonicModel(HarmonicPreTrainedModel):
+    """The backbone alone, as `AutoModel` loads it: hidden states for embeddings and retrieval."""
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self.backbone = build_backbone(config.text_config)
+        self.post_init()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, but leave what runs without a graph in evaluation mode.
+
+        Dropout in a frozen part would only add noise to the features that the rest learns from.
+        """
+        super().train(mode)
+        if mode:
+            blocks = find_blocks(self.backbone)[1]
+            for part in self.backbone.children():
+                if not trains(part) and blocks not in part.modules():
+                    part.eval()
+            for block in blocks_without_graph(self.backbone):
+                block.eval()
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's token embeddings."""
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the backbone's token embeddings."""
+        self.backbone.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Return the backbone's output.
+
+        A backbone of float32 and 16-bit weights runs under autocast to 16 bits.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone. A position
+                that does not continue the one before it starts a new document (at 0), and tokens
+                attend only to their own document.
+            kwargs: The backbone's further arguments.
+        """
+        if position_ids is not None:
+            batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)
+            shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
+            attention_mask = shown.pop("attention_mask")
+            kwargs |= shown
+        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
+        low = min(dtypes, key=lambda dtype: dtype.itemsize)
+        autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()
+        with autocast:
+            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)

@@ -1,0 +1,197 @@
+"""Harmonic models with a head over classes: of whole texts, and of their tokens."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import can_return_tuple
+
+from .configuration_harmonic import HarmonicConfig
+from .modeling_harmonic import HarmonicHeadModel, copy_head_, load_base
+from .objective import mean_token_loss
+
+
+class HarmonicClassifier(HarmonicHeadModel):
+    """A head over the classes in `config.id2label`."""
+
+    @staticmethod
+    def num_classes(config: HarmonicConfig) -> int:
+        """Return V, the number of labels."""
+        assert config.num_labels is not None, "a configuration has two labels if it names none"
+        return config.num_labels
+
+    @classmethod
+    def from_base(
+        cls,
+        name: str,
+        *,
+        labels: Sequence[str],
+        revision: str | None = None,
+        head: dict[str, Any] | None = None,
+        init: str = "random",
+        pooling: str = "mean",
+        dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
+    ) -> Self:
+        """Put a new head on a pretrained encoder.
+
+        Args:
+            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
+                then replaced.
+            labels: Names of the classes, in the order of the head's rows.
+            revision: A revision on the Hub.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            init: `random`, or `base_head`: the weights of the head of a base that is itself such a
+                model. For class means call `dist_head.initialize_` with them.
+            pooling: What stands for a whole text; see `HarmonicConfig`.
+            dtype: Of the backbone; the head is float32.
+            dropout: Probability of every dropout of the backbone; default: the base's own.
+
+        Raises:
+            ValueError: Fewer than two labels, or one twice; the checkpoint does not fill the
+                backbone, or has no such head.
+        """
+        if len(labels) < 2 or len(set(labels)) < len(labels):
+            raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
+        if init not in ("random", "base_head"):
+            raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")
+        head_class = cls if init == "base_head" else None
+        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        model = cls._around(
+            base,
+            dict(head or {"name": "dist"}),
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+            pooling=pooling,
+        )
+        if init == "base_head":
+            copy_head_(model.dist_head, base)
+            model.config.head = model.dist_head.settings()
+        return model
+
+    def _classify(
+        self,
+        outputs: BaseModelOutput,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the loss, and logits `[B, S, V]` of what `select` leaves."""
+        assert outputs.last_hidden_state is not None, "every backbone returns it"
+        states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
+        loss = None
+        if labels is not None:
+            loss = mean_token_loss(
+                self.loss_fn,
+                self.dist_head,
+                states,
+                labels.reshape(states.shape[:2]),
+                num_items_in_batch=num_items_in_batch,
+            )
+        logits = self.dist_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        return loss, logits
+
+
+class HarmonicForSequenceClassification(HarmonicClassifier):
+    """An encoder with a head that predicts the class of a whole text."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForSequenceClassification": (
+            "modeling_classification.HarmonicForSequenceClassification"
+        )
+    }
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return one vector for each text.
+
+        Args:
+            hidden_states: `[B, T, D]`.
+            attention_mask: `[B, T]`, 1 = attend; None is all ones.
+
+        Returns:
+            `[B, 1, D]`, float32 or better: the mean over the attended tokens, or the first one.
+        """
+        if attention_mask is None:
+            attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
+        if self.config.pooling == "cls":
+            first = attention_mask.to(torch.int64).argmax(-1)  # padding may be on the left
+            rows = torch.arange(len(first), device=first.device)
+            return hidden_states[rows, first].unsqueeze(1)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        weights = attention_mask.to(wide).unsqueeze(-1)  # [B, T, 1]
+        total = (hidden_states.to(wide) * weights).sum(1, keepdim=True)
+        return total / weights.sum(1, keepdim=True).clamp_min(1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Predict the class of each text.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            labels: `[B]`, -100 for a text that is not scored.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            kwargs: The backbone's further arguments.
+
+        Returns:
+            `loss` in nats with labels; `logits` `[B, V]`.
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        loss, logits = self._classify(outputs, attention_mask, labels, num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits.squeeze(1),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class HarmonicForTokenClassification(HarmonicClassifier):
+    """An encoder with a head that predicts the class of every token."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForTokenClassification": "modeling_classification.HarmonicForTokenClassification"
+    }
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Predict the class of each token.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            labels: `[B, T]`, -100 where a token is not scored.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            kwargs: The backbone's further arguments.
+
+        Returns:
+            `loss` in nats with labels; `logits` `[B, T, V]`.
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        loss, logits = self._classify(outputs, attention_mask, labels, num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

@@ -1,0 +1,152 @@
+"""The mean of several softmaxes, each over its own slice of hidden states and prototypes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cosine_heads import CosineHead
+from .head import (
+    AffineForm,
+    DistanceForm,
+    MixtureForm,
+    SphereHead,
+    at_least_float32,
+    dense_logits,
+    distance_logits,
+)
+
+INNER = ("cosine", "dist", "linear")
+
+
+class MultiHead(SphereHead):
+    """The mean of M softmaxes: p_j = mean_m softmax_j of head m on columns m of x and W.
+
+    Hidden states and prototypes are cut into M slices of D / M columns. Every slice is compared as
+    the inner head would compare it, on a unit sphere of its own where that head has one. The weight
+    stays one matrix, so that it can be tied; bias, scale and exponent of the inner head hold for
+    all slices. With M = 1 it is the inner head.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        num_heads: M, a divisor of D.
+        inner: `{"name": ..., fields...}` of a linear, cosine or Euclidean dist head; default:
+            linear.
+
+    Raises:
+        ValueError: M does not divide D, or the inner head is another one.
+
+    Source:
+        Liu 2026, Multi-head cross entropy loss (blog): the sum over linear heads, which the softmax
+        of its logarithm makes the mean. Over distances, multi-head harmonic loss, it is ours.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        num_heads: int = 4,
+        inner: dict[str, Any] | None = None,
+    ):
+        from .heads import build_head  # whose table holds this head
+
+        super().__init__()
+        inner = inner or {"name": "linear"}
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of hidden_size {hidden_size}, got {num_heads}"
+            )
+        if inner.get("name") not in INNER:
+            raise ValueError(
+                f"multi_head inner: expected one of {list(INNER)}, got {inner.get('name')!r}"
+            )
+        if inner.get("metric", "euclidean") != "euclidean":
+            raise ValueError(f"multi_head inner metric: expected euclidean, got {inner['metric']}")
+        self.num_heads = num_heads
+        self.inner = build_head(inner, hidden_size=hidden_size, vocab_size=vocab_size)
+        self.scaled_by_h_exp = self.inner.scaled_by_h_exp and num_heads == 1
+        self.unit_sphere = isinstance(self.inner, SphereHead) and self.inner.unit_sphere
+        self.renormalize_()
+
+    @property
+    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
+        """The inner head's weight, `[V, D]`."""
+        return self.inner.weight
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The slices the head compares with, side by side, `[V, D]`: each of norm 1 on spheres."""
+        slices = self.weight.unflatten(-1, (self.num_heads, -1))  # [V, M, D / M]
+        return F.normalize(slices, dim=-1).flatten(1) if self.unit_sphere else self.weight
+
+    @property
+    def h_exp(self) -> float | None:
+        """The exponent of all slices, None where they measure no distances."""
+        return self.inner.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.inner.h_exp = value
+
+    def form(self, hidden_states: Tensor) -> MixtureForm:
+        """Return the logits' form for hidden states `[N, D]`: one part for each slice."""
+        whole = self._whole_form(hidden_states)
+        states = whole.hidden_states.chunk(self.num_heads, dim=-1)
+        weights = whole.weight.chunk(self.num_heads, dim=-1)
+        cut = zip(states, weights, strict=True)
+        return MixtureForm(tuple(whole._replace(hidden_states=x, weight=w) for x, w in cut))
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the negative log-likelihood of each label, accurate also where it is close to 0.
+
+        Args:
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        parts = self.form(hidden_states).parts
+        losses = torch.stack([_nll(part, labels) for part in parts])  # [M, N]
+        # Both terms are at least 0, so that none of their digits cancel.
+        least = losses.detach().amin(0)
+        return least - torch.log1p(torch.expm1(least - losses).mean(0))
+
+    def renormalize_(self) -> None:
+        """Scale every slice of every prototype back to norm 1; nothing to do off the sphere."""
+        if self.unit_sphere:
+            with torch.no_grad():
+                self.weight.copy_(self.prototypes)
+
+    def reset_parameters(self) -> None:
+        """Draw the inner head anew."""
+        self.inner.reset_parameters()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the inner head's settings."""
+        fields = {"num_heads": self.num_heads, "inner": self.inner.settings()}
+        return {"name": "multi_head", **fields}
+
+    def _whole_form(self, hidden_states: Tensor) -> AffineForm | DistanceForm:
+        """Return the form whose columns are those of all slices."""
+        if not isinstance(self.inner, CosineHead):
+            whole = self.inner.form(hidden_states)
+            assert isinstance(whole, AffineForm | DistanceForm), "INNER holds no other heads"
+            return whole
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            slices = at_least_float32(hidden_states).unflatten(-1, (self.num_heads, -1))
+            directions = F.normalize(slices, dim=-1).flatten(1)  # [N, D]
+            return AffineForm(self.inner.scale * directions, self.prototypes)
+
+
+def _nll(form: AffineForm | DistanceForm, labels: Tensor) -> Tensor:
+    """Return log1p(others / label) `[N]`, with the label's distance by direct difference."""
+    labels = labels.unsqueeze(-1)  # [N, 1]
+    is_distance = isinstance(form, DistanceForm)
+    logits = distance_logits(form, labels) if is_distance else dense_logits(form)  # [N, V]
+    others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1)  # [N]
+    margin = others - logits.gather(-1, labels).squeeze(-1)
+    return torch.logaddexp(margin, torch.zeros_like(margin))

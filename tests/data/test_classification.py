@@ -1,0 +1,193 @@
+"""Labeled rows: columns, classes, splits, cut texts, and the labels of words."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+from transformers import BertTokenizerFast
+
+from harmonic_sft.data import DataConfig, EpochSampler, load_labeled_data
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    vocab = tmp_path_factory.mktemp("labeled") / "vocab.txt"
+    vocab.write_text("\n".join(WORDS) + "\n")
+    return BertTokenizerFast(vocab=str(vocab))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+        return str(path)
+
+    return write
+
+
+def load(path, tokenizer, *, task="sequence_classification", labels=None, **fields):
+    settings = {
+        "sources": [{"path": path}],
+        "context_length": 6,
+        "label_column": "label",
+        "eval": {"documents": 2},
+        **fields,
+    }
+    config = TypeAdapter(DataConfig).validate_python(settings)
+    options = {"vocab_size": len(WORDS), "max_positions": 10, "seed": 0, "labels": labels}
+    return load_labeled_data(config, task=task, tokenizer=tokenizer, **options)
+
+
+ROWS = [{"text": "red blue", "label": label} for label in ["b", "a", "b", "c", "a", "b", "c", "a"]]
+
+
+def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
+    data = load(write(ROWS), tokenizer)
+    assert data.labels == ["a", "b", "c"]
+    assert (len(data.train), len(data.eval)) == (6, 2)
+    assert data.num_documents == 6
+    assert data.num_tokens == 6 * 4
+    everything = [
+        int(rows[i]["labels"]) for rows in (data.train, data.eval) for i in range(len(rows))
+    ]
+    assert sorted(everything) == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert data.unigram_counts.sum() == 6
+    assert data.train[0]["input_ids"].tolist() == [2, 5, 6, 3]
+    again = load(write(ROWS), tokenizer)
+    assert [int(row["labels"]) for row in again.eval] == [int(row["labels"]) for row in data.eval]
+
+
+def test_integers_are_sorted_as_numbers_and_named(write, tokenizer):
+    rows = [{"text": "red", "label": label} for label in [10, 2, 2, 10, 2, 10]]
+    assert load(write(rows), tokenizer).labels == ["2", "10"]
+
+
+def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, 1]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    assert load(str(tmp_path / "saved"), tokenizer).labels == ["no", "yes"]
+
+
+def test_another_file_is_evaluated_whole(write, tokenizer):
+    held_out = write([{"text": "gray", "label": "c"}], "eval.jsonl")
+    data = load(write(ROWS), tokenizer, eval={"source": {"path": held_out}})
+    assert (len(data.train), len(data.eval)) == (8, 1)
+    assert data.eval[0]["labels"] == 2
+
+
+def test_a_long_text_is_cut_and_that_is_told(write, tokenizer, caplog):
+    caplog.set_level("INFO")
+    long = [{"text": "red " * 20, "label": "a"}]
+    data = load(write(ROWS), tokenizer, eval={"source": {"path": write(long, "long.jsonl")}})
+    assert data.eval[0]["input_ids"].tolist() == [2, 5, 5, 5, 5, 3]
+    assert "1 of 1 evaluation rows fill data.context_length" in caplog.text
+    assert "training rows fill" not in caplog.text
+
+
+def test_batches_are_padded(write, tokenizer):
+    rows = [*ROWS, {"text": "red", "label": "a"}]
+    data = load(write(rows), tokenizer, eval={"documents": 1}, pad_to_multiple_of=4)
+    short, long = {"input_ids": np.array([2, 5, 3]), "labels": np.array(0)}, data.train[0]
+    batch = data.collator([short, long])
+    assert batch["input_ids"].tolist()[0] == [2, 5, 3, 0]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [0, int(long["labels"])]
+
+
+def test_a_word_is_scored_at_its_first_token(write, tokenizer):
+    rows = [
+        {"text": ["redish", "blue"], "label": ["x", "y"]},
+        {"text": ["blue"], "label": ["y"]},
+        {"text": ["gray"], "label": ["x"]},
+    ]
+    held_out = write(rows[:1], "eval.jsonl")
+    task = "token_classification"
+    options = {"task": task, "eval": {"source": {"path": held_out}}}
+    data = load(write(rows), tokenizer, **options)
+    assert data.train[0]["input_ids"].tolist() == [2, 5, 8, 6, 3]
+    assert data.train[0]["labels"].tolist() == [-100, 0, -100, 1, -100]
+    assert data.unigram_counts.tolist() == [2, 2]
+    batch = data.collator([data.train[0], data.train[1]])
+    assert batch["labels"].tolist() == [[-100, 0, -100, 1, -100], [-100, 1, -100, -100, -100]]
+    bad = [*rows, {"text": ["red"], "label": ["x", "y"]}]
+    with pytest.raises(ValueError, match=r"got 2 labels for 1 words in .*, line 4\."):
+        load(write(bad), tokenizer, **options)
+
+
+def test_a_trained_model_keeps_its_classes(write, tokenizer):
+    path = write(ROWS)
+    assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
+    with pytest.raises(ValueError, match=r"data.eval: expected labels .* got 'c'"):
+        load(path, tokenizer, labels=["a", "b"])
+
+
+def test_the_order_is_a_matter_of_seed_and_epoch(write, tokenizer):
+    rows = load(write(ROWS * 4), tokenizer).train
+    sampler = EpochSampler(rows, seed=1)
+    first = list(sampler)
+    assert sorted(first) == list(range(len(rows)))
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_columns_that_are_not_there_are_named(write, tokenizer):
+    path = write(ROWS)
+    message = r"data.label_column: expected one of \['label', 'text'\], got 'lable'. .*'label'"
+    with pytest.raises(ValueError, match=message):
+        load(path, tokenizer, label_column="lable")
+    with pytest.raises(ValueError, match=r"data.sources\[0\].column: expected one of"):
+        load(path, tokenizer, sources=[{"path": path, "column": "body"}])
+    with pytest.raises(
+        ValueError, match=r"data.label_column: expected a column for classification"
+    ):
+        load(path, tokenizer, label_column=None)
+
+
+def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
+    one = [{"text": "red", "label": "a"}] * 5
+    with pytest.raises(ValueError, match=r"expected two classes or more .* got \['a'\]"):
+        load(write(one), tokenizer)
+    unseen = write([{"text": "red", "label": "z"}], "eval.jsonl")
+    with pytest.raises(ValueError, match=r"data.eval: expected labels that the training .* 'z'"):
+        load(write(ROWS), tokenizer, eval={"source": {"path": unseen}})
+    with pytest.raises(ValueError, match=r"data.eval.documents: expected fewer than"):
+        load(write(ROWS), tokenizer, eval={"documents": 8})
+
+
+def test_bad_rows_stop_or_are_counted(write, tokenizer):
+    for bad, reason in (
+        ({"text": "  ", "label": "a"}, "no text"),
+        ({"text": "red", "label": None}, "the label None, neither a string nor an integer"),
+    ):
+        path = write([*ROWS, bad])
+        with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..* on_bad_row: skip"):
+            load(path, tokenizer)
+        data = load(path, tokenizer, on_bad_row="skip")
+        assert data.bad_rows.total == 1
+        assert len(data.train) == 6
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("mask", {"mask": {"probability": 0.5}}),
+        ("packing", {"packing": True}),
+        ("padding_free", {"padding_free": True}),
+        ("sources.streaming", {"sources": [{"path": "x.jsonl", "streaming": True}]}),
+        ("sources.weight", {"sources": [{"path": "x.jsonl", "weight": 1.0}]}),
+        ("sources.format", {"sources": [{"path": "x.jsonl", "format": "alpaca"}]}),
+    ],
+)
+def test_settings_without_effect_are_refused(write, tokenizer, key, fields):
+    with pytest.raises(ValueError, match=rf"data.{key}: expected the default for classification"):
+        load(write(ROWS), tokenizer, **fields)

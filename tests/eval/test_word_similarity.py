@@ -1,0 +1,101 @@
+"""Rank correlations against ranks written out, and what is read and covered."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
+from harmonic_sft.eval.word_similarity import single_token_pairs, word_similarity
+
+
+def ranks(values):
+    """Average ranks: ties share theirs."""
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
+
+
+def pearson(a, b):
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    products = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
+    squares = sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b)
+    return products / math.sqrt(squares)
+
+
+def test_spearman_is_the_correlation_of_ranks():
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(20, 5, generator=generator, dtype=torch.float64)
+    ids = [(i, i + 7) for i in range(12)]
+    ratings = [float(i // 2) for i in range(12)]  # with ties
+    cosines, distances = [], []
+    for one, other in ids:
+        a, b = prototypes[one].tolist(), prototypes[other].tolist()
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        cosines.append(dot / math.hypot(*a) / math.hypot(*b))
+        distances.append(-math.dist(a, b))
+    found = word_similarity(prototypes, ids, ratings)
+    assert found["spearman_cosine"] == pytest.approx(pearson(ranks(cosines), ranks(ratings)))
+    assert found["spearman_l2"] == pytest.approx(pearson(ranks(distances), ranks(ratings)))
+    unit = word_similarity(torch.nn.functional.normalize(prototypes, dim=-1), ids, ratings)
+    assert unit["spearman_l2"] == pytest.approx(unit["spearman_cosine"])
+    assert unit["spearman_cosine"] == pytest.approx(found["spearman_cosine"])
+
+
+def test_only_known_single_tokens_count(tiny_base):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    pairs = [
+        WordPair("aa", "bb", 3.0),
+        WordPair("aa", "zzzz", 2.0),  # unknown: [UNK] is one token too
+        WordPair("aa bb", "bb", 2.0),  # two tokens
+        WordPair("AA", "cc", 1.0),  # the tokenizer lowercases
+        WordPair("dd", "cc", 2.0),
+    ]
+    ids, ratings = single_token_pairs(pairs, tokenizer)
+    assert ratings == [3.0, 1.0, 2.0]
+    assert tokenizer.convert_ids_to_tokens(ids[1]) == ["aa", "cc"]
+    prototypes = torch.randn(len(tokenizer), 4, generator=torch.Generator().manual_seed(0))
+    found = rate_prototypes(prototypes, tokenizer, {"tiny": pairs})
+    assert found["tiny"] == {**word_similarity(prototypes, ids, ratings), "pairs": 5, "covered": 3}
+    with pytest.raises(ValueError, match="at least 3 whose words are single tokens, got 2"):
+        rate_prototypes(prototypes, tokenizer, {"few": pairs[:4]})
+
+
+def test_minilm_judges_words_as_people_do(minilm_path):
+    from transformers import AutoModel
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm_path)
+    table = AutoModel.from_pretrained(minilm_path).get_input_embeddings().weight
+    words = [("king", "queen", 9), ("car", "truck", 8), ("dog", "cat", 8), ("king", "cabbage", 1)]
+    words += [("car", "poem", 0), ("monday", "stone", 0), ("money", "cash", 9)]
+    pairs = {"few": [WordPair(*word) for word in words]}
+    found = rate_prototypes(table, tokenizer, pairs)["few"]
+    assert found["covered"] == 7
+    assert found["spearman_cosine"] > 0.6
+    assert found["spearman_l2"] > 0.6
+
+
+def test_ratings_are_read_from_a_table(tmp_path):
+    path = tmp_path / "set.tsv"
+    path.write_text("word1\tword2\tscore\nsun\tsunlight\t50.0\nice cream\tTiger\t-1\n")
+    assert read_word_pairs(path) == [("sun", "sunlight", 50.0), ("ice cream", "Tiger", -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected the header .*, got an empty file"),
+        ("sun\tmoon\t1\n", "expected the header .*, got 'sun"),
+        ("word1\tword2\tscore\nsun\tmoon\n", "line 2: expected two words and a number, got 'sun"),
+        ("word1\tword2\tscore\na\tb\t1\na\tb\tx\n", "line 3: expected two words and a number"),
+    ],
+)
+def test_a_bad_table_is_an_error(tmp_path, text, message):
+    path = tmp_path / "set.tsv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_word_pairs(path)
+    with pytest.raises(ValueError, match="word pairs: expected an existing file, got "):
+        read_word_pairs(tmp_path / "none.tsv")

@@ -1,0 +1,115 @@
+"""The toy language: its facts, its training, and which setting is reported."""
+
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.experiments import multi_head_toy
+from harmonic_sft.experiments.multi_head_toy import (
+    BAYES_LOSS,
+    NUM_HEADS,
+    SETTINGS,
+    TOLERANCE,
+    Setting,
+    next_token_probs,
+    run,
+    show,
+    train,
+)
+from harmonic_sft.experiments.stacked import StackedMLP, seeded_generators
+from harmonic_sft.losses import LOSSES
+from harmonic_sft.models import build_head
+
+
+def test_bigrams_go_to_the_partner_class_and_back():
+    probs = next_token_probs()
+    for token, row in enumerate(probs.tolist()):
+        partner = {"A": "B", "B": "A", "C": "D", "D": "C"}["ABCD"[token // 10]]
+        following = [next_ for next_, prob in enumerate(row) if prob > 0]
+        assert following == [i for i in range(40) if "ABCD"[i // 10] == partner]
+    assert (probs > 0).sum() == 400
+    torch.testing.assert_close(probs.sum(-1), torch.ones(40))
+
+
+def test_the_bayes_loss_is_the_entropy_of_the_next_token():
+    entropies = torch.special.entr(next_token_probs().double()).sum(-1)
+    torch.testing.assert_close(entropies, torch.full((40,), math.log(10)).double())
+    assert math.log(10) == BAYES_LOSS
+
+
+def test_the_first_loss_is_the_products_mean_over_all_400_bigrams():
+    _, losses = train(Setting(), 4, [7], num_epochs=1)
+    model = StackedMLP(seeded_generators([7]), vocab_size=40, num_inputs=1, hidden_size=64)
+    current, following = next_token_probs().nonzero(as_tuple=True)
+    settings = {"num_heads": 4, "inner": {"name": "linear", "bias": False}}
+    head = build_head({"name": "multi_head", **settings}, hidden_size=64, vocab_size=40)
+    head.initialize_(model.embedding[0].detach())
+    hidden_states = model(current.view(1, -1, 1))[0].detach()
+    expected = LOSSES["cross_entropy"]()(head, hidden_states, following)
+    torch.testing.assert_close(losses[0], expected.mean().detach())
+
+
+def test_seeds_trained_together_are_those_trained_alone():
+    together, losses = train(Setting(), 2, [0, 1, 2], num_epochs=3)
+    for seed in range(3):
+        alone, loss = train(Setting(), 2, [seed], num_epochs=3)
+        torch.testing.assert_close(losses[seed], loss[0])
+        for name, parameter in together.named_parameters():
+            torch.testing.assert_close(parameter[seed], alone.get_parameter(name)[0])
+
+
+def test_training_reaches_the_bayes_loss():
+    _, losses = train(Setting(), 8, [0], num_epochs=400)
+    assert BAYES_LOSS - 1e-6 < losses.item() < BAYES_LOSS + TOLERANCE
+
+
+def test_three_epochs_are_far_from_bayes_so_that_no_setting_is_chosen(capsys):
+    payload = run(num_seeds=2, num_epochs=3)
+    assert len(payload["settings"]) == len(SETTINGS)
+    for setting in payload["settings"]:
+        assert [row["num_heads"] for row in setting["rows"]] == list(NUM_HEADS)
+        assert all(len(row["percent"]) == 2 for row in setting["rows"])
+        assert setting["worst_excess_loss"] > 1
+    assert payload["chosen"] is None
+    assert payload["is_monotone"] is None
+    show(payload)
+    printed = capsys.readouterr().out
+    assert "Mean variance in two components (%) of every setting" in printed
+    assert "blog" not in printed
+
+
+def fake_row(setting, num_heads, seeds, num_epochs):
+    """Misses the Bayes loss where D is 32; explained variance rises where D is 64."""
+    percent = num_heads if setting.hidden_size == 64 else -num_heads
+    return {
+        "num_heads": num_heads,
+        "mean_percent": float(percent),
+        "percent": [float(percent)] * len(seeds),
+        "excess_loss": [0.1 if setting.hidden_size == 32 else 1e-5] * len(seeds),
+    }
+
+
+def test_the_first_setting_at_the_bayes_loss_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(multi_head_toy, "_row", fake_row)
+    payload = run(num_seeds=3, num_epochs=1)
+    assert payload["chosen"] == 1
+    assert payload["settings"][1]["hidden_size"] == 64
+    assert payload["is_monotone"] is True
+    show(payload)
+    printed = " ".join(capsys.readouterr().out.split())  # long titles are folded
+    assert "D 64, learning rate 0.001, weight decay 0.01: the mean rises" in printed
+
+
+def test_a_mean_that_does_not_rise_is_reported_as_such(monkeypatch, capsys):
+    monkeypatch.setattr(multi_head_toy, "_row", fake_row)
+    monkeypatch.setattr(multi_head_toy, "SETTINGS", (Setting(hidden_size=128),))
+    payload = run(num_seeds=1, num_epochs=1)
+    assert payload["is_monotone"] is False
+    show(payload)
+    assert "does not always rise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_number_of_heads_divides_the_hidden_size(setting):
+    assert all(setting.hidden_size % num_heads == 0 for num_heads in NUM_HEADS)

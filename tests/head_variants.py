@@ -1,0 +1,45 @@
+"""Every head in every geometry, for the tests that hold for all of them."""
+
+from typing import Any
+
+V, D = 40, 24
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "linear": {"name": "linear"},
+    "linear without bias": {"name": "linear", "bias": False},
+    "dist": {"name": "dist"},
+    "dist off the sphere": {"name": "dist", "unit_sphere": False},
+    "dist learned": {"name": "dist", "learn_h_exp": True},
+    "dist cosine": {"name": "dist", "metric": "cosine"},
+    "dist l1": {"name": "dist", "metric": "lp"},
+    "dist l3 off the sphere": {"name": "dist", "metric": "lp", "p": 3.0, "unit_sphere": False},
+    "dist chebyshev": {"name": "dist", "metric": "chebyshev"},
+    "dist bray_curtis": {"name": "dist", "metric": "bray_curtis"},
+    "dist mahalanobis": {"name": "dist", "metric": "mahalanobis"},
+    "dist mahalanobis off the sphere": {
+        **{"name": "dist", "metric": "mahalanobis"},
+        **{"rank": 3, "unit_sphere": False},
+    },
+    "cosine": {"name": "cosine"},
+    "cosine fixed": {"name": "cosine", "scale": 7.0, "learn_scale": False},
+    "vmf": {"name": "vmf"},
+    "vmf per class": {"name": "vmf", "per_class": True},
+    "l2": {"name": "l2"},
+    "l2 fixed": {"name": "l2", "scale": 0.5, "learn_scale": False},
+    "power": {"name": "power"},
+    "power -2": {"name": "power", "power": -2.0},
+    "rotation": {"name": "rotation"},
+    "rotation of dist": {"name": "rotation", "inner": {"name": "dist", "h_exp": -5.0}},
+    "rotation of l1": {"name": "rotation", "inner": {"name": "dist", "metric": "lp"}},
+    "rotation of multi_head": {
+        **{"name": "rotation"},
+        "inner": {"name": "multi_head", "num_heads": 2, "inner": {"name": "dist"}},
+    },
+    "multi_head": {"name": "multi_head"},
+    "multi_head of cosine": {"name": "multi_head", "inner": {"name": "cosine"}},
+    "multi_head of dist": {"name": "multi_head", "inner": {"name": "dist"}},
+    "multi_head of dist off the sphere": {
+        **{"name": "multi_head", "num_heads": 8},
+        "inner": {"name": "dist", "unit_sphere": False},
+    },
+}

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.losses import ArcFaceLoss, CrossEntropyLoss
+from harmonic_sft.models import CosineHead, build_head
+
+V, D = 20, 6
+
+
+def problem(*, learn_scale=True):
+    torch.manual_seed(0)
+    head = CosineHead(D, V, scale=9.0, learn_scale=learn_scale).double()
+    states = 5 * torch.randn(8, D, dtype=torch.float64)
+    labels = torch.randint(V, (8,))
+    states[0] = -head.weight[labels[0]]  # theta = pi: beyond the guard
+    return head, states.requires_grad_(), labels
+
+
+def by_loops(head, states, labels, margin):
+    scale, losses = float(torch.as_tensor(head.scale).detach()), []
+    for state, y in zip(states.tolist(), labels.tolist(), strict=True):
+        logits = []
+        for j, point in enumerate(head.weight.tolist()):
+            dot = sum(a * b for a, b in zip(state, point, strict=True))
+            cosine = dot / math.hypot(*state) / math.hypot(*point)
+            cosine = max(-1.0, min(1.0, cosine))
+            if j == y and math.acos(cosine) + margin < math.pi:
+                cosine = math.cos(math.acos(cosine) + margin)
+            elif j == y:
+                cosine -= margin * math.sin(margin)
+            logits.append(scale * cosine)
+        total = sum(math.exp(z) for z in logits)
+        losses.append(-math.log(math.exp(logits[y]) / total))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("margin", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("learn_scale", [True, False])
+def test_the_margin_is_added_to_the_angle_of_the_label(margin, learn_scale):
+    head, states, labels = problem(learn_scale=learn_scale)
+    found = ArcFaceLoss(margin=margin).prepare(head)(head, states, labels)
+    expected = by_loops(head, states, labels, margin)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found[1:].detach(), expected[1:])
+
+
+def test_without_a_margin_it_is_the_cross_entropy():
+    head, states, labels = problem()
+    found = ArcFaceLoss(margin=0.0)(head, states, labels)
+    torch.testing.assert_close(found, CrossEntropyLoss()(head, states, labels))
+
+
+def test_gradcheck():
+    head, states, labels = problem()
+
+    def loss(hidden_states, weight, log_scale):
+        swapped = {"weight": weight, "log_scale": log_scale}
+        with torch.nn.utils.stateless._reparametrize_module(head, swapped):
+            logits = head(hidden_states)
+            return ArcFaceLoss().from_logits(logits, head, labels[1:])
+
+    inputs = (states[1:], head.weight, head.log_scale)
+    assert torch.autograd.gradcheck(loss, [x.detach().requires_grad_() for x in inputs])
+
+
+def test_only_a_cosine_head_has_the_angles():
+    head = build_head({"name": "dist"}, hidden_size=D, vocab_size=V)
+    with pytest.raises(ValueError, match="loss arcface: expected a cosine head, got dist"):
+        ArcFaceLoss().prepare(head)

@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.models import LinearHead
+from harmonic_sft.training.memory import LiveBytes
+
+V, D = 12, 6
+
+
+def nll(head, hidden_states, labels, *shared):
+    loss = head.nll(hidden_states, labels)
+    return loss if not shared else loss + (hidden_states @ shared[0]).square()
+
+
+def problem(num_tokens=7):
+    torch.manual_seed(0)
+    head = LinearHead(D, V).double()
+    states = torch.randn(num_tokens, D, dtype=torch.float64, requires_grad=True)
+    return head, states, torch.randint(V, (num_tokens,))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+def test_chunks_give_the_loss_and_the_gradients_of_the_whole(rows, uniform, share):
+    head, states, labels = problem()
+    source = torch.randn(D, dtype=torch.float64, requires_grad=True)
+    shared = [source.sin()] if share else []
+    weights = torch.ones(7) * 3 if uniform else torch.rand(7)
+    inputs = [states, *head.parameters(), *([source] if share else [])]
+    results = []
+    for losses in (
+        nll(head, states, labels, *shared),
+        by_chunks(nll, head, states, labels, shared=shared, rows=rows),
+    ):
+        total = losses.sum() * 3 if uniform else (losses * weights).sum()
+        results.append([losses, *torch.autograd.grad(total, inputs, retain_graph=True)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_nothing_is_computed_twice_under_a_sum():
+    head, states, labels = problem()
+    calls = []
+
+    def counting(*arguments):
+        calls.append(len(arguments[1]))
+        return nll(*arguments)
+
+    (by_chunks(counting, head, states, labels, rows=3).sum() / 7).backward()
+    assert calls == [3, 3, 1]
+    (by_chunks(counting, head, states, labels, rows=3) * torch.rand(7)).sum().backward()
+    assert calls == [3, 3, 1] * 3
+
+
+def test_what_needs_no_gradient_gets_none():
+    head, states, labels = problem()
+    head.bias.requires_grad_(False)
+    shared = torch.randn(D, dtype=torch.float64)
+    by_chunks(nll, head, states.detach(), labels, shared=[shared], rows=2).sum().backward()
+    assert head.bias.grad is None
+    assert shared.grad is None
+    assert head.weight.grad.abs().sum() > 0
+
+
+def test_without_gradients_no_graph_is_made():
+    head, states, labels = problem()
+
+    def watching(*arguments):
+        loss = nll(*arguments)
+        assert not loss.requires_grad
+        return loss
+
+    with torch.no_grad():
+        found = by_chunks(watching, head, states, labels, rows=2)
+    torch.testing.assert_close(found, nll(head, states, labels).detach())
+
+
+def test_no_tokens_are_no_error():
+    head, states, labels = problem(0)
+    losses = by_chunks(nll, head, states, labels)
+    assert losses.shape == (0,)
+    losses.sum().backward()
+    assert head.weight.grad.abs().sum() == 0
+
+
+def test_a_second_derivative_is_refused_not_wrong():
+    head, states, labels = problem()
+    weights = torch.rand(7, dtype=torch.float64, requires_grad=True)
+    loss = (by_chunks(nll, head, states, labels) * weights).sum()
+    (gradient,) = torch.autograd.grad(loss, states, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_memory_is_that_of_a_chunk():
+    head = LinearHead(8, 1000)
+    states, labels = torch.randn(512, 8, requires_grad=True), torch.randint(1000, (512,))
+    peaks = {}
+    for rows in (16, 512):
+        with LiveBytes() as live:
+            by_chunks(nll, head, states, labels, rows=rows).sum().backward()
+        peaks[rows] = live.peak
+    logits = 4 * 1000  # of one row
+    assert peaks[512] > 2 * 512 * logits
+    assert peaks[16] < 10 * 16 * logits

@@ -1,0 +1,196 @@
+"""What holds for every loss on every head that it accepts."""
+
+import dataclasses
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from harmonic_sft.config import parse, to_plain
+from harmonic_sft.losses import LOSSES
+from harmonic_sft.models import build_head, mean_token_loss
+from tests.head_variants import VARIANTS, D, V
+
+CE, W2 = {"name": "cross_entropy"}, {"name": "wasserstein"}
+SETTINGS = {
+    "cross_entropy": CE,
+    "cross_entropy with options": {**CE, "label_smoothing": 0.1, "z_loss": 1e-3},
+    "harmonic": {"name": "harmonic"},
+    "knn_label_smoothing": {"name": "knn_label_smoothing", "num_neighbors": 5},
+    "wasserstein": W2,
+    "wasserstein on fixed ground": {**W2, "ground": "fixed"},
+    "wasserstein of the top": {**W2, "top_k": 5},
+    "arcface": {"name": "arcface"},
+    "cosface": {"name": "cosface"},
+    "info_nce": {"name": "info_nce"},
+    "sum": {"name": "sum", "terms": [{"loss": CE}, {"weight": 0.1, "loss": W2}]},
+}
+HEADS = (
+    "linear",
+    "dist",
+    "dist l1",
+    "cosine",
+    "power",
+    "rotation of dist",
+    "multi_head of dist",
+)
+
+
+def make(settings):
+    return parse(LOSSES[settings["name"]], settings)
+
+
+def accepts(name, variant):
+    try:
+        make(SETTINGS[name]).check(build_head(VARIANTS[variant], hidden_size=D, vocab_size=V))
+    except ValueError:
+        return False
+    return True
+
+
+PAIRS = [(name, variant) for name in SETTINGS for variant in HEADS if accepts(name, variant)]
+pairs = pytest.mark.parametrize(
+    ("name", "variant"), PAIRS, ids=[" on ".join(pair) for pair in PAIRS]
+)
+ANYWHERE = ("cross_entropy", "knn_label_smoothing", "wasserstein", "sum")
+
+
+def build(name, variant, num_tokens=9):
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[variant], hidden_size=D, vocab_size=V)
+    loss = make(SETTINGS[name]).prepare(head)
+    return loss, head, torch.randn(num_tokens, D), torch.randint(V, (num_tokens,))
+
+
+def gradients(losses, head, states):
+    return torch.autograd.grad(losses.sum(), [states, *head.parameters()], allow_unused=True)
+
+
+def test_no_loss_is_left_out():
+    assert {settings["name"] for settings in SETTINGS.values()} == set(LOSSES)
+    for name in ANYWHERE:
+        assert [variant for n, variant in PAIRS if n == name] == list(HEADS)
+    assert [variant for n, variant in PAIRS if n == "arcface"] == ["cosine"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_losses_are_values(name):
+    loss = make(SETTINGS[name])
+    assert loss == make(SETTINGS[name])
+    assert parse(type(loss), to_plain(loss)) == loss
+    with pytest.raises(FrozenInstanceError):
+        loss.name = "other"
+    with pytest.raises(ValueError, match="factor: expected one of the known keys"):
+        make({**SETTINGS[name], "factor": 1.0})
+    assert all(f.default.description for f in dataclasses.fields(loss) if f.name != "name")
+
+
+@pairs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_one_loss_for_each_token_in_float32_or_better(name, variant, dtype):
+    loss, head, states, labels = build(name, variant)
+    head = head.double() if dtype == torch.float64 else head
+    states = states.to(dtype).requires_grad_()
+    losses = loss(head, states, labels)
+    assert losses.shape == (9,)
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    assert gradients(losses, head, states)[0].dtype == dtype
+
+
+@pairs
+@pytest.mark.parametrize("case", ["at the prototypes", "far away", "no tokens"])
+def test_losses_and_gradients_are_finite(name, variant, case):
+    loss, head, states, labels = build(name, variant)
+    if case == "at the prototypes":
+        states = head.prototypes.detach()[labels].clone()
+    elif case == "far away":
+        states = 1e4 * states
+    else:
+        states, labels = states[:0], labels[:0]
+    losses = loss(head, states.requires_grad_(), labels)
+    assert losses.isfinite().all()
+    found = [g for g in gradients(losses, head, states) if g is not None]
+    assert found
+    assert all(g.isfinite().all() for g in found)
+
+
+@pairs
+def test_the_order_of_the_tokens_does_not_matter(name, variant):
+    loss, head, states, labels = build(name, variant)
+    order = torch.randperm(9)
+    found = loss(head, states, labels)[order]
+    torch.testing.assert_close(loss(head, states[order], labels[order]), found)
+
+
+@pairs
+def test_an_uneven_upstream_gradient_weighs_the_tokens(name, variant):
+    """Gradients are linear in the weights: two uneven ones that add up to an even one."""
+    loss, head, states, labels = build(name, variant)
+    head, states = head.double(), states.double().requires_grad_()
+    losses, weights = loss(head, states, labels), torch.rand(9, dtype=torch.float64)
+    found = [
+        torch.autograd.grad(
+            total, [states, *head.parameters()], retain_graph=True, allow_unused=True
+        )
+        for total in ((losses * weights).sum(), (losses * (3 - weights)).sum(), 3 * losses.sum())
+    ]
+    for one, other, both in zip(*found, strict=True):
+        if both is not None:
+            torch.testing.assert_close(one + other, both, rtol=1e-6, atol=1e-8)
+            assert one.equal(other) == (not both.any())
+
+
+@pairs
+def test_gradients_are_those_of_finite_differences(name, variant):
+    """Along one direction: gradcheck of every entry is in the tests of each loss."""
+    loss, head, states, labels = build(name, variant)
+    head, states = head.double(), states.double().requires_grad_()
+    sources = [states, *(p for p in head.parameters() if p.requires_grad)]
+    directions = [torch.randn_like(source) for source in sources]
+    found = torch.autograd.grad(loss(head, states, labels).sum(), sources, allow_unused=True)
+    slope = sum((g * d).sum() for g, d in zip(found, directions, strict=True) if g is not None)
+    sides = []
+    with torch.no_grad():
+        for step in (1e-6, -2e-6):
+            for source, direction in zip(sources, directions, strict=True):
+                source.add_(step * direction)
+            sides.append(loss(head, states, labels).sum())
+    torch.testing.assert_close(slope, (sides[0] - sides[1]) / 2e-6, rtol=1e-5, atol=1e-6)
+
+
+@pairs
+def test_from_logits_agrees(name, variant):
+    loss, head, states, labels = build(name, variant)
+    if SETTINGS[name]["name"] in ("info_nce", "sum"):
+        return
+    found = loss.from_logits(head(states), head, labels)
+    torch.testing.assert_close(found, loss(head, states, labels), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ignored_tokens_get_no_gradient(name):
+    variant = next(variant for n, variant in PAIRS if n == name)
+    loss, head, states, labels = build(name, variant)
+    labels[[1, 4]] = -100
+    states.requires_grad_()
+    mean_token_loss(loss, head, states.unsqueeze(0), labels.unsqueeze(0)).backward()
+    rows = states.grad.abs().sum(-1)
+    assert (rows == 0).nonzero().flatten().tolist() == [1, 4]
+    kept = labels != -100
+    expected = loss(head, states[kept], labels[kept]).mean()
+    found = mean_token_loss(loss, head, states.unsqueeze(0), labels.unsqueeze(0))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_autocast_changes_nothing(name):
+    variant = next(variant for n, variant in PAIRS if n == name)
+    loss, head, states, labels = build(name, variant)
+    states.requires_grad_()
+    plain = loss(head, states, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = loss(head, states, labels)
+        cast_gradients = gradients(cast, head, states)
+    torch.testing.assert_close(cast, plain)
+    for found, expected in zip(cast_gradients, gradients(plain, head, states), strict=True):
+        torch.testing.assert_close(found, expected)

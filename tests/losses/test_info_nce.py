@@ -1,0 +1,86 @@
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.losses import InfoNCELoss
+from harmonic_sft.models import build_head
+from tests.head_variants import VARIANTS, D, V
+
+REFUSED = ("dist l1", "power", "multi_head", "multi_head of cosine", "rotation of l1")
+
+
+def build(name):
+    torch.manual_seed(0)
+    return build_head(VARIANTS[name], hidden_size=D, vocab_size=V).double()
+
+
+def problem():
+    states = torch.randn(6, D, dtype=torch.float64, requires_grad=True)
+    return states, torch.tensor([3, 7, 3, 0, 9, 7])
+
+
+def by_loops(states, prototypes, labels, scale):
+    losses = []
+    for state, y in zip(states.tolist(), labels, strict=True):
+        shares = {}
+        for j in set(labels):  # each of the batch's labels once, all others never
+            point = prototypes[j].tolist()
+            dot = sum(a * b for a, b in zip(state, point, strict=True))
+            shares[j] = math.exp(scale * dot / math.hypot(*state) / math.hypot(*point))
+        losses.append(-math.log(shares[y] / sum(shares.values())))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["linear", "dist", "dist off the sphere", "cosine", "vmf", "l2"])
+def test_the_label_is_contrasted_with_the_other_labels_of_the_batch(name):
+    head = build(name)
+    states, labels = problem()
+    found = InfoNCELoss(scale=3.0).prepare(head)(head, states, labels)
+    expected = by_loops(states, head.prototypes, labels.tolist(), 3.0)
+    torch.testing.assert_close(found.detach(), expected)
+
+
+def test_a_rotation_turns_the_hidden_states_first():
+    head = build("rotation")
+    with torch.no_grad():
+        head.skew.copy_(torch.randn(D, D))
+    states, labels = problem()
+    found = InfoNCELoss(scale=3.0).prepare(head)(head, states, labels)
+    expected = by_loops(head.rotate(states), head.prototypes, labels.tolist(), 3.0)
+    torch.testing.assert_close(found.detach(), expected)
+    found.sum().backward()
+    assert head.skew.grad.abs().sum() > 0
+
+
+def test_no_other_prototype_gets_a_gradient():
+    head = build("dist")
+    states, labels = problem()
+    InfoNCELoss().prepare(head)(head, states, labels).sum().backward()
+    touched = head.weight.grad.abs().sum(-1).nonzero().flatten().tolist()
+    assert touched == sorted(set(labels.tolist()))
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    head = build_head({"name": "linear"}, hidden_size=3, vocab_size=5).double()
+    states = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+    def loss(hidden_states, weight):
+        with torch.nn.utils.stateless._reparametrize_module(head, {"weight": weight}):
+            return InfoNCELoss(scale=2.0)(head, hidden_states, torch.tensor([3, 0, 3, 1]))
+
+    assert torch.autograd.gradcheck(loss, (states, head.weight.detach().requires_grad_()))
+
+
+def test_a_batch_of_one_label_has_nothing_to_contrast():
+    head = build("dist")
+    states, _ = problem()
+    losses = InfoNCELoss().prepare(head)(head, states, torch.full((6,), 4))
+    torch.testing.assert_close(losses, torch.zeros_like(losses))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_heads_that_do_not_compare_whole_vectors_are_refused(name):
+    with pytest.raises(ValueError, match="loss info_nce: expected a head of dot products"):
+        InfoNCELoss().prepare(build(name))

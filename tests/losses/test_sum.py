@@ -1,0 +1,181 @@
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.config import parse, to_plain
+from harmonic_sft.losses import SumLoss, neighbor_tables, refresh_intervals
+from harmonic_sft.losses.sum import WeightedSum
+from harmonic_sft.losses.terms import TERMS
+from harmonic_sft.models import build_head
+
+V, D = 25, 6
+HEAD = {"name": "dist", "unit_sphere": False}
+FAMILY = {
+    "cross-entropy and transport": [("cross_entropy", 1.0, {}), ("wasserstein", 0.1, {})],
+    "two grounds": [
+        ("wasserstein", 0.3, {"ground": "fixed"}),
+        ("wasserstein", 2.0, {}),
+        ("harmonic", 1.0, {}),
+    ],
+    "one dense and one not": [("harmonic", 0.5, {}), ("info_nce", 2.0, {})],
+    "smoothed": [
+        ("knn_label_smoothing", 1.0, {"num_neighbors": 4}),
+        ("wasserstein", 0.5, {"top_k": 3}),
+        ("info_nce", -0.25, {}),
+    ],
+    "smoothed, and all classes": [
+        ("knn_label_smoothing", 1.0, {"num_neighbors": 4}),
+        ("wasserstein", 0.5, {}),
+    ],
+    "alone": [("harmonic", 3.0, {})],
+}
+
+
+def make(terms):
+    made = [{"weight": w, "loss": {"name": name, **fields}} for name, w, fields in terms]
+    return parse(SumLoss, {"terms": made})
+
+
+def problem(settings=None):
+    torch.manual_seed(0)
+    head = build_head(settings or HEAD, hidden_size=D, vocab_size=V).double()
+    states = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+    return head, states, torch.randint(V, (9,))
+
+
+@pytest.mark.parametrize("terms", FAMILY.values(), ids=FAMILY)
+@pytest.mark.parametrize("uniform", [True, False])
+def test_it_is_the_weighted_sum_of_its_terms(terms, uniform):
+    head, states, labels = problem()
+    expected = torch.zeros(9, dtype=torch.float64)
+    for name, weight, fields in terms:
+        term = TERMS[name](**fields).prepare(head)
+        expected = expected + weight * term(head, states, labels)
+    found = make(terms).prepare(head)(head, states, labels)
+    upstream = torch.ones(9) if uniform else torch.rand(9)
+    inputs = [states, *head.parameters()]
+    pairs = [
+        [loss, *torch.autograd.grad((loss * upstream).sum(), inputs, retain_graph=True)]
+        for loss in (found, expected)
+    ]
+    for mine, plain in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+def calls_of(terms, monkeypatch):
+    """How many logits a training step asks the head for."""
+    head, states, labels = problem()
+    count = []
+    plain = type(head).forward
+
+    def counting(self, hidden_states):
+        count.append(len(hidden_states))
+        return plain(self, hidden_states)
+
+    loss = make(terms).prepare(head)
+    monkeypatch.setattr(type(head), "forward", counting)
+    (loss(head, states, labels).sum() / 9).backward()
+    return count
+
+
+@pytest.mark.parametrize("name", ["two grounds", "smoothed, and all classes"])
+def test_terms_share_one_set_of_logits(name, monkeypatch):
+    assert calls_of(FAMILY[name], monkeypatch) == [9]
+
+
+@pytest.mark.parametrize(
+    "name", ["cross-entropy and transport", "one dense and one not", "smoothed", "alone"]
+)
+def test_what_has_a_fused_path_asks_for_no_dense_logits(name, monkeypatch):
+    assert calls_of(FAMILY[name], monkeypatch) == []
+
+
+def test_a_head_without_a_form_shares_its_logits_too(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.HEAD", {"name": "multi_head", "num_heads": 2})
+    assert calls_of(FAMILY["cross-entropy and transport"], monkeypatch) == [9]
+    test_it_is_the_weighted_sum_of_its_terms(FAMILY["cross-entropy and transport"], True)
+
+
+def test_a_weight_keeps_a_uniform_gradient_uniform():
+    head, states, labels = problem()
+    seen = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum(-1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(grad)
+            return grad.unsqueeze(-1).expand(9, D)
+
+    loss = WeightedSum([3.0], [lambda head, states, labels: Seen.apply(states)])
+    loss(head, states, labels).sum().backward()
+    assert seen[0].stride() == (0,)
+    assert seen[0][0] == 3
+
+
+def test_the_head_of_every_term_is_checked():
+    head, states, labels = problem({"name": "linear"})
+    with pytest.raises(ValueError, match="loss harmonic: expected a dist head, got linear"):
+        make(FAMILY["alone"]).check(head)
+    with pytest.raises(ValueError, match="loss arcface: expected a cosine head"):
+        make([("cross_entropy", 1.0, {}), ("arcface", 1.0, {})]).prepare(head)
+    with pytest.raises(ValueError, match="loss sum: expected prepared terms"):
+        make(FAMILY["alone"])(head, states, labels)
+
+
+BAD = {
+    "nothing": ({"terms": []}, "terms: .*at least 1"),
+    "missing": ({}, "terms: expected a value, got nothing"),
+    "nested": (
+        {"terms": [{"loss": {"name": "sum", "terms": []}}]},
+        r"terms.0.loss.name: expected one of .*, got 'sum'",
+    ),
+    "mistyped": (
+        {"terms": [{"loss": {"name": "wasserstein", "topk": 5}}]},
+        r"terms.0.loss.topk: .* Did you mean 'top_k'\?",
+    ),
+    "unknown": (
+        {"terms": [{"loss": {"name": "wassrstein"}}]},
+        r"terms.0.loss.name: .*got 'wassrstein'. Did you mean 'wasserstein'\?",
+    ),
+    "factor": (
+        {"terms": [{"factor": 2, "loss": {"name": "harmonic"}}]},
+        "terms.0.factor: expected one of the known keys",
+    ),
+    "infinite": (
+        {"terms": [{"weight": math.inf, "loss": {"name": "harmonic"}}]},
+        "terms.0.weight: expected a finite number",
+    ),
+    "no loss": ({"terms": [{"weight": 1.0}]}, "terms.0.loss: expected a value, got nothing"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BAD.values(), ids=BAD)
+def test_bad_sums_are_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        parse(SumLoss, data)
+
+
+def test_a_sum_survives_a_round_trip():
+    loss = make(FAMILY["smoothed"])
+    assert parse(SumLoss, to_plain(loss)) == loss
+
+
+def test_the_tables_of_the_terms_are_found():
+    head, _, _ = problem()
+    terms = [
+        ("knn_label_smoothing", 1.0, {"num_neighbors": 4, "refresh_every": 5}),
+        ("knn_label_smoothing", 1.0, {"num_neighbors": 2}),
+        ("harmonic", 1.0, {}),
+    ]
+    assert refresh_intervals(make(terms)) == [5]
+    assert [t.loss.num_neighbors for t in neighbor_tables(make(terms).prepare(head))] == [4, 2]
+    single = TERMS["knn_label_smoothing"](num_neighbors=4, refresh_every=7)
+    assert refresh_intervals(single) == [7]
+    assert len(neighbor_tables(single.prepare(head))) == 1
+    assert refresh_intervals(TERMS["harmonic"]()) == []
+    assert neighbor_tables(TERMS["harmonic"]()) == []

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from harmonic_sft.losses.transport import Weights, transport_cross_entropy
+from harmonic_sft.models import AffineForm, DistanceForm, build_head
+from harmonic_sft.training.memory import LiveBytes
+from tests.head_variants import VARIANTS, D, V
+
+HEADS = (
+    "linear",
+    "linear without bias",
+    "dist",
+    "dist off the sphere",
+    "dist learned",
+    "dist mahalanobis",
+    "cosine",
+    "vmf per class",
+    "l2",
+    "rotation of dist",
+)
+WEIGHTS = Weights(cross_entropy=0.7, transport=0.3)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", 4 * 4 * V)
+
+
+def problem(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V).to(dtype)
+    states, labels = torch.randn(9, D, dtype=dtype), torch.randint(V, (9,))
+    states[0] = head.prototypes[labels[0]].detach()  # at d = 0
+    states[1] = head.prototypes[(labels[1] + 1) % V].detach() + 1e-3  # near another one
+    return head, states.requires_grad_(), labels
+
+
+def plain(head, states, labels, ground):
+    logits = head(states)
+    costs = (ground[labels].unsqueeze(1) - ground).square().sum(-1)  # [N, V]
+    transport = (logits.softmax(-1) * costs).sum(-1)
+    nll = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return WEIGHTS.cross_entropy * nll + WEIGHTS.transport * transport
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("moving", [True, False])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_losses_and_gradients_are_those_of_dense_logits(name, moving, uniform):
+    head, states, labels = problem(name)
+    upstream = torch.ones(9) if uniform else torch.rand(9)
+    results = []
+    for loss_fn in (
+        lambda ground: transport_cross_entropy(head.form(states), ground, labels, WEIGHTS),
+        lambda ground: plain(head, states, labels, ground),
+    ):
+        losses = loss_fn(head.prototypes if moving else head.prototypes.detach())
+        total = losses.sum() if uniform else (losses * upstream).sum()
+        found = torch.autograd.grad(total, [states, *head.parameters()], allow_unused=True)
+        results.append([losses, *found])
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "dist", "dist off the sphere"])
+def test_float32_is_as_good_as_dense_logits(name):
+    exact, double, labels = problem(name)
+    head, _, _ = problem(name, torch.float32)
+    states = double.detach().float().requires_grad_()
+    expected = plain(exact, double, labels, exact.prototypes)
+    found = transport_cross_entropy(head.form(states), head.prototypes, labels, WEIGHTS)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    gradients = torch.autograd.grad(found.sum(), [states, head.weight])
+    for mine, good in zip(
+        gradients, torch.autograd.grad(expected.sum(), [double, exact.weight]), strict=True
+    ):
+        scale = good.abs().max().item()
+        torch.testing.assert_close(mine.double(), good, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_more_near_pairs_than_there_is_room_for():
+    """All prototypes in one place: the closest pairs are exact, the others are not below 0."""
+    torch.manual_seed(0)
+    weight = 1 + 1e-4 * torch.randn(3000, 4)
+    form = DistanceForm(torch.ones(2, 4), weight, -2.0, unit_sphere=False, eps=1e-6)
+    losses = transport_cross_entropy(form, weight, torch.tensor([0, 1]), WEIGHTS)
+    assert losses.isfinite().all()
+
+
+def test_what_needs_no_gradient_gets_none():
+    head, states, labels = problem("linear")
+    head.bias.requires_grad_(False)
+    form = head.form(states.detach())
+    ground = head.prototypes.detach().requires_grad_()
+    transport_cross_entropy(form, ground, labels, WEIGHTS).sum().backward()
+    assert head.bias.grad is None
+    assert head.weight.grad.abs().sum() > 0
+    assert ground.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not transport_cross_entropy(form, ground, labels, WEIGHTS).requires_grad
+
+
+def test_memory_is_that_of_a_few_chunks(monkeypatch):
+    rows, vocab_size = 8, 2000
+    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", rows * 4 * vocab_size)
+    weight = torch.randn(vocab_size, 8, requires_grad=True)
+    states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
+    with LiveBytes() as live:
+        form = AffineForm(states, weight)
+        transport_cross_entropy(form, weight, labels, WEIGHTS).sum().backward()
+    assert live.peak < 5 * rows * 4 * vocab_size + 8 * weight.nbytes
+    assert live.peak < 0.3 * 400 * 4 * vocab_size

@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.losses import WassersteinLoss
+from harmonic_sft.models import build_head
+from harmonic_sft.training.memory import LiveBytes
+from tests.head_variants import VARIANTS, D, V
+
+HEADS = ("linear", "dist", "dist off the sphere", "dist l1", "cosine", "power", "multi_head")
+
+
+def build(name):
+    torch.manual_seed(0)
+    return build_head(VARIANTS[name], hidden_size=D, vocab_size=V).double()
+
+
+def problem(num_tokens=5):
+    states = torch.randn(num_tokens, D, dtype=torch.float64, requires_grad=True)
+    return states, torch.randint(V, (num_tokens,))
+
+
+def plain(head, hidden_states, labels, points):
+    """The definition, with the matrix of all costs."""
+    probs = head(hidden_states).softmax(-1)
+    gaps = points[labels].unsqueeze(1) - points  # [N, V, D]
+    return (probs * gaps.square().sum(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_it_is_the_cost_of_the_only_plan(name):
+    head = build(name)
+    states, labels = problem()
+    found = WassersteinLoss()(head, states, labels)
+    points = head.prototypes.tolist()
+    for row, y, loss in zip(head(states).tolist(), labels.tolist(), found.tolist(), strict=True):
+        top = max(row)
+        weights = [math.exp(z - top) for z in row]
+        costs = [math.dist(point, points[y]) ** 2 for point in points]
+        expected = sum(w * c for w, c in zip(weights, costs, strict=True)) / sum(weights)
+        assert loss == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("ground", ["moving", "fixed"])
+@pytest.mark.parametrize("name", HEADS)
+def test_gradients_are_those_of_the_definition(name, ground):
+    head = build(name)
+    states, labels = problem()
+    loss = WassersteinLoss(ground=ground).prepare(head)
+    points = head.prototypes if ground == "moving" else head.prototypes.detach()
+    inputs = [states, *head.parameters()]
+    pairs = []
+    for losses in (loss(head, states, labels), plain(head, states, labels, points)):
+        total = (losses * torch.arange(5)).sum()
+        pairs.append(torch.autograd.grad(total, inputs, allow_unused=True))
+    for found, expected in zip(*pairs, strict=True):
+        expected = torch.zeros_like(found) if expected is None else expected
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_gradcheck(top_k):
+    torch.manual_seed(0)
+    logits, points = (torch.randn(size, dtype=torch.float64) for size in ((3, 6), (6, 2)))
+    head = build_head({"name": "linear"}, hidden_size=2, vocab_size=6)
+    loss, labels = WassersteinLoss(top_k=top_k).prepare(head), torch.tensor([2, 0, 2])
+
+    def cost(logits, points):
+        return loss.from_logits(logits, head, labels, ground=points)
+
+    assert torch.autograd.gradcheck(cost, (logits.requires_grad_(), points.requires_grad_()))
+
+
+def test_fixed_ground_stays_where_training_began():
+    head = build("dist")
+    states, labels = problem()
+    loss = WassersteinLoss(ground="fixed").prepare(head)
+    start = head.prototypes.detach().clone()
+    with torch.no_grad():
+        head.weight.mul_(3).add_(torch.randn_like(head.weight))
+    expected = plain(head, states, labels, start)
+    torch.testing.assert_close(loss(head, states, labels), expected)
+    moving = WassersteinLoss().prepare(head)(head, states, labels)
+    assert (moving - expected).abs().min() > 1e-3
+
+
+def test_top_k_is_the_cost_of_the_renormalized_head_of_the_distribution():
+    head = build("dist")
+    states, labels = problem()
+    labels[0] = head(states)[0].argmax()  # among the top ones; the others hardly are
+    found = WassersteinLoss(top_k=3)(head, states, labels)
+    for row, y, loss in zip(head(states), labels.tolist(), found, strict=True):
+        kept = sorted({*row.topk(3).indices.tolist(), y})
+        probs = row[kept].softmax(-1)
+        costs = (head.prototypes[kept] - head.prototypes[y]).square().sum(-1)
+        torch.testing.assert_close(loss, (probs * costs).sum())
+
+
+def test_top_k_of_all_other_classes_is_exact():
+    head = build("cosine")
+    states, labels = problem()
+    inputs = [states, *head.parameters()]
+    pairs = []
+    for loss in (WassersteinLoss(top_k=V - 1).prepare(head), WassersteinLoss().prepare(head)):
+        losses = loss(head, states, labels)
+        pairs.append([losses, *torch.autograd.grad(losses.sum(), inputs)])
+    least = head(states).argmin(-1) != labels  # that class alone is left out
+    torch.testing.assert_close(pairs[0][0][least], pairs[1][0][least], rtol=1e-2, atol=1e-3)
+
+
+def test_a_certain_and_right_prediction_costs_nothing():
+    head = build("dist").float()
+    labels = torch.arange(V)
+    losses = WassersteinLoss()(head, head.prototypes.detach(), labels)
+    assert losses.min() >= 0
+    assert losses.max() < 1e-12
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
+    rows, vocab_size = 8, 2000
+    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", rows * 4 * vocab_size)
+    head = build_head({"name": "linear"}, hidden_size=8, vocab_size=vocab_size)
+    states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
+    loss = WassersteinLoss(top_k=top_k).prepare(head)
+    with LiveBytes() as live:
+        loss(head, states, labels).sum().backward()
+    assert live.peak < 12 * rows * 4 * vocab_size + 10 * head.weight.nbytes
+    assert live.peak < 0.5 * 400 * 4 * vocab_size
+
+
+def test_ground_that_has_to_be_copied_first_says_so():
+    head = build("dist")
+    states, labels = problem()
+    with pytest.raises(ValueError, match="wasserstein: expected a copy of the prototypes"):
+        WassersteinLoss(ground="fixed")(head, states, labels)
+
+
+def test_top_k_below_the_number_of_classes():
+    with pytest.raises(ValueError, match=r"top_k: expected less than 40, .* got 40"):
+        WassersteinLoss(top_k=40).prepare(build("dist"))

@@ -1,0 +1,207 @@
+"""Cosine and von Mises-Fisher heads against plain loops, and Bessel functions of mpmath."""
+
+from fractions import Fraction
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM
+
+from harmonic_sft.losses import CrossEntropyLoss
+from harmonic_sft.models import CosineHead, HarmonicForMaskedLM, VonMisesFisherHead, build_head
+from harmonic_sft.models.cosine_heads import DEBYE, log_normalizer
+
+D, V, N = 18, 30, 5
+HEADS = {
+    "cosine": {"name": "cosine", "scale": 7.0},
+    "cosine_fixed": {"name": "cosine", "scale": 7.0, "learn_scale": False},
+    "vmf": {"name": "vmf", "scale": 7.0},
+    "vmf_per_class": {"name": "vmf", "scale": 7.0, "per_class": True},
+}
+heads = pytest.mark.parametrize("name", HEADS)
+
+
+def make(name: str, num_classes: int = V) -> tuple[CosineHead | VonMisesFisherHead, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = build_head(HEADS[name], hidden_size=D, vocab_size=num_classes)
+    with torch.no_grad():
+        head.weight.mul_(torch.rand(num_classes, 1) + 0.5)  # the forward pass normalizes by itself
+        if name == "vmf_per_class":
+            head.log_scale.add_(torch.randn(num_classes))
+    return head, 3 * torch.randn(N, D), torch.randint(num_classes, (N,))
+
+
+def log_bessel_ratio(kappa: float, size: int) -> mpmath.mpf:
+    """Log of C_D(kappa) / C_D(0), whose surface is 2 pi ** (D / 2) / Gamma(D / 2)."""
+    order = mpmath.mpf(size) / 2 - 1
+    kappa = mpmath.mpf(kappa)
+    constant = kappa**order / (2 * mpmath.pi) ** (order + 1) / mpmath.besseli(order, kappa)
+    return mpmath.log(constant * 2 * mpmath.pi ** (order + 1) / mpmath.gamma(order + 1))
+
+
+@heads
+def test_probabilities_equal_their_definition(name):
+    head, states, labels = make(name)
+    kappas = torch.as_tensor(head.scale).double().expand(V)
+    logits = torch.zeros(N, V, dtype=torch.float64)
+    for i, x in enumerate(states.double()):
+        for j, w in enumerate(head.weight.detach().double()):
+            logits[i, j] = kappas[j] * (x @ w) / (x.norm() * w.norm())
+            if name == "vmf_per_class":
+                logits[i, j] += float(log_bessel_ratio(kappas[j].item(), D))
+    expected = logits.log_softmax(-1)
+    actual = head(states).log_softmax(-1)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    losses = -expected.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    fused = CrossEntropyLoss()(head, states, labels)
+    torch.testing.assert_close(fused.double(), losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 17, 64, 768])
+def test_the_constant_equals_that_of_exact_bessel_functions(size):
+    kappas = torch.logspace(-3, 4, 29, dtype=torch.float64)
+    expected = [float(log_bessel_ratio(kappa, size)) for kappa in kappas.tolist()]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    actual = log_normalizer(kappas, size)
+    assert (actual - expected).abs().max() < 1e-6
+    in_float32 = log_normalizer(kappas.float(), size)
+    torch.testing.assert_close(in_float32.double(), expected, rtol=1e-5, atol=1e-5)
+    assert log_normalizer(torch.zeros(1), size) == 0
+
+
+@pytest.mark.parametrize("size", [16, 64, 768])
+def test_the_gradient_of_the_constant_is_the_ratio_of_bessel_functions(size):
+    kappas = torch.logspace(-2, 4, 13, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(log_normalizer(kappas, size).sum(), kappas)
+    order = size / 2 - 1
+    expected = [
+        -float(mpmath.besseli(order + 1, kappa) / mpmath.besseli(order, kappa))
+        for kappa in kappas.tolist()
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_polynomials_follow_their_recurrence():
+    """u_{k+1} = t^2 (1 - t^2) u_k' / 2 + the integral of (1 - 5 s^2) u_k / 8: DLMF 10.41.9."""
+    polynomial = {0: Fraction(1)}  # power of t: coefficient
+    for power, (denominator, coefficients) in enumerate(DEBYE, start=1):
+        following: dict[int, Fraction] = {}
+        for n, c in polynomial.items():
+            terms = {n + 1: c * n / 2 + c / 8 / (n + 1), n + 3: -c * n / 2 - 5 * c / 8 / (n + 3)}
+            for key, value in terms.items():
+                following[key] = following.get(key, Fraction(0)) + value
+        polynomial = {key: value for key, value in following.items() if value}
+        table = {power + 2 * i: Fraction(c, denominator) for i, c in enumerate(coefficients)}
+        assert table == polynomial
+
+
+@heads
+def test_gradcheck(name):
+    head, states, labels = make(name, num_classes=4)
+    head.double()
+    names, parameters = zip(*head.named_parameters(), strict=True)
+
+    def loss(states, *values):
+        given = dict(zip(names, values, strict=True))
+        logits = torch.func.functional_call(head, given, (states,))
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    inputs = (states.double().requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
+
+
+@heads
+def test_fused_gradients_are_those_of_the_dense_logits(name):
+    head, states, labels = make(name)
+    states.requires_grad_()
+    inputs = (states, *head.parameters())
+    dense = torch.autograd.grad(head.nll(states, labels).sum(), inputs)
+    fused = torch.autograd.grad(CrossEntropyLoss()(head, states, labels).sum(), inputs)
+    torch.testing.assert_close(fused, dense, rtol=1e-4, atol=1e-6)
+
+
+@heads
+@pytest.mark.parametrize("norm", [0.0, 1.0, 1e4])
+def test_losses_and_gradients_are_finite(name, norm):
+    head, _, labels = make(name)
+    states = (norm * head.weight.detach()[labels]).requires_grad_()
+    loss = head.nll(states, labels)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    for tensor in (states, *head.parameters()):
+        assert tensor.grad.isfinite().all()
+
+
+@heads
+def test_logits_are_float32_under_autocast_and_in_16_bits(name):
+    head, states, _ = make(name)
+    expected = head(states)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(head(states), expected, rtol=0, atol=0)
+    head.to(torch.bfloat16)
+    assert {p.dtype for p in head.parameters()} == {torch.float32}
+    assert head(states.bfloat16()).dtype == torch.float32
+    assert head.double()(states.double()).dtype == torch.float64
+
+
+def test_prototypes_are_on_the_sphere():
+    head, _, _ = make("cosine")
+    torch.testing.assert_close(head.prototypes.norm(dim=-1), torch.ones(V))
+    head.renormalize_()
+    torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(V))
+
+
+def test_one_concentration_for_all_is_the_cosine_head():
+    head, states, _ = make("vmf")
+    cosine = CosineHead(D, V, scale=7.0)
+    cosine.load_state_dict(head.state_dict())
+    torch.testing.assert_close(head(states), cosine(states), rtol=0, atol=0)
+
+
+@heads
+def test_settings_rebuild_the_head(name):
+    head = build_head(HEADS[name], hidden_size=D, vocab_size=V)
+    defaults = (
+        {"learn_scale": True} if head.settings()["name"] == "cosine" else {"per_class": False}
+    )
+    assert head.settings() == {**defaults, **HEADS[name]}
+    if head.log_scale is not None:
+        torch.nn.init.constant_(head.log_scale, 2.5)
+        assert head.settings()["scale"] == 12.1825
+        again = build_head(head.settings(), hidden_size=D, vocab_size=V)
+        assert again.settings() == head.settings()
+
+
+@heads
+def test_a_head_of_meta_tensors_is_cheap_to_check(name):
+    with torch.device("meta"):
+        head = build_head(HEADS[name], hidden_size=2_882_880, vocab_size=2)
+    assert head.settings()["scale"] == 7.0
+
+
+def test_bad_settings_are_refused():
+    for scale in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"scale: expected a number above 0, got {scale}"):
+            CosineHead(D, V, scale=scale)
+    message = "per_class: expected a hidden size of at least 16, got 15"
+    with pytest.raises(ValueError, match=message):
+        VonMisesFisherHead(15, V, per_class=True)
+    assert VonMisesFisherHead(15, V).settings()["per_class"] is False
+
+
+@heads
+def test_a_saved_model_keeps_its_scale(name, tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    base = BertForMaskedLM(BertConfig(vocab_size=V, hidden_size=D, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    model = HarmonicForMaskedLM.from_base(str(tmp_path / "base"), head=HEADS[name])
+    if model.dist_head.log_scale is not None:
+        torch.nn.init.normal_(model.dist_head.log_scale, 2.0)
+    model.save_pretrained(tmp_path / "saved")
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path / "saved")
+    assert again.dist_head.settings() == model.dist_head.settings()
+    inputs = {"input_ids": torch.arange(2, 12).view(2, 5), "attention_mask": torch.ones(2, 5)}
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)

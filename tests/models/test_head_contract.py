@@ -1,0 +1,241 @@
+"""What holds for every head in every geometry."""
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from harmonic_sft.losses import CrossEntropyLoss
+from harmonic_sft.models import HEADS, build_head
+from harmonic_sft.models.head import dense_logits
+from tests.head_variants import VARIANTS, D, V
+
+N = 6
+every_head = pytest.mark.parametrize("name", VARIANTS)
+
+
+def make(name, *, hidden_size=D, vocab_size=V, dtype=torch.float32):
+    """A head whose parameters are all moved from where they start, states and labels."""
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[name], hidden_size=hidden_size, vocab_size=vocab_size).to(dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    states = torch.randn(N, hidden_size, dtype=dtype)
+    return head, states, torch.randint(vocab_size, (N,))
+
+
+def gradients(losses, head, states):
+    """Gradients of the sum for states and all parameters that have one."""
+    found = torch.autograd.grad(losses.sum(), [states, *head.parameters()], allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def test_every_head_has_a_variant():
+    assert {settings["name"] for settings in VARIANTS.values()} == set(HEADS)
+
+
+@every_head
+def test_logits_are_those_of_a_distribution_over_all_classes(name):
+    head, states, _ = make(name)
+    logits = head(states)
+    assert logits.shape == (N, V)
+    assert logits.dtype == torch.float32
+    probs = logits.softmax(-1)
+    assert probs.isfinite().all()
+    assert head.prototypes.shape == head.weight.shape == (V, D)
+
+
+@every_head
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_logits_are_float32_for_states_in_16_bits(name, dtype):
+    head, states, labels = make(name)
+    states = states.to(dtype)
+    assert torch.equal(head(states), head(states.float()))
+    assert head.nll(states, labels).dtype == torch.float32
+
+
+@every_head
+def test_logits_are_float32_under_autocast(name):
+    head, states, labels = make(name)
+    expected = head(states), head.nll(states, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head(states), head.nll(states, labels)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@every_head
+def test_a_float64_head_keeps_float64(name):
+    head, states, labels = make(name, dtype=torch.float64)
+    assert head(states).dtype == torch.float64
+    assert head.nll(states, labels).dtype == torch.float64
+    exact, rounded = head(states), head.float()(states.float())
+    torch.testing.assert_close(rounded.double(), exact, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(rounded.double(), exact)
+
+
+@every_head
+def test_a_cast_to_16_bits_leaves_parameters_in_float32(name):
+    head, states, _ = make(name)
+    expected = head(states)
+    head.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    assert torch.equal(head(states), expected)
+
+
+@every_head
+def test_gradients_are_finite_on_top_of_a_prototype(name):
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V)
+    for labels in (torch.arange(N), torch.arange(N) + 1):  # the label's, and another one's
+        states = head.prototypes.detach()[:N].clone().requires_grad_()
+        losses = head.nll(states, labels)
+        assert losses.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients(losses, head, states))
+        logits = head(states).logsumexp(-1)
+        assert all(gradient.isfinite().all() for gradient in gradients(logits, head, states))
+
+
+@every_head
+def test_gradients_are_finite_far_out(name):
+    head, states, labels = make(name)
+    states = (1e4 * nn.functional.normalize(states, dim=-1)).requires_grad_()
+    losses = head.nll(states, labels)
+    assert losses.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(losses, head, states))
+
+
+@every_head
+def test_every_parameter_learns(name):
+    head, states, labels = make(name)
+    head.nll(states, labels).sum().backward()
+    for key, parameter in head.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@every_head
+def test_settings_rebuild_the_head(name):
+    head, states, _ = make(name)
+    settings = json.loads(json.dumps(head.settings()))
+    assert settings["name"] == VARIANTS[name]["name"]
+    again = build_head(settings, hidden_size=D, vocab_size=V)
+    assert type(again) is type(head)
+    again.load_state_dict(head.state_dict())
+    assert again.settings() == head.settings()
+    assert again.h_exp == head.h_exp
+    assert torch.equal(again(states), head(states))
+
+
+@every_head
+def test_no_state_is_left_out_of_a_copy(name):
+    head, states, _ = make(name)
+    assert torch.equal(copy.deepcopy(head)(states), head(states))
+
+
+@every_head
+def test_the_form_gives_the_logits(name):
+    head, states, _ = make(name)
+    form = head.form(states)
+    if form is None:
+        assert type(head).forward is not type(LINEAR).forward, "no form, and no forward pass"
+        return
+    torch.testing.assert_close(dense_logits(form), head(states))
+
+
+LINEAR = build_head({"name": "linear"}, hidden_size=2, vocab_size=2)
+
+
+@every_head
+@pytest.mark.parametrize("impl", ["auto", "chunked"])
+def test_the_fused_loss_is_the_heads_own(name, impl):
+    head, states, labels = make(name)
+    states.requires_grad_()
+    expected = head.nll(states, labels)
+    found = CrossEntropyLoss(impl=impl)(head, states, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    pairs = zip(gradients(found, head, states), gradients(expected, head, states), strict=True)
+    for actual, wanted in pairs:
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
+
+
+@every_head
+def test_permuted_tokens_give_permuted_logits(name):
+    head, states, _ = make(name)
+    order, rows = torch.randperm(V), torch.randperm(N)
+    expected = head(states)[rows][:, order]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if len(parameter.shape) and len(parameter) == V:
+                parameter.copy_(parameter[order].clone())
+    torch.testing.assert_close(head(states[rows]), expected, rtol=1e-4, atol=1e-4)
+
+
+@every_head
+def test_no_rows_give_no_losses_with_a_gradient(name):
+    head, _, _ = make(name)
+    loss = head.nll(torch.zeros(0, D), torch.zeros(0, dtype=torch.long)).sum()
+    loss.backward()
+    assert loss.item() == 0
+    assert head.weight.grad.abs().max() == 0
+
+
+@every_head
+def test_a_head_without_storage_is_filled_by_reset_parameters(name):
+    with torch.device("meta"):
+        head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V)
+    assert all(parameter.is_meta for parameter in head.parameters())
+    head.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.fill_(torch.nan)
+    head.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+    assert head(torch.randn(N, D)).isfinite().all()
+
+
+@every_head
+def test_settings_are_checked_without_storage_whatever_the_width(name):
+    """As the configuration of a run does, before it knows the sizes."""
+    with torch.device("meta"):
+        head = build_head(VARIANTS[name], hidden_size=2_882_880, vocab_size=2)
+    assert head.weight.shape == (2, 2_882_880)
+
+
+@every_head
+def test_gradcheck(name):
+    head, states, labels = make(name, hidden_size=24, vocab_size=7, dtype=torch.float64)
+    states, labels = states[:3].requires_grad_(), labels[:3]
+    names = [key for key, _ in head.named_parameters()]
+
+    def call(method, states, *parameters):
+        wrapped, values = Call(head, method), {}
+        for key, value in zip(names, parameters, strict=True):
+            values[f"head.{key}"] = value
+        return torch.func.functional_call(wrapped, values, (states, labels))
+
+    for method in ("nll", "logits"):
+        inputs = (states, *head.parameters())
+        assert torch.autograd.gradcheck(partial(call, method), inputs, atol=1e-5, fast_mode=True)
+
+
+class Call(nn.Module):
+    """Makes a module's call of any method, for `functional_call`."""
+
+    def __init__(self, head, method):
+        super().__init__()
+        self.head, self.method = head, method
+
+    def forward(self, states, labels):
+        return self.head.nll(states, labels) if self.method == "nll" else self.head(states)
+
+
+@every_head
+def test_an_unknown_field_is_refused(name):
+    settings = VARIANTS[name]
+    with pytest.raises(ValueError, match=f"head {settings['name']}: expected its own fields"):
+        build_head({**settings, "dropout": 0.1}, hidden_size=D, vocab_size=V)

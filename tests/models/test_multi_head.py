@@ -1,0 +1,210 @@
+"""The mean of several softmaxes against plain loops in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig
+
+from harmonic_sft.models import (
+    AffineForm,
+    DistanceForm,
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    MultiHead,
+    RotationHead,
+    build_head,
+)
+
+D, V, N = 24, 30, 5
+INNER = {
+    "linear": {"name": "linear"},
+    "cosine": {"name": "cosine", "scale": 9.0},
+    "sphere": {"name": "dist", "h_exp": -7.0},
+    "euclid": {"name": "dist", "h_exp": -4.0, "unit_sphere": False},
+}
+
+
+def make(inner, num_heads, **changes):
+    torch.manual_seed(0)
+    head = MultiHead(D, V, num_heads=num_heads, inner={**INNER[inner], **changes})
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim():
+                parameter.normal_()
+    return head, torch.randn(N, D), torch.randint(V, (N,))
+
+
+def slice_score(settings, state, row, bias):
+    if settings["name"] == "linear":
+        return state @ row + bias
+    if settings.get("unit_sphere", True):
+        state, row = state / state.norm(), row / row.norm()
+    if settings["name"] == "cosine":
+        return settings["scale"] * (state @ row)
+    return settings["h_exp"] * torch.log((state - row).square().sum() + 1e-6)
+
+
+def definition(head, states, labels):
+    """-log of the mean of the label's probabilities, slice by slice, and all probabilities."""
+    size, losses, rows = D // head.num_heads, [], []
+    settings = head.settings()["inner"]
+    biases = head.inner.bias.double() if settings["name"] == "linear" else torch.zeros(V)
+    for state, label in zip(states.double(), labels.tolist(), strict=True):
+        missed, probs = [], torch.zeros(V, dtype=torch.float64)
+        for start in range(0, D, size):
+            cut = slice(start, start + size)
+            scores = [
+                slice_score(settings, state[cut], row[cut], bias)
+                for row, bias in zip(head.weight.double(), biases, strict=True)
+            ]
+            scores = torch.stack(scores)
+            probs += scores.softmax(-1) / head.num_heads
+            others = torch.cat([scores[:label], scores[label + 1 :]])
+            odds = torch.exp(others - scores[label]).sum()
+            missed.append(odds / (1 + odds))  # 1 - p_y, exact also where it is tiny
+        losses.append(-torch.log1p(-torch.stack(missed).mean()))
+        rows.append(probs)
+    return torch.stack(losses).detach(), torch.stack(rows).detach()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 12])
+@pytest.mark.parametrize("inner", INNER)
+def test_probabilities_are_the_mean_of_the_slices(inner, num_heads):
+    head, states, labels = make(inner, num_heads)
+    losses, probs = definition(head, states, labels)
+    logits = head(states)
+    assert logits.shape == (N, V)
+    torch.testing.assert_close(logits.double().exp(), probs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_one_slice_is_the_inner_head(inner):
+    head, states, labels = make(inner, 1)
+    torch.testing.assert_close(head(states), head.inner(states).log_softmax(-1))
+    torch.testing.assert_close(head.nll(states, labels), head.inner.nll(states, labels))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_confident_loss_keeps_its_digits(inner, num_heads):
+    head, _, labels = make(inner, num_heads, **({"scale": 60.0} if inner == "cosine" else {}))
+    states = head.weight.detach()[labels] * (1.6 * num_heads if inner == "linear" else 1.0) + 1e-2
+    losses, _ = definition(head, states, labels)
+    assert 0 < losses.min() < 1e-7  # what a sum of probabilities near 1 rounds away
+    torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=2e-3, atol=0)
+
+
+def test_a_hopeless_loss_stays_finite():
+    head, states, labels = make("linear", 3)
+    states = (1e4 * states).requires_grad_()
+    loss = head.nll(states, labels)
+    loss.sum().backward()
+    assert loss.max() > 1e3
+    assert loss.isfinite().all()
+    assert states.grad.isfinite().all()
+    assert states.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(("inner", "kind"), [("cosine", AffineForm), ("sphere", DistanceForm)])
+def test_the_form_has_one_part_for_each_slice_of_one_weight(inner, kind):
+    head, states, labels = make(inner, 4)
+    parts = head.form(states).parts
+    assert [type(part) for part in parts] == [kind] * 4
+    assert all(part.weight.shape == (V, D // 4) for part in parts)
+    head.nll(states, labels).sum().backward()
+    assert head.weight.grad.abs().amin(-1).gt(0).all()
+    matrices = [name for name, value in head.named_parameters() if value.dim() == 2]
+    assert matrices == ["inner.weight"]
+
+
+@pytest.mark.parametrize("inner", ["cosine", "sphere"])
+def test_every_slice_lives_on_a_sphere_of_its_own(inner):
+    head, states, _ = make(inner, 3)
+    before = head(states)
+    norms = head.prototypes.unflatten(-1, (3, -1)).norm(dim=-1)
+    torch.testing.assert_close(norms, torch.ones(V, 3))
+    head.renormalize_()
+    assert torch.equal(
+        head.prototypes.detach(), F.normalize(head.weight.detach().view(V, 3, 8), dim=-1).view(V, D)
+    )
+    torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
+    torch.testing.assert_close(head(states), before, rtol=1e-4, atol=1e-4)
+    embeddings = torch.randn(V, D)
+    embeddings[4] = 0  # a padding token: no direction
+    head.initialize_(embeddings)
+    torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
+    torch.testing.assert_close(head.weight[0, :8], F.normalize(embeddings[0, :8], dim=-1))
+
+
+@pytest.mark.parametrize("inner", ["linear", "euclid"])
+def test_off_the_sphere_prototypes_stay_as_they_are(inner):
+    head, _, _ = make(inner, 3)
+    embeddings = torch.randn(V, D)
+    head.initialize_(embeddings).renormalize_()
+    assert torch.equal(head.weight, embeddings)
+    assert head.prototypes is head.weight
+
+
+def test_the_exponent_is_that_of_all_slices():
+    head, states, labels = make("sphere", 3)
+    assert head.h_exp == -7.0
+    head.h_exp = -2.5
+    assert {part.h_exp for part in head.form(states).parts} == {-2.5}
+    losses, _ = definition(head, states, labels)
+    torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
+    assert not head.scaled_by_h_exp
+    assert make("sphere", 1)[0].scaled_by_h_exp
+    with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
+        make("linear", 3)[0].h_exp = -1.0
+
+
+def test_the_order_of_columns_matters_so_that_a_rotation_does():
+    """A single linear or Euclidean head ranks the same after a rotation of both sides."""
+    torch.manual_seed(0)
+    multi = {"name": "multi_head", "num_heads": 3, "inner": INNER["sphere"]}
+    head = RotationHead(D, V, inner=multi)
+    states = torch.randn(N, D)
+    before = head(states)
+    with torch.no_grad():
+        head.skew.normal_()
+        head.weight.copy_(head.weight @ head.rotation.T)
+    assert (head(states) - before).abs().max() > 0.1
+
+
+def test_tied_to_the_input_embeddings_it_has_no_weight_of_its_own(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text_config = BertConfig(vocab_size=V, hidden_size=D, max_position_embeddings=16, **sizes)
+    head = {"name": "multi_head", "num_heads": 2, "inner": {"name": "linear", "bias": False}}
+    config = HarmonicConfig(text_config=text_config, head=head, tie_word_embeddings=True)
+    model = HarmonicForMaskedLM(config).eval()
+    assert model.dist_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    loaded = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    assert loaded.dist_head.weight is loaded.get_input_embeddings().weight
+    ids = torch.arange(5, 17).view(2, 6)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_heads": 0}, "num_heads: expected a divisor of hidden_size 24, got 0"),
+        ({"num_heads": -2}, "num_heads: expected a divisor of hidden_size 24, got -2"),
+        ({"num_heads": 5}, "num_heads: expected a divisor of hidden_size 24, got 5"),
+        (
+            {"inner": {"name": "rotation"}},
+            r"multi_head inner: expected one of \['cosine', 'dist', 'linear'\], got 'rotation'",
+        ),
+        ({"inner": {"name": "multi_head"}}, "multi_head inner: expected one of .*'multi_head'"),
+        ({"inner": {"bias": True}}, "multi_head inner: expected one of .*got None"),
+        ({"inner": {"name": "linear", "eps": 1.0}}, "head linear: expected its own fields"),
+        (
+            {"inner": {"name": "dist", "metric": "lp"}},
+            "multi_head inner metric: expected euclidean, got lp",
+        ),
+    ],
+)
+def test_bad_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        build_head({"name": "multi_head", **fields}, hidden_size=D, vocab_size=V)

@@ -1,0 +1,192 @@
+"""A learned rotation before any head."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig
+
+from harmonic_sft.models import (
+    DistanceForm,
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    RotationHead,
+    build_head,
+)
+
+D, V, N = 8, 20, 5
+
+
+def make(inner=None, *, turned=True, seed=0):
+    torch.manual_seed(seed)
+    head = RotationHead(D, V, inner=inner)
+    if turned:
+        with torch.no_grad():
+            head.skew.normal_()
+    return head, torch.randn(N, D), torch.randint(V, (N,))
+
+
+def cayley(head):
+    """(I - B) (I + B)^-1 with B = -A / 2, A skew-symmetric, element by element in float64."""
+    original = head.skew.detach().double()
+    skew = torch.zeros(D, D, dtype=torch.float64)
+    for row in range(D):
+        for column in range(row):
+            skew[row, column] = original[row, column]
+            skew[column, row] = -original[row, column]
+    identity = torch.eye(D, dtype=torch.float64)
+    return (identity + skew / 2) @ torch.linalg.inv(identity - skew / 2)
+
+
+def test_logits_are_cosines_with_the_turned_hidden_state():
+    head, states, labels = make({"name": "cosine", "scale": 12.0})
+    matrix = cayley(head)
+    for state, logits in zip(states.double(), head(states), strict=True):
+        turned = [sum(matrix[i, j] * state[j] for j in range(D)) for i in range(D)]
+        turned = torch.stack(turned)
+        for row, logit in zip(head.weight.double(), logits, strict=True):
+            expected = 12.0 * (turned @ row) / (turned.norm() * row.norm())
+            torch.testing.assert_close(logit.double(), expected, rtol=1e-4, atol=1e-4)
+    expected = F.cross_entropy(head(states), labels, reduction="none")
+    torch.testing.assert_close(head.nll(states, labels), expected)
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
+def test_the_matrix_stays_a_rotation_however_far_it_is_trained(size):
+    head, _, _ = make()
+    with torch.no_grad():
+        head.skew.mul_(size)
+    matrix = head.rotation.detach().double()
+    torch.testing.assert_close(matrix, cayley(head), rtol=0, atol=2e-5)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(D).double(), rtol=0, atol=2e-5)
+    assert torch.linalg.det(matrix) > 0.99
+
+
+@pytest.mark.parametrize("inner", ["linear", "cosine", "dist"])
+def test_it_starts_as_the_inner_head(inner):
+    head, states, labels = make({"name": inner}, turned=False)
+    assert torch.equal(head.rotation, torch.eye(D))
+    assert torch.equal(head(states), head.inner(states))
+    assert torch.equal(head.nll(states, labels), head.inner.nll(states, labels))
+
+
+def test_a_rotation_is_the_transposed_one_on_the_prototypes():
+    head, states, _ = make()
+    other = copy.deepcopy(head.inner)
+    with torch.no_grad():
+        other.weight.copy_(head.weight @ head.rotation)
+    torch.testing.assert_close(head(states), other(states), rtol=1e-4, atol=1e-4)
+
+
+def test_with_frozen_prototypes_it_learns_a_rotation_it_was_not_given():
+    head, _, _ = make({"name": "cosine", "scale": 20.0}, turned=False)
+    secret, _, _ = make(seed=3)
+    head.inner.requires_grad_(False)
+    states = F.normalize(head.weight.detach(), dim=-1) @ secret.rotation.detach()
+    labels = torch.arange(V)
+    optimizer = torch.optim.Adam([head.skew], lr=0.1)
+    before = head.nll(states, labels).mean()
+    for _ in range(60):
+        optimizer.zero_grad()
+        head.nll(states, labels).mean().backward()
+        optimizer.step()
+    assert torch.equal(head(states).argmax(-1), labels)
+    assert head.nll(states, labels).mean() < before / 10
+    aligned = (head.rotate(states) * F.normalize(head.weight, dim=-1)).sum(-1)
+    assert aligned.mean() > 0.9
+
+
+def test_everything_else_is_the_inner_heads():
+    head, _, _ = make({"name": "dist", "h_exp": -5.0})
+    assert head.weight is head.inner.weight
+    assert head.h_exp == -5.0
+    head.h_exp = -3.0
+    assert head.inner.h_exp == -3.0
+    assert head.scaled_by_h_exp
+    assert head.settings()["inner"] == head.inner.settings()
+    with torch.no_grad():
+        head.weight.mul_(3.0)
+    torch.testing.assert_close(head.prototypes.norm(dim=-1), torch.ones(V))
+    head.renormalize_()
+    torch.testing.assert_close(head.weight.norm(dim=-1), torch.ones(V))
+    embeddings = torch.randn(V, D)
+    assert head.initialize_(embeddings) is head
+    torch.testing.assert_close(head.weight, F.normalize(embeddings, dim=-1))
+    form = head.form(torch.randn(N, D))
+    assert isinstance(form, DistanceForm)
+    assert form.weight is head.weight
+
+
+def test_a_head_without_an_exponent_takes_none():
+    head, _, _ = make({"name": "linear"})
+    assert head.h_exp is None
+    assert not head.scaled_by_h_exp
+    with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
+        head.h_exp = -2.0
+
+
+def test_a_bad_inner_head_is_refused():
+    sizes = {"hidden_size": D, "vocab_size": V}
+    with pytest.raises(ValueError, match=r"head name: expected one of .*, got 'dit'"):
+        build_head({"name": "rotation", "inner": {"name": "dit"}}, **sizes)
+    with pytest.raises(ValueError, match="head linear: expected its own fields"):
+        build_head({"name": "rotation", "inner": {"name": "linear", "eps": 1.0}}, **sizes)
+
+
+def test_reset_parameters_starts_again_at_the_identity():
+    head, states, _ = make()
+    head.reset_parameters()
+    assert torch.equal(head.rotation, torch.eye(D))
+    with torch.device("meta"):
+        empty = RotationHead(D, V)
+    empty.to_empty(device="cpu")
+    empty.reset_parameters()
+    assert torch.equal(empty.rotation, torch.eye(D))
+    assert empty(states).isfinite().all()
+
+
+SIZES = {
+    **{"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"intermediate_size": 16, "max_position_embeddings": 16},
+}
+INPUTS = {"input_ids": torch.arange(5, 17).view(2, 6)}
+
+
+def model_with(head, *, tie=False):
+    config = HarmonicConfig(text_config=BertConfig(**SIZES), head=head, tie_word_embeddings=tie)
+    model = HarmonicForMaskedLM(config).eval()
+    with torch.no_grad():
+        model.dist_head.skew.normal_()
+    return model
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_survives_a_load_on_the_meta_device(tmp_path, dtype, tie):
+    """`from_pretrained` builds the model without storage, then fills or initializes it."""
+    head = {"name": "rotation", "inner": {"name": "dist", "h_exp": -6.0}}
+    model = model_with(head, tie=tie)
+    model.model.to(dtype)
+    model.save_pretrained(tmp_path)
+    loaded, report = HarmonicForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.dist_head.rotation.dtype == torch.float32
+    assert (loaded.dist_head.weight is loaded.get_input_embeddings().weight) == tie
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(loaded(**INPUTS).logits, model(**INPUTS).logits)
+
+
+def test_a_missing_rotation_starts_at_the_identity():
+    """Where a checkpoint lacks it, transformers takes memory as it is unless the head fills it."""
+    model = model_with({"name": "rotation"})
+    weights = model.state_dict()
+    del weights["dist_head.skew"]
+    used = [torch.full((D, D), 7.0) for _ in range(1000)]
+    del used  # so that memory is not full of zeros by chance
+    loaded = HarmonicForMaskedLM.from_pretrained(None, config=model.config, state_dict=weights)
+    assert torch.equal(loaded.dist_head.rotation, torch.eye(D))
+    assert torch.equal(loaded.dist_head.weight, model.dist_head.weight)

@@ -1,0 +1,61 @@
+"""Prototypes are the means of what the head sees of each class."""
+
+import pytest
+import torch
+
+from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
+from harmonic_sft.training.class_means import class_means
+
+LABELS = ["a", "b", "c"]
+
+
+def make_batches(shape):
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(3):
+        input_ids = torch.randint(5, 100, (6, 7), generator=generator)
+        labels = torch.randint(0, 3, (6, 7)[: len(shape)], generator=generator)
+        labels.view(-1)[0] = -100
+        attention_mask = torch.ones_like(input_ids)
+        attention_mask[2, 4:] = 0
+        batches.append({"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels})
+    return batches
+
+
+@pytest.mark.parametrize("head", ["dist", "linear"])
+@pytest.mark.parametrize(
+    ("model_class", "axes"),
+    [(HarmonicForSequenceClassification, "B"), (HarmonicForTokenClassification, "BT")],
+)
+def test_means_are_those_of_a_loop(tiny_base, model_class, axes, head):
+    model = model_class.from_base(str(tiny_base), labels=LABELS, head={"name": head})
+    batches = make_batches(axes)
+    sums, counts = torch.zeros(3, 32, dtype=torch.float64), [0, 0, 0]
+    for batch in batches:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with torch.no_grad():
+            states = model.select(
+                model.model(**inputs).last_hidden_state, batch["attention_mask"]
+            ).double()
+        labels = batch["labels"].reshape(states.shape[:2])
+        for row in range(states.shape[0]):
+            for place in range(states.shape[1]):
+                label, vector = int(labels[row, place]), states[row, place]
+                if label != -100:
+                    sums[label] += vector / vector.norm() if head == "dist" else vector
+                    counts[label] += 1
+    expected = sums / torch.tensor(counts).unsqueeze(-1)
+    found = class_means(model, batches)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    model.dist_head.initialize_(found)
+    if head == "dist":
+        torch.testing.assert_close(
+            model.dist_head.weight.double(), expected / expected.norm(dim=-1, keepdim=True)
+        )
+
+
+def test_a_class_without_rows_is_an_error(tiny_base):
+    model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=LABELS)
+    batch = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "labels": torch.tensor([0, 2])}
+    with pytest.raises(ValueError, match=r"head.init: expected training rows .* none of \['b'\]"):
+        class_means(model, [batch])

@@ -1,0 +1,152 @@
+"""Whole runs of classifiers: learning, resuming, evaluating again, and settings that do not fit."""
+
+import json
+import random
+import shutil
+
+import pytest
+import yaml
+
+from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
+from harmonic_sft.training import (
+    dry_run,
+    evaluate_folder,
+    load_run_config,
+    show_data,
+    train,
+)
+from tests.conftest import WORDS
+
+GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}
+
+
+def text_rows():
+    generator = random.Random(0)
+    rows = []
+    for _ in range(60):
+        for label, words in GROUPS.items():
+            rows.append({"text": " ".join(generator.choices(words, k=6)), "label": label})
+    return rows
+
+
+def word_rows():
+    generator = random.Random(0)
+    groups = {word: label for label, words in GROUPS.items() for word in words}
+    texts = [generator.choices(list(groups), k=6) for _ in range(120)]
+    return [{"text": text, "label": [groups[word] for word in text]} for text in texts]
+
+
+ROWS = {"sequence_classification": text_rows, "token_classification": word_rows}
+MODELS = {
+    "sequence_classification": HarmonicForSequenceClassification,
+    "token_classification": HarmonicForTokenClassification,
+}
+
+
+@pytest.fixture
+def make(tmp_path, tiny_base, run_settings):
+    def make(task="sequence_classification", **sections):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in ROWS[task]()))
+        data = run_settings(tiny_base, tmp_path / "run")
+        data["model"]["task"] = task
+        data["head"]["init"] = "class_means"
+        data["data"] = {
+            "sources": [{"path": str(path)}],
+            "context_length": 24,
+            "label_column": "label",
+            "eval": {"documents": 40},
+        }
+        for name, value in sections.items():
+            data[name] = value
+            if value is None:
+                data.pop(name)
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
+        return tmp_path / "run.yaml"
+
+    return make
+
+
+def start(path, *overrides):
+    return train(load_run_config(path, overrides))
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task, capsys):
+    overrides = ("head.init=random", "training.max_steps=12", "training.save_strategy=no")
+    results = start(make(task), *overrides)
+    final = results["final"]
+    assert final["post_hoc_loss"] < results["before"]["post_hoc_loss"]
+    assert 0 <= final["ece"] <= 1
+    assert final["post_hoc_loss"] <= final["loss"]
+    assert final["tokens"] == (40 if task == "sequence_classification" else 240)
+    printed = capsys.readouterr().out
+    expected = "texts of the evaluation" if "sequence" in task else "labeled tokens of the eval"
+    assert expected in printed
+    assert "class frequencies alone" in printed
+    assert "Nearest prototypes" not in printed
+    model = MODELS[task].from_pretrained(tmp_path / "run")
+    assert list(model.config.id2label.values()) == ["early", "last", "late"]
+    assert model.h_exp == -4.0
+    again = evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])["final"]
+    for key in ("loss", "accuracy", "ece", "tokens", "error_cosine"):
+        assert again[key] == pytest.approx(final[key], rel=1e-5, abs=1e-7), key
+
+
+def test_class_means_start_better_than_random_prototypes(make):
+    overrides = ("training.max_steps=3", "training.save_strategy=no")
+    means = start(make(), *overrides)
+    path = make(head={"name": "dist", "init": "random"})
+    random_start = start(path, *overrides, f"training.output_dir={path.parent / 'random'}")
+    assert means["before"]["accuracy"] > 0.7 > random_start["before"]["accuracy"]
+
+
+def test_a_resumed_run_agrees_with_an_uninterrupted_one(make, tmp_path):
+    path = make()
+    expected = start(path)
+    for name in ("model.safetensors", "results/train.json"):
+        (tmp_path / "run" / name).unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    found = start(path, "resume=true")
+    assert found["steps"] == 6
+    assert found["final"] == pytest.approx(expected["final"], rel=1e-6)
+
+
+def test_a_linear_head_and_a_16_bit_body_train_too(make):
+    path = make(head={"name": "linear", "init": "random"}, h_exp=None)
+    overrides = ("loss.name=cross_entropy", "model.dtype=bfloat16", "model.pooling=cls")
+    results = start(path, *overrides, "training.save_strategy=no")
+    assert "post_hoc_inverse_temperature" in results["final"]
+    assert results["head"] == {"name": "linear", "bias": True}
+
+
+def test_the_classes_of_a_run_are_shown(make, capsys):
+    show_data(load_run_config(make()))
+    printed = capsys.readouterr().out
+    assert "140 training rows" in printed
+    assert "early" in printed
+
+
+def test_a_plan_needs_no_data(make, capsys, caplog):
+    caplog.set_level("INFO")
+    for task in ROWS:
+        dry_run(load_run_config(make(task)))
+    assert "Fits 24 GiB" in caplog.text
+
+
+def test_settings_that_do_not_fit_the_task_are_refused(make, make_yaml):
+    for override, message in (
+        ("head.init=input_embeddings", r"head.init: expected one of \['class_means', 'random'"),
+        ("head.tie=true", "head.tie: expected false for sequence_classification"),
+        ("data.label_column=null", "data.label_column: expected a column for classification"),
+        ("data.packing=true", "data.packing: expected the default for classification"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_run_config(make(), [override])
+    with pytest.raises(ValueError, match=r"pooling: expected nothing for token_classification"):
+        load_run_config(make("token_classification"), ["model.pooling=cls"])
+    with pytest.raises(ValueError, match=r"head.init: expected one of \['input_embeddings'"):
+        load_run_config(make_yaml(), ["head.init=class_means"])
+    for override in ("data.label_column=label", "data.eval.source={path: a.txt}"):
+        with pytest.raises(ValueError, match=r"data: expected no label_column and no eval.source"):
+            load_run_config(make_yaml(), [override])
