@@ -4,7 +4,8 @@
 
 DATA holds `sst2_train.tsv`, `sst2_dev.tsv`, `banking77_train.csv` and `banking77_test.csv`. Every
 arm trains the last block of all-MiniLM-L6-v2 and its head for the same steps on the same rows.
-Prototypes start as the class means of the frozen features, the linear head at random, as is usual.
+Prototypes start as the class means of the frozen features; the linear head both at random, as is
+usual, and from the same means.
 Printed are means over the seeds of accuracy, of the expected calibration error (ECE), and of the
 AUROC that tells rows in scope from rows out of it: by the distance to the nearest prototype, or by
 the highest probability for the linear head (which has no distances), with the latter given for
@@ -47,6 +48,10 @@ METRICS = {  # what is drawn, and how
 ARMS: dict[str, dict[str, Any]] = {
     "linear, cross-entropy": {
         "head": {"name": "linear", "init": "random"},
+        "loss": {"name": "cross_entropy"},
+    },
+    "linear from class means": {
+        "head": {"name": "linear", "init": "class_means"},
         "loss": {"name": "cross_entropy"},
     },
     "distance, harmonic": {

@@ -37,6 +37,7 @@ class BadRows:
 
     places: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason, rows
     blank: int = 0
+    unscored_tokens: int = 0  # of parts of documents in which nothing may be predicted
 
     @property
     def total(self) -> int:
@@ -46,10 +47,8 @@ class BadRows:
     @property
     def first(self) -> list[str]:
         """The first few places, each with its reason."""
-        return [
-            f"{where}: {reason}"
-            for where, (reason, _) in islice(self.places.items(), SHOWN_REASONS)
-        ]
+        shown = islice(self.places.items(), SHOWN_REASONS)
+        return [f"{where}: {reason}" for where, (reason, _) in shown]
 
     def add(self, where: str, reason: str, rows: int = 1) -> None:
         """Count the rows of one place.
@@ -66,6 +65,7 @@ class BadRows:
         for where, (reason, rows) in other.places.items():
             self.add(where, reason, rows)
         self.blank += other.blank
+        self.unscored_tokens += other.unscored_tokens
 
 
 @dataclass(frozen=True)

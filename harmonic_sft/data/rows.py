@@ -20,7 +20,11 @@ from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.stream_reader import document_name
 
 # Columns of a table before its bad rows are taken out.
-BAD_ROW = {name: datasets.Value("string") for name in ("place", "reason")}
+BAD_ROW = {
+    "place": datasets.Value("string"),
+    "reason": datasets.Value("string"),
+    "unscored": datasets.Value("int64"),  # tokens of the document in chunks that make no row
+}
 BATCH_DOCUMENTS = 1000
 BATCH_BYTES = 16 << 20  # of documents; decides where they are long
 FEATURES = {
@@ -119,6 +123,7 @@ class RowMaker:
             if isinstance(made, str):
                 self.report(self.place(document), made)
             else:
+                self.bad_rows.unscored_tokens += made[0].pop("unscored")
                 rows += made
         return rows
 
@@ -150,6 +155,9 @@ class RowMaker:
                 made.append(encoded)
                 continue
             chunks = self._cut(encoded, special, body, document["document"])
+            if chunks:
+                kept = sum(len(row["input_ids"]) - num_special for row in chunks)
+                chunks[0]["unscored"] = len(encoded.input_ids) - kept
             made.append(chunks or BLANK)
         return made
 
@@ -257,7 +265,9 @@ def table_rows(
         fn_kwargs={"maker": replace(maker, bad_rows=BadRows()), "code": code},
     )
     is_bad = ~np.asarray(rows.data.column("reason").is_null())
-    bad = rows.data.table.select(list(BAD_ROW)).filter(pa.array(is_bad))
+    unscored = rows.data.column("unscored").drop_null().to_numpy()
+    maker.bad_rows.unscored_tokens += int(unscored.sum())
+    bad = rows.data.table.select(["place", "reason"]).filter(pa.array(is_bad))
     for place, reason in zip(*(column.to_pylist() for column in bad.columns), strict=True):
         maker.report(place, reason)
     rows = rows.remove_columns(list(BAD_ROW))

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import BLANK, IGNORE_INDEX, LabeledData, LoadedData, StreamedRows
+from harmonic_sft.data import IGNORE_INDEX, LabeledData, LoadedData, StreamedRows
 from harmonic_sft.data.files import SHOWN_REASONS
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
@@ -304,13 +304,12 @@ def _log_data(data: LoadedData | LabeledData) -> None:
         len(data.eval),
     )
     if data.fill_rate is not None:
-        logger.info("Packed: %.1f %% of every row are tokens, none is lost.", 100 * data.fill_rate)
-    bad = [f"{where}: {reason}" for where, (reason, _) in data.bad_rows.places.items()]
-    told = [text for text in bad if not text.endswith(BLANK)]
-    if told:
-        logger.warning("Left out: %d bad rows, such as %s", len(told), "; ".join(told[:3]))
-    if len(bad) > len(told):
-        logger.info("Left out: %d blank documents.", len(bad) - len(told))
+        logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
+    if tokens := data.bad_rows.unscored_tokens:
+        logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
+    if first := data.bad_rows.first:
+        count = data.bad_rows.total - data.bad_rows.blank
+        logger.warning("Left out: %d bad rows, such as %s", count, "; ".join(first))
 
 
 def _data_results(ready: Ready) -> dict[str, Any]:
@@ -330,4 +329,5 @@ def _data_results(ready: Ready) -> dict[str, Any]:
         "rows_left_out": ready.left_out + sum(skipped.values()),
         "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
         "fill_rate": ready.data.fill_rate,
+        "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
     }

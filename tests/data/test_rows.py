@@ -161,6 +161,21 @@ def test_rows_know_their_words_if_asked(tokenizer):
     assert second["word_ids"] == [-1, 2, 3, 3, -1]
 
 
+def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
+    prompt, answer = TEXTS[3], "word1 word2"
+    row = {"prompt": prompt, "completion": answer, "document": 0}
+    settings = {"form": "prompt_completion", "loss_on": "completion"}
+    stream, table = (row_maker(tokenizer, bad_rows=BadRows(), **settings) for _ in range(2))
+    whole = row_maker(tokenizer, context_length=512, bad_rows=BadRows(), **settings)
+    rows = stream([row])
+    expected = len(whole([row])[0]["input_ids"]) - 2 - sum(len(r["input_ids"]) - 2 for r in rows)
+    assert expected > 0
+    assert stream.bad_rows.unscored_tokens == expected
+    assert len(table_rows(Dataset.from_list([row]).remove_columns("document"), table)) == len(rows)
+    assert table.bad_rows.unscored_tokens == expected
+    assert stream.bad_rows.total == table.bad_rows.total == whole.bad_rows.unscored_tokens == 0
+
+
 def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
     words = [f"word{index}" for index in range(14)]
     input_ids = tokenizer.convert_tokens_to_ids(words)
