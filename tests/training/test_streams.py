@@ -131,6 +131,7 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         "rows_left_out": 1 + 5 + 10 + 4,
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,
+        "unscored_tokens_left_out": None,
     }
 
 
