@@ -152,6 +152,9 @@ def load_labeled_data(
         train, held_out = rows, reader.read(config.eval.source, "data.eval.source")
     else:
         train, held_out = _split(rows, config.eval.documents, seed)
+    for part, found in (("sources", train), ("eval.source", held_out)):
+        if not found:
+            raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     numbers = {name: index for index, name in enumerate(names)}
     _check_labels(held_out if labels is None else [*train, *held_out], numbers)
@@ -258,6 +261,8 @@ class _Reader:
         for value in found:
             if isinstance(value, bool) or not isinstance(value, str | int):
                 return f"the label {value!r}, neither a string nor an integer"
+            if names is not None and not 0 <= int(value) < len(names):
+                return f"the label {value}, which is none of the {len(names)} classes"
         return _Row(text, [names[value] for value in found] if names is not None else found)
 
     def encode(self, rows: Sequence[_Row], numbers: Mapping[str, int], what: str) -> LabeledRows:

@@ -10,8 +10,12 @@ from torch import Tensor
 from harmonic_sft.eval.calibration import NUM_BINS, calibration_gaps
 from harmonic_sft.models import Head
 
-# Exponents tried after training; the loss is convex in the exponent, so no minimum is missed.
-H_EXPS = (-1, -2, -3, -4, -5, -6, -7, -8, -10, -12, -14, -16, -20, -24, -28, -32, -40, -48, -64)
+# Exponents tried after training; the loss is convex in the exponent, so no minimum between the ends
+# is missed. Off the sphere, where hidden states are much longer than prototypes, it is near -100.
+H_EXPS = (
+    *(-1, -2, -3, -4, -5, -6, -7, -8, -10, -12, -14, -16, -20, -24, -28, -32, -40, -48, -64),
+    *(-80, -96, -128, -192, -256),
+)
 # The same freedom for heads without an exponent: factors on their logits, as far as -1 and -64 are
 # from the exponent -12.
 INVERSE_TEMPERATURES = (

@@ -30,9 +30,9 @@ ROUNDS = 20
 BASELINE = "linear + cross_entropy"
 NOTE = (
     "Mean +- standard deviation over seeds. (*) At the best post-hoc h_exp, or inverse "
-    "temperature. (**) Mean cosine between the base's embeddings of label and prediction where "
-    "they differ. (***) Head and loss alone, forward and backward, relative to a linear head with "
-    "cross-entropy."
+    "temperature, chosen on these very tokens. (**) Mean cosine between the input embeddings (the "
+    "base's, where they are frozen) of label and prediction where they differ. (***) Head and "
+    "loss alone, forward and backward, relative to a linear head with cross-entropy."
 )
 Ratings = dict[str, list[WordPair]]
 

@@ -74,8 +74,8 @@ def export_linear(folder: Path, target: Path) -> Path:
         `target`.
 
     Raises:
-        ValueError: `folder` holds no harmonic model, its head has no linear equal, or `target`
-            is not empty.
+        ValueError: `folder` holds no harmonic masked model, its head has no linear equal, or
+            `target` is not empty.
     """
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -170,6 +170,11 @@ def _check_model(folder: Path) -> None:
     if fields.get("model_type") != "harmonic":
         raise ValueError(
             f"folder: expected a harmonic model, got one of type {fields.get('model_type')!r}"
+        )
+    if "HarmonicForMaskedLM" not in (fields.get("architectures") or ["HarmonicForMaskedLM"]):
+        raise ValueError(
+            f"folder: expected a masked language model, got a {fields['architectures'][0]}. "
+            "Only a head over tokens is exported"
         )
 
 

@@ -76,6 +76,7 @@ def model_card(
     name = repo_id.split("/")[-1]
     sections = {key: run.get(key) or {} for key in ("model", "h_exp", "data", "training", "peft")}
     trained = config.trained_parameters or []
+    held_out = (sections["data"].get("eval") or {}).get("source")
     context: dict[str, Any] = {
         **{"show": _show, "escape": _escape, "code": _code, "python": _python, "quote": quote},
         "repo_id": repo_id,
@@ -99,6 +100,7 @@ def model_card(
         "mixed": bool(config.float32_modules),
         "run": sections,
         "sources": [_source(source) for source in sections["data"].get("sources") or ()],
+        "eval_source": None if held_out is None else _source(held_out),
         "hyperparameters": list(_hyperparameters(run)),
         "log": _log(results),
         "final": results.get("final") or {},
@@ -123,10 +125,14 @@ def _metadata(
     run: dict[str, Any],
     results: dict[str, Any],
 ) -> ModelCardData:
-    sources = (run.get("data") or {}).get("sources") or []
+    data = run.get("data") or {}
+    sources = data.get("sources") or []
     datasets = [source["path"] for source in sources if _is_hub_dataset(source["path"])]
     task = task_words(config)
-    evaluated = _eval_results(results.get("final") or {}, sources, datasets, task)
+    held_out = (data.get("eval") or {}).get("source")
+    evaluated = _eval_results(
+        results.get("final") or {}, sources if held_out is None else [held_out], task
+    )
     hub_name = base.hub_name if base is not None else None
     tags = [*(["harmonic-loss"] if config.h_exp is not None else []), task.tag, "harmonic-sft"]
     metadata = ModelCardData(
@@ -145,12 +151,10 @@ def _metadata(
 
 
 def _eval_results(
-    final: dict[str, Any],
-    sources: list[dict[str, Any]],
-    datasets: list[str],
-    task: TaskWords,
+    final: dict[str, Any], sources: list[dict[str, Any]], task: TaskWords
 ) -> list[EvalResult]:
-    """Return the metrics of `model-index`, with their units in the names."""
+    """Return the metrics of `model-index` on rows of `sources`, with their units in the names."""
+    datasets = [source["path"] for source in sources if _is_hub_dataset(source["path"])]
     names = [DOCSTRINGS if s["path"] == DOCSTRINGS else _last_part(s["path"]) for s in sources]
     names = [s["path"] if s["path"] in datasets else n for s, n in zip(sources, names, strict=True)]
     known = ", ".join(_one_line(name) for name in names if name is not None)

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.losses.unit_rows import unit_rows
 from harmonic_sft.models import AffineForm, DistanceForm
 from harmonic_sft.models.head import at_least_float32
+from harmonic_sft.models.unit_rows import unit_rows
 
 
 @torch.no_grad()

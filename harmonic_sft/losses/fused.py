@@ -10,6 +10,7 @@ from harmonic_sft.models import AffineForm, DistanceForm, Form, MixtureForm
 from harmonic_sft.ops import Impl, LossOptions, distance_cross_entropy, linear_cross_entropy
 
 _DEFAULT = LossOptions()
+_PART = LossOptions(gradients="recompute")  # the parts of a mixture get uneven upstream gradients
 
 
 def form_cross_entropy(
@@ -33,7 +34,7 @@ def form_cross_entropy(
         if options is not _DEFAULT:
             raise ValueError("options: expected none for a mixture of softmaxes, got some")
         # p_y is the mean of the components' probabilities of y.
-        parts = [form_cross_entropy(part, labels, impl=impl) for part in form.parts]
+        parts = [form_cross_entropy(part, labels, options=_PART, impl=impl) for part in form.parts]
         return math.log(len(parts)) - torch.stack(parts).neg().logsumexp(0)
     if isinstance(form, DistanceForm):
         return distance_cross_entropy(

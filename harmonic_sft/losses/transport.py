@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harmonic_sft.losses.chunks import chunk_rows
-from harmonic_sft.losses.unit_rows import unit_rows
 from harmonic_sft.models import AffineForm, DistanceForm
 from harmonic_sft.models.head import NEAR, at_least_float32
+from harmonic_sft.models.unit_rows import unit_rows
 
 
 class Weights(NamedTuple):

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .head import AffineForm, at_least_float32
 from .scaled_head import ScaledHead
+from .unit_rows import unit_rows
 
 MIN_SIZE = 16  # below it the expansion of the Bessel function is off by more than 1e-6
 # u_k(t) = t ** k * (c_0 + c_1 t ** 2 + ...) / denominator, k = 1, 2, ...
@@ -141,6 +141,6 @@ def _debye_sum(t: Tensor, order: float) -> Tensor:
 
 
 def _normalize(vectors: Tensor) -> Tensor:
-    """Return vectors of norm 1, `[..., D]`, in float32 or better whatever autocast says."""
+    """Return vectors of norm 1, `[N, D]`, in float32 or better whatever autocast says."""
     with torch.autocast(vectors.device.type, enabled=False):
-        return F.normalize(at_least_float32(vectors), dim=-1)
+        return unit_rows(at_least_float32(vectors))

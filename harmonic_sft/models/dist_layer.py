@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from .head import DistanceForm, SphereHead, at_least_float32, distance_logits
 from .metrics import SQUARED_METRICS, Metric, check_metric, stretch
+from .unit_rows import unit_rows
 
 
 class DistLayer(SphereHead):
@@ -71,17 +71,15 @@ class DistLayer(SphereHead):
         rank: int = 0,
     ):
         super().__init__()
-        if not -math.inf < h_exp < 0:
-            raise ValueError(f"h_exp: expected a number below 0, got {h_exp}")
-        if eps <= 0:
+        if not 0 < eps < math.inf:
             raise ValueError(f"eps: expected a number above 0, got {eps}")
         check_metric(metric, p=p, rank=rank, hidden_size=hidden_size, vocab_size=vocab_size)
-        self._h_exp = float(h_exp)
+        self.log_steepness = None
+        self.h_exp = h_exp
         self.metric, self.p, self.rank = metric, float(p), rank
         self.unit_sphere = unit_sphere
         self.eps = float(eps)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
-        self.log_steepness = None
         if learn_h_exp:
             self.log_steepness = nn.Parameter(torch.empty((), dtype=torch.float32))
         self.diagonal = self.factor = None
@@ -101,6 +99,8 @@ class DistLayer(SphereHead):
 
     @h_exp.setter
     def h_exp(self, value: float) -> None:
+        if not -math.inf < value < 0:
+            raise ValueError(f"h_exp: expected a number below 0, got {value}")
         self._h_exp = float(value)
         if self.log_steepness is not None:
             self.log_steepness.data.fill_(math.log(-self._h_exp))
@@ -182,4 +182,4 @@ class DistLayer(SphereHead):
         sides = [hidden_states, self.weight.to(hidden_states.dtype)]
         if not self.unit_sphere or self.metric == "cosine":  # which normalizes by itself
             return sides
-        return [F.normalize(side, dim=-1) for side in sides]
+        return [unit_rows(side) for side in sides]

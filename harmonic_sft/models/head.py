@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .unit_rows import unit_rows
+
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
 
@@ -150,7 +152,7 @@ class SphereHead(Head):
     @property
     def prototypes(self) -> Tensor:
         """The vectors the head compares with, `[V, D]`: of norm 1 on the sphere."""
-        return F.normalize(self.weight, dim=-1) if self.unit_sphere else self.weight
+        return unit_rows(self.weight) if self.unit_sphere else self.weight
 
     @torch.no_grad()
     def initialize_(self, embeddings: Tensor) -> Self:

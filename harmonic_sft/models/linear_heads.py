@@ -103,7 +103,7 @@ class PowerHead(Head):
         super().__init__()
         if power == 0 or not math.isfinite(power):
             raise ValueError(f"power: expected a number other than 0, got {power}")
-        if eps <= 0:
+        if not 0 < eps < math.inf:
             raise ValueError(f"eps: expected a number above 0, got {eps}")
         self.power, self.eps = float(power), float(eps)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))

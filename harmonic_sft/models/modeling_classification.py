@@ -18,7 +18,20 @@ from .objective import mean_token_loss
 
 
 class HarmonicClassifier(HarmonicHeadModel):
-    """A head over the classes in `config.id2label`."""
+    """A head over the classes in `config.id2label`, of which one is right.
+
+    Raises:
+        ValueError: The configuration asks for regression or several labels at once.
+    """
+
+    def __init__(self, config: HarmonicConfig):
+        problem = config.problem_type or "single_label_classification"
+        if problem != "single_label_classification" or self.num_classes(config) < 2:
+            raise ValueError(
+                "problem_type: expected single_label_classification of two labels or more, got "
+                f"{problem} of {config.num_labels}. A head gives one probability over all classes"
+            )
+        super().__init__(config)
 
     @staticmethod
     def num_classes(config: HarmonicConfig) -> int:
@@ -55,7 +68,7 @@ class HarmonicClassifier(HarmonicHeadModel):
 
         Raises:
             ValueError: Fewer than two labels, or one twice; the checkpoint does not fill the
-                backbone, or has no such head.
+                backbone, or has no such head over these labels.
         """
         if len(labels) < 2 or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
@@ -63,6 +76,11 @@ class HarmonicClassifier(HarmonicHeadModel):
             raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")
         head_class = cls if init == "base_head" else None
         base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        if base.head is not None and base.labels != list(labels):
+            raise ValueError(
+                f"init base_head: expected the labels of base {base.name} in their order, "
+                f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
+            )
         model = cls._around(
             base,
             dict(head or {"name": "dist"}),
@@ -87,6 +105,11 @@ class HarmonicClassifier(HarmonicHeadModel):
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         loss = None
         if labels is not None:
+            if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
+                raise ValueError(
+                    "labels: expected one class number for each of "
+                    f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
+                )
             loss = mean_token_loss(
                 self.loss_fn,
                 self.dist_head,

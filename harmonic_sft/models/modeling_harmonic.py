@@ -27,6 +27,7 @@ class Base(NamedTuple):
     name: str
     backbone: PreTrainedModel
     head: Head | None
+    labels: list[str]  # of the head's rows, if it is a classifier's
     origin: dict[str, Any]  # fields of the configuration
 
 
@@ -292,7 +293,7 @@ def load_base(
         "base_dtype": str(dtype).removeprefix("torch."),
         "dtype": dtype,
     }
-    return Base(name, backbone, head, origin)
+    return Base(name, backbone, head, list((config.id2label or {}).values()), origin)
 
 
 def copy_head_(head: Head, base: Base) -> None:

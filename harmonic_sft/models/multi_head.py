@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cosine_heads import CosineHead
@@ -16,6 +15,7 @@ from .head import (
     dense_logits,
     distance_logits,
 )
+from .unit_rows import unit_rows
 
 INNER = ("cosine", "dist", "linear")
 
@@ -79,8 +79,7 @@ class MultiHead(SphereHead):
     @property
     def prototypes(self) -> Tensor:
         """The slices the head compares with, side by side, `[V, D]`: each of norm 1 on spheres."""
-        slices = self.weight.unflatten(-1, (self.num_heads, -1))  # [V, M, D / M]
-        return F.normalize(slices, dim=-1).flatten(1) if self.unit_sphere else self.weight
+        return self._unit_slices(self.weight) if self.unit_sphere else self.weight
 
     @property
     def h_exp(self) -> float | None:
@@ -137,9 +136,13 @@ class MultiHead(SphereHead):
             assert isinstance(whole, AffineForm | DistanceForm), "INNER holds no other heads"
             return whole
         with torch.autocast(hidden_states.device.type, enabled=False):
-            slices = at_least_float32(hidden_states).unflatten(-1, (self.num_heads, -1))
-            directions = F.normalize(slices, dim=-1).flatten(1)  # [N, D]
+            directions = self._unit_slices(hidden_states)  # [N, D]
             return AffineForm(self.inner.scale * directions, self.prototypes)
+
+    def _unit_slices(self, vectors: Tensor) -> Tensor:
+        """Return `[N, D]` with every slice at norm 1, in float32 or better."""
+        slices = vectors.reshape(-1, vectors.shape[1] // self.num_heads)  # [N * M, D / M]
+        return unit_rows(at_least_float32(slices)).view_as(vectors)
 
 
 def _nll(form: AffineForm | DistanceForm, labels: Tensor) -> Tensor:

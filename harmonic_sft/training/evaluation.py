@@ -55,7 +55,13 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
             "Train one on it first"
         )
     tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
-    task = tasks[(base.architectures or ["HarmonicForMaskedLM"])[0]]
+    architecture = (base.architectures or ["HarmonicForMaskedLM"])[0]
+    if architecture not in tasks:
+        raise ValueError(
+            f"eval: expected one of {sorted(tasks)}, got a {architecture} in {str(folder)!r}, "
+            "which has no head. Give the folder of the whole model"
+        )
+    task = tasks[architecture]
     model = load_checked(MODELS[task], str(folder), base)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = model.config.text_config

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from harmonic_sft.config import STRICT
+from harmonic_sft.config import STRICT, check_fields
 from harmonic_sft.models import HEADS, Head
 
 # Of a head's arguments: the h_exp section decides them.
@@ -27,7 +27,14 @@ class HeadConfig:
     tie: bool = Field(False, description="Share the weight with the input embeddings")
 
 
-def _config_of(name: str, head: type[Head]) -> type[HeadConfig]:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InnerHeadConfig:
+    """A head inside another one: name and fields of one head of `HEADS`."""
+
+    name: str
+
+
+def _config_of(name: str, head: type[Head], base: type) -> type:
     """Make the section's dataclass for one head from the arguments of its class."""
     hints = get_type_hints(head.__init__)
     signature = inspect.signature(head.__init__).parameters
@@ -38,7 +45,7 @@ def _config_of(name: str, head: type[Head]) -> type[HeadConfig]:
     }
     tag = Literal[name]  # ty: ignore[invalid-type-form]
     annotations = {"name": tag, **{key: hints[key] for key in own}}
-    made = type(f"{head.__name__}Config", (HeadConfig,), {"__annotations__": annotations, **own})
+    made = type(f"{head.__name__}Config", (base,), {"__annotations__": annotations, **own})
     return dataclass(frozen=True, kw_only=True, config=STRICT)(made)
 
 
@@ -48,7 +55,8 @@ def one_of(classes: Sequence[type]) -> Any:
     return Annotated[union, Field(discriminator="name")]
 
 
-_CONFIGS = tuple(_config_of(name, head) for name, head in HEADS.items())
+_CONFIGS = tuple(_config_of(name, head, HeadConfig) for name, head in HEADS.items())
+_INNER = {name: _config_of(name, head, InnerHeadConfig) for name, head in HEADS.items()}
 HeadSection: Any = one_of(_CONFIGS)
 
 
@@ -59,8 +67,13 @@ def head_settings(section: HeadConfig, *, h_exp: float | None, learn_h_exp: bool
         section: The checked section.
         h_exp: The exponent to start with.
         learn_h_exp: Whether it is trained.
+
+    Raises:
+        ValueError: A head inside the head has a name or a field that is not one.
     """
     own = {key: value for key, value in asdict(section).items() if key not in ("init", "tie")}
+    if own.get("inner") is not None:
+        own["inner"] = _checked_inner(own["inner"], "head.inner")
     return _with_exponent(own, {"h_exp": h_exp, "learn_h_exp": learn_h_exp})
 
 
@@ -68,6 +81,17 @@ def measures_distances(settings: Mapping[str, Any]) -> bool:
     """Whether a head is a dist head, or one around it."""
     inner = settings.get("inner")
     return settings.get("name") == "dist" or (bool(inner) and measures_distances(inner))
+
+
+def _checked_inner(inner: dict[str, Any], place: str) -> dict[str, Any]:
+    """Check the section of a head inside another one, all the way down."""
+    name = inner.get("name")
+    if name not in _INNER:
+        raise ValueError(f"{place}.name: expected one of {sorted(_INNER)}, got {name!r}")
+    fields = check_fields(_INNER[name], inner, place)
+    if fields.get("inner") is not None:
+        fields["inner"] = _checked_inner(fields["inner"], f"{place}.inner")
+    return fields
 
 
 def _with_exponent(settings: Mapping[str, Any], exponent: dict[str, Any]) -> dict[str, Any]:

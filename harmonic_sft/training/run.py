@@ -16,6 +16,7 @@ from harmonic_sft.data import IGNORE_INDEX, LabeledData, LoadedData, StreamedRow
 from harmonic_sft.data.files import SHOWN_REASONS
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
+from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.freezing import parts
@@ -259,6 +260,12 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, float
         tokens = trainer.state.num_input_tokens_seen
         return _session(trainer, seconds, tokens)
     logger.info("Going on from %s", checkpoint)
+    saved, now = HarmonicConfig.from_pretrained(checkpoint), trainer.model.config
+    if saved.id2label != now.id2label:
+        raise ValueError(
+            f"resume: expected the classes of {str(checkpoint)!r}, {saved.id2label}, "
+            f"got {now.id2label}. The data have changed; start a new run"
+        )
     # Read before training, which may delete the checkpoint when newer ones come.
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     if state.global_step >= state.max_steps:

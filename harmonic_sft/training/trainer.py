@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from harmonic_sft.data import EpochSampler, LabeledRows, MaskedRows, StreamedRows
-from harmonic_sft.data.streams import PlacedCollator, StreamState, advance, merge
+from harmonic_sft.data.streams import PlacedCollator, Snapshot, StreamState, advance, merge
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
@@ -149,12 +149,15 @@ class HarmonicTrainer(Trainer):
         """Let the streams go on where the run of a checkpoint stood."""
         if isinstance(self.train_dataset, StreamedRows):
             paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
-            if not paths:
+            states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
+            snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
+            if not states or any(s.keys() != Snapshot.__annotations__.keys() for s in snapshots):
                 raise ValueError(
-                    f"resume: expected {STREAM_STATE.format(0)} in {str(checkpoint)!r}, got none. "
+                    f"resume: expected {STREAM_STATE.format(0)} of this version in "
+                    f"{str(checkpoint)!r}, got {'another' if states else 'none'}. "
                     "An earlier version wrote this checkpoint; start a new run"
                 )
-            self.stream_state = merge([json.loads(path.read_text()) for path in paths])
+            self.stream_state = merge(states)
             self.train_dataset.state = self.stream_state
 
     def create_scheduler(

@@ -76,6 +76,19 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     assert load(str(tmp_path / "saved"), tokenizer).labels == ["no", "yes"]
 
 
+def test_a_number_without_a_class_is_a_bad_row(tmp_path, tokenizer):
+    """Splits without labels, such as the test split of SST-2, have -1 there."""
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, -1]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"the label -1, which is none of the 2 classes .* row 6"):
+        load(str(tmp_path / "saved"), tokenizer)
+    data = load(str(tmp_path / "saved"), tokenizer, on_bad_row="skip")
+    assert len(data.train) + len(data.eval) == 5
+
+
 def test_another_file_is_evaluated_whole(write, tokenizer):
     held_out = write([{"text": "gray", "label": "c"}], "eval.jsonl")
     data = load(write(ROWS), tokenizer, eval={"source": {"path": held_out}})
@@ -162,6 +175,9 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
         load(write(ROWS), tokenizer, eval={"source": {"path": unseen}})
     with pytest.raises(ValueError, match=r"data.eval.documents: expected fewer than"):
         load(write(ROWS), tokenizer, eval={"documents": 8})
+    blank = {"source": {"path": write([{"text": " ", "label": "a"}], "blank.jsonl")}}
+    with pytest.raises(ValueError, match=r"data.eval.source: expected rows with text and a label"):
+        load(write(ROWS), tokenizer, eval=blank, on_bad_row="skip")
 
 
 def test_bad_rows_stop_or_are_counted(write, tokenizer):

@@ -75,6 +75,17 @@ def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
     assert len(grid) == len(set(grid))
 
 
+def test_the_best_exponent_of_long_hidden_states_is_within_the_grid():
+    torch.manual_seed(0)
+    head = DistLayer(D, V, h_exp=-48.0, unit_sphere=False)
+    labels = torch.randint(V, (B, T))
+    noise = 0.6 * torch.randn(B, T, D)
+    states = 40 * F.normalize(F.normalize(head.weight.detach(), dim=-1)[labels] + noise, dim=-1)
+    grid = post_hoc_grid(head)
+    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
+    assert min(grid) < metrics["post_hoc_h_exp"] < -64
+
+
 def test_a_linear_head_gets_the_same_freedom():
     head = LinearHead(D, V)
     states, labels = batch()

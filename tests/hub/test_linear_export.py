@@ -18,6 +18,7 @@ from harmonic_sft.models import HEADS as KNOWN_HEADS
 from harmonic_sft.models import (
     DistLayer,
     HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
     Head,
     NeoBERTConfig,
     build_head,
@@ -341,6 +342,11 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
             export_linear(folder, target)
     with pytest.raises(ValueError, match="folder: expected a harmonic model, got one of type 'be"):
         export_linear(bases / "bert", target)
+    tokens = [str(number) for number in range(V)]  # as many classes as tokens: it would fit
+    classifier = HarmonicForSequenceClassification.from_base(str(bases / "bert"), labels=tokens)
+    classifier.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="folder: expected a masked language model, got a Harmoni"):
+        export_linear(tmp_path / "classifier", target)
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
     weights = load_file(folder / "model.safetensors")
     weights.pop("dist_head.weight")

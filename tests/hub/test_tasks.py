@@ -55,6 +55,16 @@ def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run,
         assert word not in card.text, word
 
 
+def test_the_card_names_the_file_that_was_evaluated(classifier_run, tmp_path):
+    trained = read_trained(classifier_run)
+    trained.run["data"]["eval"]["source"] = {"path": "/home/alice/held_out.jsonl"}
+    stage(trained, tmp_path, form="full", repo_id="alice/letters")
+    card = ModelCard((tmp_path / "README.md").read_text())
+    assert "- Evaluated on: local files, `held_out.jsonl`" in card.text
+    names = {result.dataset_name for result in card.data.eval_results}
+    assert names == {"Held-out rows of held_out.jsonl"}
+
+
 def test_an_adapter_of_a_classifier_names_its_labels(classifier_run, tmp_path):
     stage(read_trained(classifier_run), tmp_path, form="peft", repo_id="alice/letters")
     card = (tmp_path / "README.md").read_text()

@@ -243,8 +243,12 @@ def test_bad_settings_are_refused():
         build_head({"name": "dist", "bias": True}, **sizes)
     with pytest.raises(ValueError, match=r"h_exp: expected a number below 0, got 0.5"):
         DistLayer(D, V, h_exp=0.5)
-    with pytest.raises(ValueError, match="eps: expected a number above 0"):
-        DistLayer(D, V, eps=0.0)
+    for value in (0.0, 1.0, -float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"h_exp: expected a number below 0, got {value}"):
+            DistLayer(D, V, learn_h_exp=True).h_exp = value
+    for eps in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"eps: expected a number above 0, got {eps}"):
+            DistLayer(D, V, eps=eps)
 
 
 def test_the_paper_exponent_is_minus_two_h_exp():

@@ -142,8 +142,9 @@ def test_bad_settings_are_refused():
     for power in (0.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"power: expected a number other than 0, got {power}"):
             PowerHead(D, V, power=power)
-    with pytest.raises(ValueError, match="eps: expected a number above 0, got 0"):
-        PowerHead(D, V, eps=0.0)
+    for eps in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"eps: expected a number above 0, got {eps}"):
+            PowerHead(D, V, eps=eps)
     with pytest.raises(ValueError, match="scale: expected a number above 0, got -1"):
         L2Head(D, V, scale=-1.0)
 

@@ -153,6 +153,23 @@ def test_bad_arguments_are_refused(base):
         make(base, pooling="max")
     with pytest.raises(ValueError, match="labels: expected values from 0 to 2 or -100"):
         make(base)(**batch(), labels=torch.tensor([0, 1, 3]))
+    for labels in (torch.eye(3), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 1])):
+        with pytest.raises(
+            ValueError, match=r"labels: expected one class number for each of \[3, "
+        ):
+            make(base)(**batch(), labels=labels)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_other_problems_than_one_class_of_several_are_refused(base, tmp_path, task):
+    make(base, task).save_pretrained(tmp_path)
+    for fields in ({"problem_type": "multi_label_classification"}, {"problem_type": "regression"}):
+        with pytest.raises(ValueError, match="problem_type: expected single_label_classification"):
+            TASKS[task].from_pretrained(tmp_path, **fields)
+    with pytest.raises(ValueError, match=r"got single_label_classification of 1\."):
+        TASKS[task](HarmonicConfig(num_labels=1))
+    fields = {"problem_type": "single_label_classification"}
+    assert TASKS[task].from_pretrained(tmp_path, **fields)(**batch()).logits.shape[-1] == 3
 
 
 def test_a_masked_model_of_ours_is_a_base_and_a_classifier_keeps_its_head(base, tmp_path):
@@ -164,6 +181,13 @@ def test_a_masked_model_of_ours_is_a_base_and_a_classifier_keeps_its_head(base, 
     first.save_pretrained(tmp_path / "classifier")
     kept = make(str(tmp_path / "classifier"), init="base_head")
     assert torch.equal(kept.dist_head.weight, first.dist_head.weight)
+    for labels in (["dog", "cat", "eel"], ["cat", "dog"]):
+        with pytest.raises(
+            ValueError, match=r"init base_head: expected the labels of base .* 'eel'"
+        ):
+            HarmonicForSequenceClassification.from_base(
+                str(tmp_path / "classifier"), labels=labels, head=HEADS["dist"], init="base_head"
+            )
     with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a linear head"):
         make(str(tmp_path / "classifier"), head="linear", init="base_head")
     with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a dist head"):

@@ -125,9 +125,8 @@ def test_every_slice_lives_on_a_sphere_of_its_own(inner):
     norms = head.prototypes.unflatten(-1, (3, -1)).norm(dim=-1)
     torch.testing.assert_close(norms, torch.ones(V, 3))
     head.renormalize_()
-    assert torch.equal(
-        head.prototypes.detach(), F.normalize(head.weight.detach().view(V, 3, 8), dim=-1).view(V, D)
-    )
+    expected = F.normalize(head.weight.detach().view(V, 3, 8), dim=-1).view(V, D)
+    torch.testing.assert_close(head.prototypes.detach(), expected)
     torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
     torch.testing.assert_close(head(states), before, rtol=1e-4, atol=1e-4)
     embeddings = torch.randn(V, D)
@@ -135,6 +134,15 @@ def test_every_slice_lives_on_a_sphere_of_its_own(inner):
     head.initialize_(embeddings)
     torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
     torch.testing.assert_close(head.weight[0, :8], F.normalize(embeddings[0, :8], dim=-1))
+
+
+def test_prototypes_tied_in_16_bits_are_normalized_in_float32():
+    head, states, _ = make("cosine", 3)
+    weight = head.weight.detach().bfloat16()
+    head.inner.weight = torch.nn.Parameter(weight)
+    found = head(states)
+    head.inner.weight = torch.nn.Parameter(weight.float())
+    torch.testing.assert_close(found, head(states))
 
 
 @pytest.mark.parametrize("inner", ["linear", "euclid"])

@@ -7,7 +7,11 @@ import shutil
 import pytest
 import yaml
 
-from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
+from harmonic_sft.models import (
+    HarmonicForSequenceClassification,
+    HarmonicForTokenClassification,
+    HarmonicModel,
+)
 from harmonic_sft.training import (
     dry_run,
     evaluate_folder,
@@ -112,12 +116,32 @@ def test_a_resumed_run_agrees_with_an_uninterrupted_one(make, tmp_path):
     assert found["final"] == pytest.approx(expected["final"], rel=1e-6)
 
 
+def test_a_run_is_not_resumed_with_other_classes(make, tmp_path):
+    path = make()
+    start(path)
+    (tmp_path / "run" / "results" / "train.json").unlink()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace('"early"', '"old"'))
+    with pytest.raises(
+        ValueError, match=r"resume: expected the classes of .*'early'.* got .*'old'"
+    ):
+        start(path, "resume=true")
+
+
 def test_a_linear_head_and_a_16_bit_body_train_too(make):
     path = make(head={"name": "linear", "init": "random"}, h_exp=None)
     overrides = ("loss.name=cross_entropy", "model.dtype=bfloat16", "model.pooling=cls")
     results = start(path, *overrides, "training.save_strategy=no")
     assert "post_hoc_inverse_temperature" in results["final"]
     assert results["head"] == {"name": "linear", "bias": True}
+
+
+def test_a_folder_without_a_head_is_not_evaluated(make, tmp_path):
+    start(make(), "training.max_steps=2", "training.save_strategy=no")
+    encoder = HarmonicModel.from_pretrained(tmp_path / "run")
+    encoder.save_pretrained(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"eval: expected one of .* got a HarmonicModel in"):
+        evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])
 
 
 def test_the_classes_of_a_run_are_shown(make, capsys):

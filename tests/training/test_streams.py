@@ -140,12 +140,19 @@ def test_a_checkpoint_of_an_earlier_version_says_so(stream_yaml, tmp_path):
     train(load_run_config(path))
     run = tmp_path / "run"
     (run / "results" / "train.json").unlink()
-    (run / "checkpoint-2" / "stream_state_0.json").unlink()
+    state = run / "checkpoint-2" / "stream_state_0.json"
     for name in ("checkpoint-4",):
         for file in (run / name).iterdir():
             file.unlink()
         (run / name).rmdir()
-    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json in"):
+    fields = json.loads(state.read_text())
+    for snapshot in fields["streams"].values():
+        snapshot.pop("reasons")
+    state.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json .*, got another"):
+        train(load_run_config(path, ["resume=true"]))
+    state.unlink()
+    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json .*, got none"):
         train(load_run_config(path, ["resume=true"]))
 
 
