@@ -12,6 +12,7 @@ from harmonic_sft.config import STRICT
 from harmonic_sft.losses.chunks import by_chunks
 from harmonic_sft.losses.cosface import check_is_cosine
 from harmonic_sft.models import CosineHead, Head
+from harmonic_sft.models.head import label_nll
 
 MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
 
@@ -76,8 +77,7 @@ class ArcFaceLoss:
         beyond = cosines - self.margin * math.sin(self.margin)
         turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
         own = head.scale * turned
-        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
-        return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
+        return label_nll(logits, labels, own)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         return self.from_logits(head(hidden_states), head, labels)

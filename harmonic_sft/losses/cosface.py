@@ -2,7 +2,6 @@
 
 from typing import Literal, Self
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.chunks import by_chunks
 from harmonic_sft.models import CosineHead, Head
+from harmonic_sft.models.head import label_nll
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -65,8 +65,7 @@ class CosFaceLoss:
         assert isinstance(head, CosineHead), "prepare has checked it"
         labels = labels.unsqueeze(-1)  # [N, 1]
         own = logits.gather(-1, labels) - head.scale * self.margin
-        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
-        return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
+        return label_nll(logits, labels, own)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         return self.from_logits(head(hidden_states), head, labels)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import DistanceForm, SphereHead, at_least_float32, distance_logits
+from .head import DistanceForm, SphereHead, at_least_float32, distance_logits, label_nll
 from .metrics import SQUARED_METRICS, Metric, check_metric, stretch
 from .unit_rows import unit_rows
 
@@ -133,10 +133,7 @@ class DistLayer(SphereHead):
             `[N]`, in nats.
         """
         labels = labels.unsqueeze(-1)  # [N, 1]
-        logits = self._logits(hidden_states, labels)  # [N, V]
-        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1)  # [N]
-        margin = others - logits.gather(-1, labels).squeeze(-1)
-        return torch.logaddexp(margin, torch.zeros_like(margin))
+        return label_nll(self._logits(hidden_states, labels), labels)
 
     def reset_parameters(self) -> None:
         """Draw prototypes of norm 1 on average; the exponent is the one given."""

@@ -1,7 +1,7 @@
 """What every output head is, and the forms its logits can take."""
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -95,9 +95,9 @@ class Head(nn.Module, ABC):
         assert form is not None, "a head without a form has a forward pass of its own"
         return dense_logits(form)
 
+    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return what rebuilds this head through `build_head`, ready for JSON."""
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Draw this head's own parameters anew, through `transformers.initialization`."""
@@ -193,6 +193,22 @@ def dense_logits(form: Form) -> Tensor:
         hidden_states = at_least_float32(form.hidden_states)
         bias = None if form.bias is None else form.bias.to(hidden_states.dtype)
         return F.linear(hidden_states, form.weight.to(hidden_states.dtype), bias)
+
+
+def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
+    """Return log1p(others / label) of each row, accurate also where it is close to 0.
+
+    Args:
+        logits: `[N, V]`.
+        labels: `[N, 1]`.
+        own: `[N, 1]`, logits of the labels in place of those in `logits`.
+
+    Returns:
+        `[N]`, in nats.
+    """
+    own = logits.gather(-1, labels) if own is None else own
+    others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
 def distance_logits(form: DistanceForm, labels: Tensor | None) -> Tensor:

@@ -108,11 +108,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     @h_exp.setter
     def h_exp(self, value: float) -> None:
-        if self.dist_head.h_exp is None:
-            raise ValueError(f"h_exp: expected a dist head, got {self.config.head['name']}")
-        if not value < 0:
-            raise ValueError(f"h_exp: expected a number below 0, got {value}")
-        self.dist_head.h_exp = float(value)
+        self.dist_head.h_exp = value
         self.config.head = self.dist_head.settings()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from .head import (
     at_least_float32,
     dense_logits,
     distance_logits,
+    label_nll,
 )
 from .unit_rows import unit_rows
 
@@ -150,6 +151,4 @@ def _nll(form: AffineForm | DistanceForm, labels: Tensor) -> Tensor:
     labels = labels.unsqueeze(-1)  # [N, 1]
     is_distance = isinstance(form, DistanceForm)
     logits = distance_logits(form, labels) if is_distance else dense_logits(form)  # [N, V]
-    others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1)  # [N]
-    margin = others - logits.gather(-1, labels).squeeze(-1)
-    return torch.logaddexp(margin, torch.zeros_like(margin))
+    return label_nll(logits, labels)
