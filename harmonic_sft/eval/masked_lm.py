@@ -23,6 +23,8 @@ INVERSE_TEMPERATURES = (
     *(1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.3),
 )
 
+CACHED_ROWS = 16
+
 
 def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
     """Return the exponents (or inverse temperatures) to try: the current one first.
@@ -74,14 +76,29 @@ def score_rows(
     cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1)
     columns = [torch.ones_like(target_logits), correct, cosines * ~correct]
     gaps = []
-    for value in grid:
-        scale = value / grid[0]
-        log_normalizer = torch.logsumexp(logits * scale, -1)  # [N]
+    scales = [value / grid[0] for value in grid]
+    log_normalizers = _log_normalizers(logits, scales)  # [N, G]
+    for scale, log_normalizer in zip(scales, log_normalizers.unbind(-1), strict=True):
         columns.append(log_normalizer - target_logits * scale)
         gaps.append(calibration_gaps((highest * scale - log_normalizer).exp(), correct))
     sums = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
     scores = torch.cat([sums, *(gap.float() for gap in gaps)], -1)  # [N, 3 + G + 15 G]
     return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
+
+
+def _log_normalizers(logits: Tensor, scales: Sequence[float]) -> Tensor:
+    """Return logsumexp(scale * logits) of each row at each scale, `[N, G]`.
+
+    A few rows at a time and in place: on a CPU they stay in its cache, twice as fast as whole.
+    """
+    size = CACHED_ROWS if logits.device.type == "cpu" else max(1, len(logits))
+    found = []
+    for part in logits.split(size):
+        highest = part.amax(-1, keepdim=True)
+        below, powers = part - highest, torch.empty_like(part)
+        sums = [torch.mul(below, s, out=powers).exp_().sum(-1, keepdim=True) for s in scales]
+        found.append(torch.cat(sums, -1).log() + highest * logits.new_tensor(scales))
+    return torch.cat(found)
 
 
 def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, float]:
