@@ -6,6 +6,7 @@ Importing this package registers its models with transformers' Auto classes.
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -13,6 +14,7 @@ from transformers import (
 
 from harmonic_sft.models import (
     HarmonicConfig,
+    HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
@@ -29,18 +31,21 @@ AutoModel.register(NeoBERTConfig, NeoBERTModel)
 AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTForMaskedLM)
 AutoConfig.register("harmonic", HarmonicConfig)
 AutoModel.register(HarmonicConfig, HarmonicModel)
+AutoModelForCausalLM.register(HarmonicConfig, HarmonicForCausalLM)
 AutoModelForMaskedLM.register(HarmonicConfig, HarmonicForMaskedLM)
 AutoModelForSequenceClassification.register(HarmonicConfig, HarmonicForSequenceClassification)
 AutoModelForTokenClassification.register(HarmonicConfig, HarmonicForTokenClassification)
 # Without this, save_pretrained would not copy the code that loads the weights.
 HarmonicConfig.register_for_auto_class()
 HarmonicModel.register_for_auto_class("AutoModel")
+HarmonicForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
 HarmonicForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 HarmonicForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 
 __all__ = [
     "HarmonicConfig",
+    "HarmonicForCausalLM",
     "HarmonicForMaskedLM",
     "HarmonicForSequenceClassification",
     "HarmonicForTokenClassification",

@@ -14,6 +14,7 @@ from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker
+from harmonic_sft.data.next_tokens import RowLabels
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.results import show_table
 
@@ -32,6 +33,11 @@ LEGEND = (
     ("predicted", "predicted -> seen", "the model sees another token, or the right one"),
     ("scored", "other text", "may be predicted, but not in this epoch"),
     ("context", "context", "never predicted"),
+)
+DECODER_LEGEND = (
+    ("predicted", "predicted", "from what stands before it"),
+    ("special", "special token", "not predicted"),
+    ("context", "context", "not predicted"),
 )
 
 Pack = Sequence[tuple[Mapping[str, Any], int]]  # rows that make one item, each with its epoch
@@ -114,7 +120,7 @@ def count_table(table: MaskedRows) -> Counts:
     return Counts(np.concatenate(lengths), num_documents, num_ordinary, num_scored)
 
 
-def count_rows(rows: Sequence[Mapping[str, Any]], masker: RowMasker) -> Counts:
+def count_rows(rows: Sequence[Mapping[str, Any]], masker: RowLabels) -> Counts:
     """Count what a few rows hold.
 
     Args:
@@ -153,7 +159,7 @@ def sample_text(
     row: Mapping[str, Any],
     epoch: int,
     *,
-    masker: RowMasker,
+    masker: RowLabels,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Text:
     """Write one row with every token's part in training, readable with and without color.
@@ -186,7 +192,8 @@ def sample_text(
         kind, first = str(kinds[part[0]]), part[0]
         bare = text.lstrip(" ") or text
         line.append(text[: len(text) - len(bare)] if holds_spaces else " " if line else "")
-        if kind == "predicted" and masked["input_ids"][first] != masker.mask_token_id:
+        hides = isinstance(masker, RowMasker)  # a decoder sees what it has predicted
+        if kind == "predicted" and hides and masked["input_ids"][first] != masker.mask_token_id:
             bare = f"{bare} -> {_decode(tokenizer, masked['input_ids'][part]).strip(' ')}"
         line.append_text(_write(kind, bare))
     return line
@@ -203,7 +210,7 @@ def _view_table(table: MaskedRows, number: int) -> _View:
     return _View("train", counts, pack_lengths, False, False, shown)
 
 
-def _view_stream(stream: StreamedRows, masker: RowMasker, number: int) -> _View:
+def _view_stream(stream: StreamedRows, masker: RowLabels, number: int) -> _View:
     _check_number(number, STREAM_ITEMS)
     in_turn = zip(*(logical.rows(None) for logical in stream.streams), strict=True)
     items = itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS)
@@ -287,13 +294,13 @@ def _show_batches(view: _View, data: LoadedData, *, rows_per_step: int, batch_si
 
 
 def _show_sample(
-    shown: Pack, number: int, *, masker: RowMasker, tokenizer: PreTrainedTokenizerBase
+    shown: Pack, number: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Print a row, or the rows of a pack one below the other, and what the signs mean."""
     console = _console()
     what = "Row" if len(shown) == 1 else f"Pack of {len(shown)} rows, number"
     console.print(f"{what} {number} in the first epoch", style="bold")
-    for kind, text, meaning in LEGEND:
+    for kind, text, meaning in LEGEND if isinstance(masker, RowMasker) else DECODER_LEGEND:
         console.print(Text("  ").append_text(_write(kind, text)).append(f"  {meaning}"))
     for row, epoch in shown:
         name = ", ".join(f"{key} {int(row[key])}" for key in ("source", "document", "chunk"))

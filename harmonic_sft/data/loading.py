@@ -12,10 +12,12 @@ from pydantic.dataclasses import dataclass as config_dataclass
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.chat import LossOn
+from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import BadRows
 from harmonic_sft.data.formats import recognize
 from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator, PaddingFreeCollator
-from harmonic_sft.data.masking import EVAL_EPOCH, MaskConfig, RowMasker
+from harmonic_sft.data.masking import EVAL_EPOCH, MaskConfig, RowMasker, special_tokens
+from harmonic_sft.data.next_tokens import NextTokenLabels, RowLabels
 from harmonic_sft.data.packing import fill_rate, join_rows, pack
 from harmonic_sft.data.rows import RowMaker, check_tokenizer, table_rows, unigram_counts
 from harmonic_sft.data.sources import (
@@ -100,9 +102,9 @@ class LoadedData:
     train: MaskedRows | StreamedRows
     eval: MaskedRows
     collator: PaddingCollator | PaddingFreeCollator
-    unigram_counts: np.ndarray | None  # [V], ordinary tokens only
+    unigram_counts: np.ndarray | None  # [V], tokens that may be predicted: of an encoder, ordinary
     num_documents: int | None
-    num_tokens: int | None  # ordinary tokens only
+    num_tokens: int | None  # the same
     fill_rate: float | None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
 
@@ -111,7 +113,7 @@ class LoadedData:
 class Finish:
     """Makes an item of the rows of a stream's pack."""
 
-    masker: RowMasker
+    masker: RowLabels
     packed: bool
 
     def __call__(self, members: Sequence[tuple[dict[str, Any], int]]) -> dict[str, np.ndarray]:
@@ -127,6 +129,7 @@ def load_data(
     vocab_size: int,
     max_positions: int,
     seed: int,
+    is_causal: bool = False,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
 
@@ -136,6 +139,8 @@ def load_data(
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
         seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
+        is_causal: Predict every token from those before it instead of masked ones from all. Plain
+            text then ends in the tokenizer's eos token.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -148,10 +153,15 @@ def load_data(
         vocab_size=vocab_size,
         max_positions=max_positions,
         context_length=config.context_length,
+        needs_mask=not is_causal,
     )
-    masker = RowMasker.of(config.mask, tokenizer=tokenizer, vocab_size=vocab_size, seed=seed)
+    masker: RowLabels
+    if is_causal:
+        masker = NextTokenLabels(seed=seed, special_tokens=special_tokens(tokenizer, vocab_size))
+    else:
+        masker = RowMasker.of(config.mask, tokenizer=tokenizer, vocab_size=vocab_size, seed=seed)
     bad_rows = BadRows()
-    split = _load_split(config, tokenizer, seed, bad_rows)
+    split = _load_split(config, tokenizer, seed, bad_rows, is_causal=is_causal)
     counts = rate = None
     if isinstance(split.train, datasets.Dataset):
         packs = None
@@ -160,7 +170,9 @@ def load_data(
             packs = pack(lengths, config.context_length)
             rate = fill_rate(lengths, packs, config.context_length)
         train = MaskedRows(split.train, masker, packs=packs)
-        counts = np.where(masker.special_tokens, 0, unigram_counts(split.train, vocab_size))  # [V]
+        counts = unigram_counts(split.train, vocab_size)  # [V]
+        if not is_causal:  # special tokens are never predicted
+            counts = np.where(masker.special_tokens, 0, counts)
     else:
         train = StreamedRows(split.train, Finish(masker, packed=config.packing))
     pad = PaddingCollator(
@@ -179,9 +191,15 @@ def load_data(
 
 
 def _load_split(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, bad_rows: BadRows
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    bad_rows: BadRows,
+    *,
+    is_causal: bool,
 ) -> Split:
     """Open every source, all being tables or all being streams, and split off the evaluation."""
+    ends_rows = bool(SpecialTokens.of(tokenizer).suffix)  # the tokenizer itself ends every row
     opened = []
     for index, source in enumerate(config.sources):
         name = f"data.sources[{index}]"
@@ -205,6 +223,7 @@ def _load_split(
             word_ids=config.mask.whole_word,
             bad_rows=bad_rows,
             skip=config.on_bad_row == "skip",
+            end_of_text=tokenizer.eos_token_id if is_causal and not ends_rows else None,
         )
         opened.append((documents, maker))
     if config.sources[0].streaming:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.data.keyed_random import permutation
-from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker
+from harmonic_sft.data.masking import IGNORE_INDEX
+from harmonic_sft.data.next_tokens import RowLabels
 from harmonic_sft.data.packing import join_rows
 
 
@@ -29,7 +30,7 @@ class MaskedRows(torch.utils.data.Dataset):
     def __init__(
         self,
         rows: datasets.Dataset,
-        masker: RowMasker,
+        masker: RowLabels,
         *,
         packs: Sequence[np.ndarray] | None = None,
         fixed_epoch: int | None = None,

@@ -121,6 +121,17 @@ def _threshold(probability: float) -> np.uint64:
     return np.uint64(int(probability * 2**64))
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.ndarray:
+    """Return `[V]` bool: special tokens, with added ones like `<|im_start|>`, and unused ids."""
+    special = np.ones(vocab_size, dtype=bool)  # [V]
+    special[list(tokenizer.get_vocab().values())] = False
+    special[tokenizer.all_special_ids] = True
+    # transformers 5.23 leaves added tokens that have no role out of `all_special_ids`.
+    added = tokenizer.added_tokens_decoder.items()
+    special[[index for index, token in added if token.special]] = True
+    return special
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowMasker:
     """Mask rows of one run: everything that masks depend on but the row and the epoch."""
@@ -158,17 +169,11 @@ class RowMasker:
                 "data.mask.whole_word: expected a fast tokenizer, which knows the words, "
                 f"got {type(tokenizer).__name__}. Mask single tokens, or use its fast version."
             )
-        special_tokens = np.ones(vocab_size, dtype=bool)  # [V]
-        special_tokens[list(tokenizer.get_vocab().values())] = False
-        special_tokens[tokenizer.all_special_ids] = True
-        # transformers 5.23 leaves added tokens that have no role out of `all_special_ids`.
-        added = tokenizer.added_tokens_decoder.items()
-        special_tokens[[index for index, token in added if token.special]] = True
         return cls(
             seed=seed,
             probability=config.probability,
             mask_token_id=tokenizer.mask_token_id,
-            special_tokens=special_tokens,
+            special_tokens=special_tokens(tokenizer, vocab_size),
             policy=config.policy,
             whole_word=config.whole_word,
         )

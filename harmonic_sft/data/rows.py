@@ -38,7 +38,12 @@ FEATURES = {
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_positions: int, context_length: int
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    context_length: int,
+    needs_mask: bool = True,
 ) -> None:
     """Refuse a tokenizer or a length that the model cannot take.
 
@@ -47,16 +52,18 @@ def check_tokenizer(
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
         context_length: Longest row that will be made, in tokens.
+        needs_mask: Whether tokens will be masked.
 
     Raises:
         ValueError: No mask or pad token, an id beyond `vocab_size`, or rows longer than the model.
     """
-    for role, token_id in (("mask", tokenizer.mask_token_id), ("pad", tokenizer.pad_token_id)):
-        if token_id is None:
-            raise ValueError(
-                f"tokenizer: expected a {role} token, got none. "
-                "Use the tokenizer of a masked language model."
-            )
+    if needs_mask and tokenizer.mask_token_id is None:
+        raise ValueError(
+            "tokenizer: expected a mask token, got none. "
+            "Use the tokenizer of a masked language model."
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError("tokenizer: expected a pad token, got none. Set one in its files.")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(
             "tokenizer: expected ordinary tokens, got only special ones. "
@@ -93,6 +100,7 @@ class RowMaker:
         word_ids: Whether rows number their words.
         bad_rows: Where documents that make no row are counted.
         skip: Whether bad ones are; else they are errors, and only blank ones are counted.
+        end_of_text: Token put after every document of plain text, None for none.
     """
 
     name: str
@@ -105,6 +113,7 @@ class RowMaker:
     word_ids: bool
     bad_rows: BadRows
     skip: bool
+    end_of_text: int | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -154,6 +163,8 @@ class RowMaker:
             if isinstance(encoded, str):
                 made.append(encoded)
                 continue
+            if self.end_of_text is not None and self.form == "text":
+                encoded.input_ids.append(self.end_of_text)
             chunks = self._cut(encoded, special, body, document["document"])
             if chunks:
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)

@@ -268,7 +268,7 @@ def subwords(bench: Bench) -> dict[str, Any]:
     run = configure(bench.file(PLAIN), seed, folder)
     with quiet():
         tokenizer, data = load_run_data(run)
-        model = load_model(run, data)
+        model = load_model(run, data).model
         trained = load_trained(folder) if bench.finished(PLAIN, seed) else None
     names = tokenizer.convert_ids_to_tokens(list(range(len(model.dist_head.weight))))
     first = _neighbors(model.dist_head.prototypes)

@@ -3,6 +3,7 @@
 from harmonic_sft.losses.arcface import ArcFaceLoss
 from harmonic_sft.losses.cosface import CosFaceLoss
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
+from harmonic_sft.losses.distill import Distillation, DistillLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
@@ -10,13 +11,15 @@ from harmonic_sft.losses.sum import SumLoss, neighbor_tables, refresh_intervals
 from harmonic_sft.losses.terms import TERMS
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 
-LOSSES = {**TERMS, "sum": SumLoss}
+LOSSES = {**TERMS, "distill": DistillLoss, "sum": SumLoss}
 
 __all__ = [
     "LOSSES",
     "ArcFaceLoss",
     "CosFaceLoss",
     "CrossEntropyLoss",
+    "DistillLoss",
+    "Distillation",
     "HarmonicLoss",
     "InfoNCELoss",
     "KNNLabelSmoothingLoss",

@@ -9,12 +9,13 @@ from .head import AffineForm, DistanceForm, Form, Head, MixtureForm
 from .heads import HEADS, build_head
 from .linear_heads import L2Head, LinearHead, PowerHead
 from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
+from .modeling_causal import HarmonicForCausalLM
 from .modeling_classification import (
     HarmonicClassifier,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
 )
-from .modeling_harmonic import HarmonicForMaskedLM, HarmonicHeadModel
+from .modeling_harmonic import Base, HarmonicForMaskedLM, HarmonicHeadModel, load_base
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .multi_head import MultiHead
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
@@ -26,12 +27,14 @@ __all__ = [
     "HEADS",
     "HEAD_FILE",
     "AffineForm",
+    "Base",
     "CosineHead",
     "DistLayer",
     "DistanceForm",
     "Form",
     "HarmonicClassifier",
     "HarmonicConfig",
+    "HarmonicForCausalLM",
     "HarmonicForMaskedLM",
     "HarmonicForSequenceClassification",
     "HarmonicForTokenClassification",
@@ -54,6 +57,7 @@ __all__ = [
     "build_head",
     "find_blocks",
     "load_backbone",
+    "load_base",
     "load_checked",
     "max_positions",
     "mean_token_loss",

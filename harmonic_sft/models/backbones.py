@@ -119,10 +119,11 @@ def max_positions(config: PreTrainedConfig) -> int:
     Raises:
         ValueError: The configuration does not say.
     """
-    if "max_position_embeddings" not in config.to_dict():
+    name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if name not in config.to_dict():
         raise ValueError(
-            "model.base: expected an encoder with max_position_embeddings, "
-            f"got a model of type {config.model_type!r}"
+            "model.base: expected a model with max_position_embeddings, "
+            f"got one of type {config.model_type!r}"
         )
     # The RoBERTa family counts positions from pad_token_id + 1.
     offset = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0

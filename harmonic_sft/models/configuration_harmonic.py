@@ -26,6 +26,7 @@ class HarmonicConfig(PreTrainedConfig):
             tokens, suits every encoder: sentence encoders are trained with it, and a masked model
             has trained every position. `cls`, the first token, is trained in bases with a
             sentence-level objective only, such as BERT's next-sentence prediction.
+        is_causal: Whether the backbone is a decoder, which reads from left to right.
 
     Raises:
         ValueError: Another pooling.
@@ -44,6 +45,7 @@ class HarmonicConfig(PreTrainedConfig):
     trained_parameters: list[str] | None = None
     partial: bool = False
     pooling: str = "mean"
+    is_causal: bool = False
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):

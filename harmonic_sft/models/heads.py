@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer
 from .head import Head
@@ -35,3 +38,39 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
         return HEADS[name](hidden_size, vocab_size, **fields)
     except TypeError as error:
         raise ValueError(f"head {name}: expected its own fields, got {fields}. {error}") from error
+
+
+@torch.no_grad()
+def resized_head(head: Head, vocab_size: int) -> Head:
+    """Return a head with more or fewer classes; those in both keep all that is theirs.
+
+    New prototypes are drawn from a normal distribution with the mean and the covariance of the old
+    ones, always the same; new biases and scales are the mean of the old.
+
+    Args:
+        head: Not changed. A weight that was resized already, being tied, is taken as it is.
+        vocab_size: V of the new one.
+    """
+    resized = build_head(
+        head.settings(), hidden_size=head.weight.shape[1], vocab_size=vocab_size
+    ).to(head.weight.device)
+    old = dict(head.named_parameters())
+    for name, parameter in resized.named_parameters():
+        values = old[name].to(parameter.dtype)
+        if values.shape != parameter.shape:
+            missing = len(parameter) - len(values)
+            values = torch.cat([values, _more_rows(values, missing)])[: len(parameter)]
+        parameter.copy_(values)
+        parameter.requires_grad_(old[name].requires_grad)
+    resized.renormalize_()
+    return resized.train(head.training)
+
+
+def _more_rows(rows: Tensor, count: int) -> Tensor:
+    """Return `count` rows like those `[V, ...]` that are there, none if it is below 1."""
+    mean = rows.mean(0, keepdim=True)
+    generator = torch.Generator().manual_seed(0)
+    mixture = torch.randn(max(0, count), len(rows), generator=generator).to(rows)
+    if rows.dim() == 1:
+        return mean.expand(len(mixture))
+    return mean + mixture @ (rows - mean) / len(rows) ** 0.5

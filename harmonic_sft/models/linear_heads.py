@@ -8,23 +8,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import AffineForm, Head, at_least_float32
+from .head import AffineForm, Head, at_least_float32, dense_logits
 from .scaled_head import ScaledHead
 
 
 class LinearHead(Head):
-    """The ordinary softmax head, logits = hidden_states @ weight.T + bias: the baseline."""
+    """The ordinary softmax head, logits = hidden_states @ weight.T + bias: the baseline.
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = True):
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        bias: Have one per class.
+        softcap: Squash every logit z to softcap * tanh(z / softcap), as some decoders do; None
+            leaves them alone. Without a form of its own such a head has no fused loss.
+
+    Raises:
+        ValueError: A softcap that is not above 0.
+
+    Source:
+        Soft-capping: Gemma Team 2024, Gemma 2, arXiv:2408.00118.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, bias: bool = True, softcap: float | None = None
+    ):
         super().__init__()
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap: expected a number above 0, got {softcap}")
+        self.softcap = softcap
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
         zeros = torch.zeros(vocab_size, dtype=torch.float32) if bias else None
         self.bias = nn.Parameter(zeros) if zeros is not None else None
         self.reset_parameters()
 
-    def form(self, hidden_states: Tensor) -> AffineForm:
-        """Return the logits' form for hidden states `[N, D]`."""
+    def form(self, hidden_states: Tensor) -> AffineForm | None:
+        """Return the logits' form for hidden states `[N, D]`; None if they are squashed."""
+        if self.softcap is not None:
+            return None
         return AffineForm(hidden_states, self.weight, self.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
+        logits = dense_logits(AffineForm(hidden_states, self.weight, self.bias))
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, 0.02 ** 2), as transformers does; the bias is 0."""
@@ -34,7 +60,8 @@ class LinearHead(Head):
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head."""
-        return {"name": "linear", "bias": self.bias is not None}
+        softcap = {} if self.softcap is None else {"softcap": self.softcap}
+        return {"name": "linear", "bias": self.bias is not None, **softcap}
 
 
 class L2Head(ScaledHead):

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from .backbones import blocks_without_graph, build_backbone, find_blocks, trains
 from .configuration_harmonic import HarmonicConfig
 from .head import Head
-from .packing import document_arguments
+from .packing import decoder_arguments, document_arguments
 from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
 
 
@@ -172,14 +172,24 @@ class HarmonicModel(HarmonicPreTrainedModel):
             position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone. A position
                 that does not continue the one before it starts a new document (at 0), and tokens
                 attend only to their own document.
-            kwargs: The backbone's further arguments.
+            kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
-        if position_ids is not None:
+        if self.config.is_causal:
+            kwargs = {"use_cache": False, **kwargs}
+            cached = kwargs.get("past_key_values") is not None
+            if position_ids is not None and not cached:
+                shown = decoder_arguments(self.backbone, attention_mask, position_ids)
+                attention_mask = shown.pop("attention_mask")
+                kwargs |= shown
+            elif position_ids is not None:
+                kwargs["position_ids"] = position_ids
+        elif position_ids is not None:
             batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)
             shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
             attention_mask = shown.pop("attention_mask")
             kwargs |= shown
-        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
+        floating = (p for p in self.backbone.parameters() if p.is_floating_point())
+        dtypes = {parameter.dtype for parameter in floating}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
         autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()
         with autocast:

@@ -6,14 +6,15 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from .backbones import cast_parameters_, load_backbone, load_checked, set_dropout_
 from .configuration_harmonic import HarmonicConfig
+from .decoders import load_decoder
 from .head import Head
-from .heads import build_head
+from .heads import build_head, resized_head
 from .linear_heads import LinearHead
 from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
 from .modeling_neobert import NeoBERTForMaskedLM
@@ -29,6 +30,7 @@ class Base(NamedTuple):
     head: Head | None
     labels: list[str]  # of the head's rows, if it is a classifier's
     origin: dict[str, Any]  # fields of the configuration
+    generation_config: GenerationConfig | None = None  # of a decoder
 
 
 class HarmonicHeadModel(HarmonicPreTrainedModel):
@@ -71,6 +73,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             `[B, T, D]`.
         """
         return hidden_states
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels of what `select` leaves: all, in their shape, by default."""
+        return labels
 
     def class_embeddings(self) -> Tensor:
         """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
@@ -131,6 +137,24 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     def get_output_embeddings(self) -> None:
         """Return None: a head of prototypes is not the linear layer that callers expect here."""
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the token embeddings as transformers does, and a head over tokens with them.
+
+        New prototypes are drawn like the old ones. transformers starts new embeddings at their
+        mean, which is close to everything: a distance head would give it much probability.
+
+        Args:
+            args: Of `PreTrainedModel.resize_token_embeddings`.
+            kwargs: As well.
+        """
+        num_before = len(self.dist_head.weight)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        num_classes = self.num_classes(self.config)
+        if num_classes != num_before:
+            self.dist_head = resized_head(self.dist_head, num_classes)
+            self.tie_weights()
+        return embeddings
 
     def _set_tied_keys(self) -> None:
         if self.config.tie_word_embeddings:
@@ -252,6 +276,7 @@ def load_base(
     head_class: type[HarmonicHeadModel] | None,
     dtype: torch.dtype,
     dropout: float | None,
+    is_causal: bool = False,
 ) -> Base:
     """Load what a new head is put on.
 
@@ -261,24 +286,31 @@ def load_base(
         head_class: What loads a checkpoint of ours with its head, if the head is kept.
         dtype: Of the backbone.
         dropout: Probability of every dropout of the backbone; None is the base's own.
+        is_causal: Load a decoder, with the head that it was published with.
 
     Raises:
-        ValueError: The checkpoint does not fill the backbone.
+        ValueError: The checkpoint does not fill the backbone, or is none of this kind.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     source = {"config": config, "revision": revision, "dtype": dtype}
-    head = None
+    head = generation_config = None
+    if config.model_type == "harmonic" and config.is_causal != is_causal:
+        kind = "a decoder" if is_causal else "an encoder"
+        raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
     if config.model_type == "harmonic" and head_class is not None:
         loaded = load_checked(head_class, name, **source)
         backbone, head = loaded.model.backbone, loaded.dist_head
+        generation_config = loaded.generation_config
     elif config.model_type == "harmonic":
         backbone = load_checked(HarmonicModel, name, **source).backbone
     elif config.model_type == "neobert" and head_class is HarmonicForMaskedLM:
         loaded = load_checked(NeoBERTForMaskedLM, name, **source)
         backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
         head.load_state_dict(loaded.get_submodule("decoder").state_dict())
+    elif is_causal:
+        backbone, head, generation_config = load_decoder(name, **source)
     else:
         backbone = load_backbone(name, **source)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
@@ -289,7 +321,8 @@ def load_base(
         "base_dtype": str(dtype).removeprefix("torch."),
         "dtype": dtype,
     }
-    return Base(name, backbone, head, list((config.id2label or {}).values()), origin)
+    labels = list((config.id2label or {}).values())
+    return Base(name, backbone, head, labels, origin, generation_config)
 
 
 def copy_head_(head: Head, base: Base) -> None:
@@ -307,5 +340,10 @@ def copy_head_(head: Head, base: Base) -> None:
         raise ValueError(
             f"init base_head: expected base {base.name} to have a {expected} head with the same "
             "fields"
+        )
+    caps = [one.settings().get("softcap") for one in (base.head, head)]
+    if caps[0] != caps[1]:
+        raise ValueError(
+            f"head.softcap: expected that of base {base.name}, {caps[0]}, got {caps[1]}"
         )
     head.load_state_dict(base.head.state_dict())

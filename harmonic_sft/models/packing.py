@@ -35,6 +35,20 @@ PACKABLE = (
     "xlm-roberta",
     "xlm-roberta-xl",
 )
+# Decoders whose masks transformers makes from the positions.
+PACKABLE_DECODERS = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 SLIDING_WINDOWS = ("modernbert",)  # take one mask for the layers of each kind
 
 
@@ -82,6 +96,46 @@ def document_arguments(
     if is_flash_attention_requested(backbone.config):
         return {"attention_mask": None, **positions, **_flash_boundaries(position_ids)}
     return {"attention_mask": _block_diagonal(backbone, documents), **positions}
+
+
+def decoder_arguments(
+    backbone: PreTrainedModel, attention_mask: Tensor | None, position_ids: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that show a decoder where the documents of its rows begin.
+
+    Args:
+        backbone: Any decoder.
+        attention_mask: `[B, T]`, 0 for padding on either side, or None. A mask of another shape is
+            the caller's own and left as it is.
+        position_ids: `[B, T]` or `[1, T]`. Among attended tokens, one that does not continue the
+            one before it starts a new document.
+
+    Returns:
+        `attention_mask`, `position_ids`, and the boundaries that flash attention wants.
+
+    Raises:
+        ValueError: The backbone cannot keep documents apart.
+    """
+    unchanged = {"attention_mask": attention_mask, "position_ids": position_ids}
+    starts = position_ids.diff(dim=-1) != 1  # [B, T - 1]
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            return unchanged
+        attended = attention_mask.bool()
+        starts = starts & attended[:, 1:] & attended[:, :-1]
+    if not bool(starts.any()):
+        return unchanged
+    if backbone.config.model_type not in PACKABLE_DECODERS:
+        raise ValueError(
+            "position_ids: expected one document per row for a backbone of type "
+            f"{backbone.config.model_type!r}, got several. Packed rows are for "
+            f"{list(PACKABLE_DECODERS)}"
+        )
+    if attention_mask is not None:  # every token of the padding becomes a document of its own
+        position_ids = position_ids.masked_fill(attention_mask == 0, 0)
+    flash = is_flash_attention_requested(backbone.config)
+    boundaries = _flash_boundaries(position_ids) if flash else {}
+    return {"attention_mask": None, "position_ids": position_ids, **boundaries}
 
 
 def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from harmonic_sft.losses import neighbor_tables
+from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.schedules import h_exp_at
 from harmonic_sft.training.sections import HExpConfig
 
@@ -34,6 +34,24 @@ class HExpCallback(TrainerCallback):
         kwargs["model"].h_exp = value
 
     on_step_end = on_train_begin  # evaluation and checkpoints come later and see the same
+
+
+class DistillCallback(TrainerCallback):
+    """Anneals the old head out of the loss as a function of the global step alone."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Set the weight of the next step, also at the start of a resumed run."""
+        loss_fn = kwargs["model"].loss_fn
+        if isinstance(loss_fn, Distillation):
+            loss_fn.anneal(state.global_step / state.max_steps)
+
+    on_step_end = on_train_begin
 
 
 class GuardCallback(TrainerCallback):

@@ -25,8 +25,9 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
         "max_positions": max_positions(config),
         "seed": run.seed,
     }
-    if run.model.task == "masked_lm":
-        return tokenizer, load_data(run.data, **options)
+    if run.model.task in ("masked_lm", "causal_lm"):
+        is_causal = run.model.task == "causal_lm"
+        return tokenizer, load_data(run.data, is_causal=is_causal, **options)
     return tokenizer, load_labeled_data(run.data, task=run.model.task, **options)
 
 

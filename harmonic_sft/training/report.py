@@ -16,9 +16,11 @@ from harmonic_sft.training.memory import GIB, MemoryEstimate
 logger = logging.getLogger(__name__)
 PREDICTED = {
     "masked_lm": "masked tokens",
+    "causal_lm": "next tokens",
     "sequence_classification": "texts",
     "token_classification": "labeled tokens",
 }
+SWAPPED = {"old_head": "the base's own head", "swapped": "new head"}
 MIB = 2**20
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. (**) Mean "
@@ -88,12 +90,15 @@ def task_of(results: dict[str, Any]) -> str:
 def show_closing_table(results: dict[str, Any]) -> None:
     """Print loss and accuracy before and after, at the current and the best exponent."""
     task = task_of(results)
+    swap = results.get("swap", {})  # earlier versions did not know
     rows = [
-        _metrics_row("before training", results["before"]),
+        *(_metrics_row(SWAPPED[name], metrics) for name, metrics in swap.items()),
+        _metrics_row("calibrated" if "swapped" in swap else "before training", results["before"]),
         _metrics_row("after training", results["final"]),
     ]
     if results["unigram_loss"] is not None:
-        baseline = "unigrams of the text" if task == "masked_lm" else "class frequencies alone"
+        of_tokens = task in ("masked_lm", "causal_lm")
+        baseline = "unigrams of the text" if of_tokens else "class frequencies alone"
         rows.append((baseline, f"{results['unigram_loss']:.2f}", *[None] * 6))
     title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)

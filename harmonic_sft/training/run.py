@@ -16,10 +16,12 @@ from harmonic_sft.data import IGNORE_INDEX, LabeledData, LoadedData, StreamedRow
 from harmonic_sft.data.files import SHOWN_REASONS
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
-from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.models import HarmonicConfig, Head
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
+from harmonic_sft.training.calibration import Calibration
 from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.freezing import parts
+from harmonic_sft.training.head_swap import measure_swap, recalibrate_
 from harmonic_sft.training.model_loading import load_model
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -51,6 +53,7 @@ class Ready(NamedTuple):
     data: LoadedData | LabeledData
     tokenizer: Any
     left_out: int  # rows of data, so far
+    old_head: Head | None  # what the base predicted with, if that is known
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     _log_data(data)
-    model = load_model(run, data)
+    model, old_head = load_model(run, data)
     args = run.training_arguments()
     recipe = Recipe(
         schedule=run.schedule,
@@ -161,7 +164,7 @@ def prepare(run: RunConfig) -> Ready:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    return Ready(trainer, data, tokenizer, data.bad_rows.total)
+    return Ready(trainer, data, tokenizer, data.bad_rows.total, old_head)
 
 
 def check_plan(run: RunConfig) -> None:
@@ -218,7 +221,11 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was."""
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
-        return read_results(path)
+        before = read_results(path)
+        if before.get("calibration") is not None:
+            recalibrate_(run, ready.trainer, Calibration(**before["calibration"]))
+        return before
+    swap, calibration = measure_swap(run, ready.trainer, ready.data, ready.old_head)
     metrics = evaluate(ready.trainer, "before")
     if not math.isfinite(metrics["loss"]):
         raise ValueError(
@@ -227,6 +234,8 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
         )
     before = {
         "before": metrics,
+        "swap": swap,
+        "calibration": None if calibration is None else calibration._asdict(),
         "unigram_loss": _unigram_loss(ready.data),
         "neighbors_before": _neighbors(run, ready),
     }

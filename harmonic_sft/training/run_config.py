@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from transformers import TrainingArguments
 
 from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
-from harmonic_sft.data import DataConfig, check_label_settings
+from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, refresh_intervals
 from harmonic_sft.models import build_head
 from harmonic_sft.training.head_section import (
@@ -67,8 +67,14 @@ POSITIVE = (
     "num_train_epochs",
 )
 TOKEN_INITS = ("input_embeddings", "base_head")
+CAUSAL_INITS = (*TOKEN_INITS, "output_embeddings")
 CLASS_INITS = ("class_means", "random", "base_head")
 CLASSIFICATION = ("sequence_classification", "token_classification")
+TASK_INITS = {
+    "masked_lm": TOKEN_INITS,
+    "causal_lm": CAUSAL_INITS,
+    **dict.fromkeys(CLASSIFICATION, CLASS_INITS),
+}
 WIDTH = 4 * math.lcm(*range(1, 17))
 LossSection: Any = one_of(tuple(LOSSES.values()))
 METRICS = ("loss", "accuracy", "error_cosine", "post_hoc_loss")  # of an evaluation
@@ -199,7 +205,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 def _check_task(run: RunConfig) -> None:
     task, init = run.model.task, run.head.init
-    inits = CLASS_INITS if task in CLASSIFICATION else TOKEN_INITS
+    inits = TASK_INITS[task]
     if init not in inits:
         raise ValueError(f"head.init: expected one of {list(inits)} for {task}, got {init!r}")
     if task in CLASSIFICATION:
@@ -210,8 +216,13 @@ def _check_task(run: RunConfig) -> None:
             )
     elif run.data.label_column is not None or run.data.eval.source is not None:
         raise ValueError(
-            "data: expected no label_column and no eval.source for masked_lm, got one. "
+            f"data: expected no label_column and no eval.source for {task}, got one. "
             "Set model.task: sequence_classification, or leave them out"
+        )
+    if task == "causal_lm" and run.data.mask != MaskConfig():
+        raise ValueError(
+            "data.mask: expected nothing for causal_lm, got a section. A decoder predicts every "
+            "token from those before it; remove it"
         )
 
 
@@ -228,6 +239,16 @@ def _check_head(run: RunConfig) -> None:
     with torch.device("meta"):  # the head's own checks, at a size that most numbers divide
         head = build_head(settings, hidden_size=WIDTH, vocab_size=2)
     run.loss.check(head)
+    if run.loss.name == "distill" and run.model.task != "causal_lm":
+        raise ValueError(
+            f"loss.name: expected another one for {run.model.task}, got 'distill'. Only the head "
+            "of a published decoder is kept as the teacher"
+        )
+    if run.h_exp is not None and run.h_exp.calibrate and not head.scaled_by_h_exp:
+        raise ValueError(
+            f"h_exp.calibrate: expected false for head {name}, got true. Its logits are not "
+            "proportional to h_exp"
+        )
     if run.head.tie and run.model.dtype != "float32":
         raise ValueError(
             f"head.tie: expected false with model.dtype {run.model.dtype}, got true. "

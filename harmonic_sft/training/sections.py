@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 from harmonic_sft.config import STRICT
 
 Precision = Literal["float32", "bfloat16"]
-Task = Literal["masked_lm", "sequence_classification", "token_classification"]
+Task = Literal["masked_lm", "causal_lm", "sequence_classification", "token_classification"]
 Form = Literal["full", "head", "peft"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -82,6 +82,9 @@ class HExpConfig:
     end: float = Field(-4.0, lt=0, allow_inf_nan=False, description="After the last step")
     schedule: Literal["linear", "learned"] = Field(
         "linear", description="In between, over the whole run; learned: trained from start on"
+    )
+    calibrate: bool = Field(
+        False, description="Before training, multiply both so that start fits a few batches best"
     )
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
+    DistillCallback,
     GuardCallback,
     HExpCallback,
     PrototypeCallback,
@@ -32,6 +34,7 @@ from harmonic_sft.training.callbacks import (
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.run_config import Recipe
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
+from harmonic_sft.training.sections import HExpConfig
 
 logger = logging.get_logger(__name__)
 STREAM_STATE = "stream_state_{}.json"  # of a process
@@ -72,7 +75,12 @@ class HarmonicTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
-        own: list[TrainerCallback] = [GuardCallback(), PrototypeCallback(), RefreshCallback()]
+        own: list[TrainerCallback] = [
+            GuardCallback(),
+            PrototypeCallback(),
+            RefreshCallback(),
+            DistillCallback(),
+        ]
         if recipe.h_exp is not None:
             own.append(HExpCallback(recipe.h_exp))
         low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
@@ -97,6 +105,13 @@ class HarmonicTrainer(Trainer):
         self._micro_batches_step = -1
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable()
+
+    def anneal(self, h_exp: HExpConfig) -> None:
+        """Anneal the exponent in another way than the recipe said, from the next step on."""
+        self.recipe = replace(self.recipe, h_exp=h_exp)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, HExpCallback):
+                callback.h_exp = h_exp
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -287,7 +302,7 @@ class HarmonicTrainer(Trainer):
             rows = score_rows(
                 model.dist_head,
                 states,
-                labels.reshape(states.shape[:2]),
+                model.targets(labels).reshape(states.shape[:2]),
                 grid=grid,
                 embeddings=model.class_embeddings(),
             )

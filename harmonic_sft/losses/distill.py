@@ -1,0 +1,101 @@
+"""Distillation from the head that the base had, annealed into the new head's own loss."""
+
+import copy
+from typing import Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from harmonic_sft.config import STRICT
+from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
+from harmonic_sft.models import Head
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DistillLoss:
+    """KL divergence from the old head's distribution, annealed into the cross-entropy.
+
+    The loss is weight * KL(q || p) + (1 - weight) * -log p_y, with p of the head that is trained
+    (its cross-entropy is harmonic loss where it measures distances) and q of a frozen copy of the
+    old head on the same hidden states, through which no gradient flows. The weight goes from 1 at
+    the first step to 0 after `until` of the run, linearly.
+
+    While the weight is above 0 it costs a product of N x V x D multiplications more than a
+    cross-entropy's three, and one chunk of logits exists at a time; then it is the cross-entropy.
+
+    Source:
+        Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
+        without its temperature: both distributions are taken as they are.
+    """
+
+    name: Literal["distill"] = "distill"
+    until: float = Field(0.5, gt=0, le=1, description="Share of the run that the old head is in")
+
+    def check(self, head: Head) -> None:
+        """Accept every head: each has a distribution."""
+
+    def prepare(self, head: Head) -> "Distillation":
+        """Return the loss with a frozen copy of `head`, the old one, as the teacher."""
+        return Distillation(self, head)
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Refuse to work without a teacher.
+
+        Raises:
+            ValueError: Always; what `prepare` returns is called.
+        """
+        raise ValueError(
+            "loss distill: expected a teacher, got none. Call what prepare(old_head) returns"
+        )
+
+
+class Distillation:
+    """`DistillLoss` with its teacher.
+
+    Args:
+        loss: The settings.
+        teacher: The old head; a frozen copy is kept.
+
+    Attributes:
+        weight: Of the divergence now, from 0 to 1.
+    """
+
+    def __init__(self, loss: DistillLoss, teacher: Head):
+        self.loss = loss
+        self.teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
+        self.weight = 1.0
+
+    def anneal(self, progress: float) -> None:
+        """Set the weight after this share of the run, from 0 to 1."""
+        self.weight = max(0.0, 1.0 - progress / self.loss.until)
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token.
+
+        Args:
+            head: Maps `[N, D]` to logits `[N, V]`.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        if self.weight == 0:
+            return CrossEntropyLoss()(head, hidden_states, labels)
+        self.teacher.to(hidden_states.device)
+        return by_chunks(self._dense, head, hidden_states, labels)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            log_target = self.teacher(hidden_states).log_softmax(-1)  # [n, V]
+            target = log_target.exp()
+            entropy = -torch.linalg.vecdot(target, log_target)
+            target.mul_(self.weight)
+            own = target.new_full((len(labels), 1), 1 - self.weight)
+            target.scatter_add_(-1, labels.unsqueeze(-1), own)
+        logits = head(hidden_states)
+        cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(target.to(logits.dtype), logits)
+        return cross_entropy - self.weight * entropy

@@ -1,0 +1,189 @@
+"""Harmonic causal language models: any native decoder under a geometry-aware head."""
+
+import copy
+import os
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from .modeling_harmonic import Base, HarmonicHeadModel, copy_head_, load_base
+from .objective import mean_token_loss
+
+INITS = ("input_embeddings", "output_embeddings", "base_head")
+
+
+class HarmonicForCausalLM(HarmonicHeadModel, GenerationMixin):
+    """A decoder with a head that predicts the next token."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForCausalLM": "modeling_causal.HarmonicForCausalLM"
+    }
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the positions that have a next token: all but the last, `[B, T - 1, D]`."""
+        return hidden_states[:, :-1]
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels `[B, T - 1]` of what `select` leaves: the next tokens."""
+        return labels[:, 1:]
+
+    def class_embeddings(self) -> Tensor:
+        """Return the input embeddings `[V, D]`: the classes are tokens."""
+        return self.get_input_embeddings().get_parameter("weight")
+
+    @classmethod
+    def from_base(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        head: dict[str, Any] | None = None,
+        init: str = "input_embeddings",
+        tie: bool = False,
+        dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
+    ) -> Self:
+        """Put a new head on a pretrained decoder.
+
+        Args:
+            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
+                then replaced.
+            revision: A revision on the Hub.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            init: `input_embeddings` copies the token embeddings into the prototypes,
+                `output_embeddings` the rows of the old output layer; `base_head` keeps all weights
+                of the base's own head, of the same name (`linear` on a published decoder).
+            tie: Share the head's weight with the input embeddings.
+            dtype: Of the backbone; the head is float32.
+            dropout: Probability of every dropout of the backbone; default: the base's own.
+
+        Raises:
+            ValueError: The checkpoint does not fill the backbone, or has no such head.
+        """
+        head_class = cls if init in ("base_head", "output_embeddings") else None
+        base = load_base(
+            name, revision, head_class=head_class, dtype=dtype, dropout=dropout, is_causal=True
+        )
+        return cls.on_base(base, head=head, init=init, tie=tie)
+
+    @classmethod
+    def on_base(
+        cls,
+        base: Base,
+        *,
+        head: dict[str, Any] | None = None,
+        init: str = "input_embeddings",
+        tie: bool = False,
+    ) -> Self:
+        """Put a new head on a loaded base; see `from_base`.
+
+        Raises:
+            ValueError: The base has no such head, or embeddings of another width.
+        """
+        if init not in INITS:
+            raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
+        embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
+        if init == "output_embeddings":
+            if base.head is None:
+                raise ValueError(
+                    f"init output_embeddings: expected base {base.name} to have a head"
+                )
+            embeddings = base.head.prototypes
+        hidden_size = base.backbone.config.hidden_size
+        if init != "base_head" and embeddings.shape[1] != hidden_size:
+            raise ValueError(
+                f"base {base.name}: expected {init} as wide as the hidden states ({hidden_size}), "
+                f"got {embeddings.shape[1]}"
+            )
+        model = cls._around(
+            base, dict(head or {"name": "dist"}), tie_word_embeddings=tie, is_causal=True
+        )
+        if init == "base_head":
+            copy_head_(model.dist_head, base)
+        else:
+            model.dist_head.initialize_(embeddings)
+        model.config.head = model.dist_head.settings()
+        model.tie_weights()
+        if base.generation_config is not None:
+            model.generation_config = copy.deepcopy(base.generation_config)
+        return model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save as the other models are; a trainer turns the cache off, which is not to be kept."""
+        self.config.use_cache = True
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @can_return_tuple
+    def forward(  # noqa: PLR0913 - transformers looks for these names when it generates
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool = False,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend; of the cached tokens too.
+            position_ids: `[B, T]`. Without a cache, a position that does not continue the one
+                before it starts a new document, and tokens attend only to their own.
+            past_key_values: What earlier calls have left.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
+                With labels only the labelled positions reach the head.
+            use_cache: Return `past_key_values`; default: without labels, out of training.
+            logits_to_keep: Logits of so many last positions alone, or of those with these indices;
+                0 is all.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            output_logits: Return logits beside the loss.
+            kwargs: The backbone's further arguments.
+
+        Returns:
+            `loss` in nats; `logits` `[B, T, V]` without labels or if asked for.
+        """
+        if use_cache is None:
+            use_cache = labels is None and not self.training
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state  # [B, T, D]
+        loss = logits = None
+        if labels is not None:
+            loss = mean_token_loss(
+                self.loss_fn,
+                self.dist_head,
+                hidden_states,
+                labels,
+                num_items_in_batch=num_items_in_batch,
+                causal=True,
+            )
+        if labels is None or output_logits:
+            last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else None
+            kept = hidden_states[:, logits_to_keep if last is None else last]  # [B, S, D]
+            logits = self.dist_head(kept.flatten(0, 1)).unflatten(0, kept.shape[:2])
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
