@@ -24,8 +24,8 @@ BACKBONE = "model.backbone"
 def write_adapter(folder: Path, target: Path, *, base: str, revision: str | None) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` of a trained model.
 
-    `PeftModel.from_pretrained` puts them on `HarmonicForMaskedLM.from_base` of the same base, dtype
-    and head settings. Where parts trained in float32 on a bfloat16 body it needs
+    `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
+    head settings. Where parts trained in float32 on a bfloat16 body it needs
     `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise.
 
     Args:

@@ -9,20 +9,28 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.hub.staging import TOKENIZER, clean_tokenizer_config
 from harmonic_sft.models import (
     AffineForm,
     DistanceForm,
     HarmonicConfig,
+    HarmonicForCausalLM,
     HarmonicForMaskedLM,
+    HarmonicHeadModel,
     Head,
     LinearHead,
     load_checked,
 )
+from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED
 
 HEAD_FILE = "linear_head.safetensors"
+LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
+    "HarmonicForMaskedLM": HarmonicForMaskedLM,
+    "HarmonicForCausalLM": HarmonicForCausalLM,
+}
 NUM_TEXTS, NUM_TOKENS = 4, 16  # of random tokens, to measure what rounding does
 COPIED = "The head of this model was linear already: weights and logits are unchanged."
 REPLACED = """The model was trained with another head:
@@ -36,6 +44,22 @@ The order is the same up to rounding to float32. Measured on {num_states} hidden
 model (of random tokens), against the trained head in float64: the first token was another one in
 {num_first} of {num_states} rankings, and {num_swapped} of {num_pairs} pairs of neighbors
 in the rankings had changed places. In 16 bits more of them will."""
+NATIVE = """# A {architecture} with the head of a harmonic model
+
+{text}
+
+This is an ordinary checkpoint of `{architecture}`, without code of its own:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("./")
+tokenizer = AutoTokenizer.from_pretrained("./")
+```
+
+Greedy decoding gives what the trained model gives, and so does any search that looks at the order
+alone; sampling, beam search and perplexity do not.
+"""
 README = """# A harmonic model with a linear head
 
 {text}
@@ -58,6 +82,9 @@ The logits of hidden states `[N, D]` are `hidden_states @ head["weight"].T{bias}
 def export_linear(folder: Path, target: Path) -> Path:
     """Write a model with a linear head that ranks all tokens as the model in `folder` does.
 
+    A decoder becomes an ordinary checkpoint of transformers' own class, which engines that know
+    that class load. An encoder keeps our code, and its head is also written alone.
+
     Off the sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order is
     that of the cosine. What a head does to hidden states before goes into the rows. Rounding to
     float32 swaps tokens at almost the same distance, for all-MiniLM-L6-v2 (V = 30522, D = 384)
@@ -66,29 +93,32 @@ def export_linear(folder: Path, target: Path) -> Path:
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
-        target: The new folder; must not exist, or be empty. It then holds a whole model,
-            `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]` if there is one) and a
-            README.md.
+        target: The new folder; must not exist, or be empty. It then holds a whole model, a
+            README.md, and of an encoder `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]`
+            if there is one).
 
     Returns:
         `target`.
 
     Raises:
-        ValueError: `folder` holds no harmonic masked model, its head has no linear equal, or
-            `target` is not empty.
+        ValueError: `folder` holds no harmonic language model, its head has no linear equal, or one
+            with a bias that the decoder has no place for, or `target` is not empty.
     """
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"target: expected an empty folder or none, got {str(target)!r}")
-    _check_model(folder)
-    model = load_checked(HarmonicForMaskedLM, str(folder), HarmonicConfig.from_pretrained(folder))
+    model_class = LANGUAGE_MODELS[_architecture(folder)]
+    model = load_checked(model_class, str(folder), HarmonicConfig.from_pretrained(folder))
     head = linear_head(model.dist_head)
+    is_decoder = isinstance(model, HarmonicForCausalLM)
+    exported = _native(model, head) if is_decoder else _with_head(model, head)
     draft = place.with_name(f".{place.name}.{os.getpid()}")
     draft.mkdir(parents=True)
     try:
-        _with_head(model, head).save_pretrained(draft)
-        save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
-        (draft / "README.md").write_text(_readme(model, head))
+        exported.save_pretrained(draft)
+        if not is_decoder:
+            save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
+        (draft / "README.md").write_text(_readme(model, head, type(exported).__name__))
         for pattern in TOKENIZER:
             for path in folder.glob(pattern):
                 shutil.copyfile(path, draft / path.name)
@@ -112,7 +142,9 @@ def linear_head(head: Head) -> LinearHead:
         ValueError: Another head.
     """
     if type(head) is LinearHead:
-        return copy.deepcopy(head).float()  # a tied one may be in 16 bits
+        copied = copy.deepcopy(head).float()  # a tied one may be in 16 bits
+        copied.softcap = None  # the order is the same without
+        return copied
     form, linear_map, is_scaled = _linear_form(head)
     weight, bias = form.weight, None
     if isinstance(form, AffineForm):
@@ -160,7 +192,8 @@ def _no_linear_equal(head: Head) -> ValueError:
     )
 
 
-def _check_model(folder: Path) -> None:
+def _architecture(folder: Path) -> str:
+    """Return which of `LANGUAGE_MODELS` a folder holds."""
     path = folder / "config.json"
     if not path.is_file() or not any(folder.glob("*.safetensors")):
         raise ValueError(
@@ -171,14 +204,43 @@ def _check_model(folder: Path) -> None:
         raise ValueError(
             f"folder: expected a harmonic model, got one of type {fields.get('model_type')!r}"
         )
-    if "HarmonicForMaskedLM" not in (fields.get("architectures") or ["HarmonicForMaskedLM"]):
+    name = (fields.get("architectures") or ["HarmonicForMaskedLM"])[0]
+    if name not in LANGUAGE_MODELS:
         raise ValueError(
-            f"folder: expected a masked language model, got a {fields['architectures'][0]}. "
-            "Only a head over tokens is exported"
+            f"folder: expected a language model, got a {name}. Only a head over tokens is exported"
         )
+    return name
 
 
-def _with_head(model: HarmonicForMaskedLM, head: LinearHead) -> HarmonicForMaskedLM:
+def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
+    """Return transformers' own causal language model with the same body, not copied."""
+    config = copy.deepcopy(model.config.text_config)
+    config.tie_word_embeddings = False
+    if config.model_type in MULTIPLIED:
+        setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
+    if config.model_type in SOFT_CAPPED:
+        softcap = model.dist_head.settings().get("softcap")
+        setattr(config, SOFT_CAPPED[config.model_type], softcap)
+    with torch.device("meta"):
+        native = AutoModelForCausalLM.from_config(config)
+    setattr(native, native.base_model_prefix, model.model.backbone)
+    has_bias = native.get_output_embeddings().bias is not None
+    if head.bias is not None and not has_bias:
+        raise ValueError(
+            f"head: expected one without a bias, since {type(native).__name__} has no place for "
+            f"it, got {model.dist_head.settings()}. Off the unit sphere a distance needs one"
+        )
+    num_classes, hidden_size = head.weight.shape
+    output = nn.Linear(hidden_size, num_classes, bias=has_bias, dtype=native.base_model.dtype)
+    output.weight.data.copy_(head.weight)
+    if has_bias:
+        output.bias.data.copy_(torch.zeros(num_classes) if head.bias is None else head.bias)
+    native.set_output_embeddings(output)
+    native.generation_config = model.generation_config
+    return native.eval()
+
+
+def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedLM:
     """Return a model with the same body, not copied, and another head."""
     config = copy.deepcopy(model.config)
     config.head = head.settings()
@@ -194,7 +256,7 @@ def _with_head(model: HarmonicForMaskedLM, head: LinearHead) -> HarmonicForMaske
 
 
 @torch.no_grad()
-def _count_swaps(model: HarmonicForMaskedLM, head: LinearHead) -> dict[str, int]:
+def _count_swaps(model: HarmonicHeadModel, head: LinearHead) -> dict[str, int]:
     """Compare the order of the float32 logits with that of the head itself in float64."""
     generator = torch.Generator().manual_seed(0)
     num_classes = len(head.weight)
@@ -213,11 +275,13 @@ def _count_swaps(model: HarmonicForMaskedLM, head: LinearHead) -> dict[str, int]
     }
 
 
-def _readme(model: HarmonicForMaskedLM, head: LinearHead) -> str:
+def _readme(model: HarmonicHeadModel, head: LinearHead, architecture: str) -> str:
     text = COPIED
     if type(model.dist_head) is not LinearHead:
         settings = json.dumps(model.dist_head.settings())
         text = REPLACED.format(settings=settings, **_count_swaps(model, head))
+    if isinstance(model, HarmonicForCausalLM):
+        return NATIVE.format(architecture=architecture, text=text)
     num_classes, hidden_size = head.weight.shape
     tensors = f"`weight` [{num_classes}, {hidden_size}]"
     if head.bias is not None:

@@ -174,13 +174,19 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> None:
-    """Write the configuration, the code it names, and what sentence-transformers reads."""
+    """Write the configuration, the code it names, and what an encoder of sentences needs."""
     fields = json.loads((trained.path / "config.json").read_text())
     fields |= {"base_model": _public_base(trained), "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     _copy(trained.path, target, CODE)  # the folder may hold other files by now
+    if not trained.config.is_causal:
+        _write_sentence_config(trained, target)
+
+
+def _write_sentence_config(trained: TrainedFolder, target: Path) -> None:
+    """Write what sentence-transformers reads of an encoder."""
     text_config = trained.config.text_config
     length = {"max_seq_length": max_positions(text_config), "do_lower_case": False}
     _write_json(target / "sentence_bert_config.json", length)

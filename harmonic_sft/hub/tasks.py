@@ -51,6 +51,20 @@ MASKED_LM = TaskWords(
     metric="Masked-token accuracy",
     where="documents",
 )
+CAUSAL_LM = TaskWords(
+    architecture="HarmonicForCausalLM",
+    auto_class="AutoModelForCausalLM",
+    pipeline="text-generation",
+    title="Causal language modeling",
+    tag="causal-language-modeling",
+    purpose="to predict the next token",
+    kind="causal language model",
+    choice="token",
+    item="token",
+    items="Tokens",
+    metric="Next-token accuracy",
+    where="documents",
+)
 SEQUENCE_CLASSIFICATION = TaskWords(
     architecture="HarmonicForSequenceClassification",
     auto_class="AutoModelForSequenceClassification",
@@ -79,7 +93,7 @@ TOKEN_CLASSIFICATION = TaskWords(
     metric="Accuracy",
     where="rows",
 )
-TASKS = (MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION)
+TASKS = (MASKED_LM, CAUSAL_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION)
 
 
 def task_words(config: HarmonicConfig) -> TaskWords:
