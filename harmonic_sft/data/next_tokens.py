@@ -42,9 +42,9 @@ class NextTokenLabels:
             `IGNORE_INDEX`.
         """
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
-        predicted = self.maskable(row)
-        predicted[:1] = False
-        return {"input_ids": input_ids, "labels": np.where(predicted, input_ids, IGNORE_INDEX)}
+        labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
+        labels[:1] = IGNORE_INDEX
+        return {"input_ids": input_ids, "labels": labels}
 
 
 RowLabels = RowMasker | NextTokenLabels

@@ -56,13 +56,16 @@ def resized_head(head: Head, vocab_size: int) -> Head:
     ).to(head.weight.device)
     old = dict(head.named_parameters())
     for name, parameter in resized.named_parameters():
-        values = old[name].to(parameter.dtype)
-        if values.shape != parameter.shape:
-            missing = len(parameter) - len(values)
-            values = torch.cat([values, _more_rows(values, missing)])[: len(parameter)]
-        parameter.copy_(values)
+        if old[name].shape != parameter.shape:
+            parameter[len(old[name]) :] = _more_rows(old[name], len(parameter) - len(old[name]))
         parameter.requires_grad_(old[name].requires_grad)
     resized.renormalize_()
+    for name, parameter in resized.named_parameters():
+        if old[name].shape == parameter.shape:
+            parameter.copy_(old[name])
+        else:
+            kept = min(len(old[name]), len(parameter))
+            parameter[:kept] = old[name][:kept]
     return resized.train(head.training)
 
 

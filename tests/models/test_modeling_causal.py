@@ -1,0 +1,324 @@
+"""Any decoder under any head: training, saving, generating with and without a cache."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+
+from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM, HarmonicModel, build_head
+from tests.clean_environment import clean_environment, run_python
+from tests.decoders import FAMILIES, D, V, save_decoder
+
+ROWS = torch.randint(3, V, (2, 10), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(ROWS)
+PADDED[0, :4] = 0  # on the left
+LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+HEADS = {
+    "sphere": {"name": "dist", "h_exp": -6.0},
+    "euclid": {"name": "dist", "unit_sphere": False},
+    "cosine": {"name": "cosine"},
+}
+READER = """
+import sys, torch
+from importlib.util import find_spec
+from pathlib import Path
+from transformers import AutoModelForCausalLM, GenerationConfig
+assert find_spec("harmonic_sft") is None
+for folder in sorted(Path("models").iterdir()):
+    model = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=True)
+    expected = torch.load(Path("expected") / folder.name, weights_only=True)
+    rows, mask = expected["rows"], expected["mask"]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=rows).logits, expected["logits"]), folder.name
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    tokens = model.generate(rows, attention_mask=mask, **options)
+    assert torch.equal(tokens, expected["tokens"]), folder.name
+    assert model.generation_config.eos_token_id == 2, folder.name
+    assert model.config.use_cache, folder.name
+    sys.stdout.write(folder.name + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoders")
+    return {family: save_decoder(family, folder / family) for family in FAMILIES}
+
+
+def make(bases, family="llama", **options):
+    options.setdefault("head", HEADS["sphere"])
+    return HarmonicForCausalLM.from_base(str(bases[family]), **options)
+
+
+def train(model, steps=3):
+    """As by the plan: the last block and the head."""
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".1." in name or name.startswith("dist_head"))
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ROWS, attention_mask=torch.ones_like(ROWS), labels=ROWS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.renormalize_prototypes_()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_and_left_padding_change_no_token(bases, family):
+    model = make(bases, family)
+    tokens = model.generate(ROWS, attention_mask=PADDED, **LENGTH)
+    assert tokens.shape == (2, 18)
+    uncached = model.generate(ROWS, attention_mask=PADDED, use_cache=False, **LENGTH)
+    assert torch.equal(tokens, uncached)
+    alone = model.generate(ROWS[:1, 4:], **LENGTH)
+    assert torch.equal(tokens[0, 10:], alone[0, 6:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral"])
+def test_three_steps_lower_the_loss_and_frozen_blocks_hold_no_graph(bases, family):
+    model = make(bases, family)
+    losses = train(model)
+    assert losses[2] < losses[0]
+    embeddings = model.get_input_embeddings().get_parameter("weight")
+    assert not embeddings.requires_grad
+    model.train()
+    seen = []
+    handle = model.model.backbone.register_forward_hook(lambda *_: None)
+    handle.remove()
+    blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    hook = blocks[0].register_forward_hook(
+        lambda _, __, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    )
+    model(input_ids=ROWS, labels=ROWS)
+    hook.remove()
+    assert not seen[0].requires_grad
+
+
+@pytest.fixture(scope="module")
+def published(bases, tmp_path_factory):
+    """Models trained for three steps and saved, with what they compute."""
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "expected").mkdir()
+    for family in ("llama", "gpt2", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"):
+        for name, head in HEADS.items() if family == "llama" else [("sphere", HEADS["sphere"])]:
+            model = make(bases, family, head=head)
+            train(model)
+            model.config.use_cache = False  # as a trainer does
+            model.save_pretrained(folder / "models" / f"{family}-{name}")
+            with torch.no_grad():
+                logits = model(input_ids=ROWS).logits
+            tokens = model.generate(ROWS, attention_mask=PADDED, **LENGTH)
+            expected = {"rows": ROWS, "mask": PADDED, "logits": logits, "tokens": tokens}
+            torch.save(expected, folder / "expected" / f"{family}-{name}")
+    return folder
+
+
+def test_published_models_need_no_package(published, tmp_path):
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(published, folder)
+    python = clean_environment(tmp_path / "environment")
+    found = run_python(python, READER, folder)
+    assert sorted(found.split()) == sorted(path.name for path in (folder / "models").iterdir())
+
+
+def test_our_classes_load_a_saved_folder(published):
+    folder = published / "models" / "llama-sphere"
+    expected = torch.load(published / "expected" / "llama-sphere", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is HarmonicForCausalLM
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ROWS).logits, expected["logits"])
+    backbone = HarmonicModel.from_pretrained(folder)
+    with torch.no_grad():
+        outputs = backbone(input_ids=ROWS)
+        hidden_states = model.model(input_ids=ROWS).last_hidden_state
+    assert torch.equal(outputs.last_hidden_state, hidden_states)
+    assert outputs.past_key_values is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_every_way_to_generate(bases, family):
+    model = make(bases, family)
+    greedy = model.generate(ROWS, **LENGTH)
+    torch.manual_seed(0)
+    sampled = model.generate(ROWS, **{**LENGTH, "do_sample": True, "top_k": 50})
+    assert sampled.shape == greedy.shape
+    assert not torch.equal(sampled, greedy)
+    beams = model.generate(ROWS, num_beams=3, **LENGTH)
+    assert beams.shape == greedy.shape
+    helper = make(bases, family, head=HEADS["cosine"])
+    assisted = model.generate(ROWS[:1], assistant_model=helper, **LENGTH)
+    assert torch.equal(assisted, greedy[:1])
+    static = model.generate(ROWS, cache_implementation="static", **LENGTH)
+    assert torch.equal(static, greedy)
+
+
+def test_logits_of_beams_are_those_of_the_head(bases):
+    model = make(bases)
+    found = model.generate(ROWS, output_logits=True, return_dict_in_generate=True, **LENGTH)
+    with torch.no_grad():
+        logits = model(input_ids=found.sequences).logits
+    for step, scores in enumerate(found.logits):
+        torch.testing.assert_close(scores, logits[:, 9 + step], atol=1e-4, rtol=1e-4)
+
+
+def test_generating_under_compile_changes_no_token(bases):
+    model = make(bases)
+    greedy = model.generate(ROWS, **LENGTH)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ROWS, **LENGTH), greedy)
+
+
+def test_the_pipeline_writes_text(bases, tmp_path):
+    model = make(bases)
+    model.save_pretrained(tmp_path)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(V)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2").save_pretrained(tmp_path)
+    write = pipeline("text-generation", model=str(tmp_path))
+    assert isinstance(write.model, HarmonicForCausalLM)
+    text = write("w5 w6", **LENGTH)[0]["generated_text"]
+    rows = AutoTokenizer.from_pretrained(tmp_path)("w5 w6", return_tensors="pt").input_ids
+    expected = model.generate(rows, **LENGTH)[0]
+    assert [f"w{index}" for index in text.replace("w", " ").split()] == [
+        f"w{index}" for index in expected.tolist()
+    ]
+
+
+def test_the_loss_is_that_of_the_next_tokens(bases):
+    model = make(bases)
+    labels = ROWS.clone()
+    labels[0, 5:] = -100
+    with torch.no_grad():
+        logits = model(input_ids=ROWS).logits.double()
+        outputs = model(input_ids=ROWS, labels=labels)
+    assert outputs.logits is None
+    expected, count = 0.0, 0
+    for row in range(2):
+        for position in range(9):
+            label = labels[row, position + 1].item()
+            if label != -100:
+                expected -= logits[row, position].log_softmax(-1)[label].item()
+                count += 1
+    assert count == 4 + 9
+    assert outputs.loss.item() == pytest.approx(expected / count, rel=1e-5)
+    shown = model(input_ids=ROWS, labels=labels, output_logits=True)
+    assert shown.logits.shape == (2, 10, V)
+
+
+def test_logits_to_keep(bases):
+    model = make(bases)
+    with torch.no_grad():
+        whole = model(input_ids=ROWS).logits
+        last = model(input_ids=ROWS, logits_to_keep=2).logits
+        some = model(input_ids=ROWS, logits_to_keep=torch.tensor([1, 4])).logits
+    torch.testing.assert_close(last, whole[:, -2:])
+    torch.testing.assert_close(some, whole[:, [1, 4]])
+
+
+def test_the_cache_is_there_when_it_is_of_use(bases):
+    model = make(bases)
+    with torch.no_grad():
+        assert isinstance(model(input_ids=ROWS).past_key_values, DynamicCache)
+        assert model(input_ids=ROWS, labels=ROWS).past_key_values is None
+        assert model(input_ids=ROWS, use_cache=False).past_key_values is None
+        assert model.train()(input_ids=ROWS).past_key_values is None
+
+
+def test_prototypes_come_from_either_end(bases, tmp_path):
+    native = AutoModelForCausalLM.from_pretrained(bases["mistral"])  # untied
+    tables = {
+        "input_embeddings": native.get_input_embeddings().weight,
+        "output_embeddings": native.get_output_embeddings().weight,
+    }
+    for init, table in tables.items():
+        model = make(bases, "mistral", init=init, head=HEADS["euclid"])
+        assert torch.equal(model.dist_head.weight, table)
+        model = make(bases, "mistral", init=init)
+        expected = torch.nn.functional.normalize(table, dim=-1)
+        torch.testing.assert_close(model.dist_head.prototypes, expected)
+    model.save_pretrained(tmp_path)
+    again = HarmonicForCausalLM.from_base(str(tmp_path), init="output_embeddings")
+    torch.testing.assert_close(again.dist_head.prototypes, model.dist_head.prototypes)
+
+
+def test_the_old_head_stays_with_base_head(bases):
+    native = AutoModelForCausalLM.from_pretrained(bases["gemma2"]).eval()
+    head = {"name": "linear", "bias": False, "softcap": 2.0}
+    model = make(bases, "gemma2", head=head, init="base_head")
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ROWS).logits, native(input_ids=ROWS).logits)
+        loss = native(input_ids=ROWS, labels=ROWS).loss
+        torch.testing.assert_close(model(input_ids=ROWS, labels=ROWS).loss, loss)
+    with pytest.raises(ValueError, match=r"head.softcap: expected that of base .*, 2.0, got None"):
+        make(bases, "gemma2", head={"name": "linear", "bias": False}, init="base_head")
+    with pytest.raises(ValueError, match=r"expected base .* to have a dist head"):
+        make(bases, "gemma2", init="base_head")
+
+
+def test_a_tied_head_is_the_embedding_table(bases, tmp_path):
+    model = make(bases, "gpt2", head={"name": "linear", "bias": False}, tie=True)
+    assert model.dist_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    assert "dist_head.weight" not in load_file(tmp_path / "model.safetensors")
+    again = HarmonicForCausalLM.from_pretrained(tmp_path)
+    assert again.dist_head.weight is again.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_added_tokens_get_prototypes_like_the_others(bases, tmp_path, tie):
+    head = {"name": "linear", "bias": True} if tie else HEADS["sphere"]
+    model = make(bases, "llama", head=head, tie=tie)
+    before = model.dist_head.prototypes.clone()
+    model.resize_token_embeddings(V + 5)
+    after = model.dist_head.prototypes
+    assert after.shape == (V + 5, D)
+    assert model.config.text_config.vocab_size == V + 5
+    assert torch.equal(after[:V], before)
+    if tie:
+        assert model.dist_head.weight is model.get_input_embeddings().weight
+        assert model.dist_head.bias.shape == (V + 5,)
+    else:  # not all at the mean of the old ones
+        assert (after[V:] @ after[V:].T).fill_diagonal_(0).abs().max() < 0.9
+    with torch.no_grad():
+        assert model(input_ids=ROWS).logits.shape[-1] == V + 5
+    model.save_pretrained(tmp_path)
+    again = HarmonicForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again.dist_head.prototypes, model.dist_head.prototypes)
+    model.resize_token_embeddings(V - 7)
+    assert torch.equal(model.dist_head.prototypes, before[: V - 7]) or tie
+
+
+def test_many_new_prototypes_have_the_spread_of_the_old():
+    torch.manual_seed(0)
+    from harmonic_sft.models.heads import resized_head
+
+    head = build_head({"name": "linear"}, hidden_size=3, vocab_size=400)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(400, 3) * torch.tensor([1.0, 2.0, 0.1]) + 5)
+    new = resized_head(head, 20_400).weight[400:]
+    torch.testing.assert_close(new.mean(0), head.weight.mean(0), atol=0.05, rtol=0)
+    torch.testing.assert_close(new.T.cov(), head.weight.T.cov(), atol=0.1, rtol=0.05)
+
+
+def test_an_encoder_is_refused_and_a_decoder_too(bases, tmp_path):
+    make(bases).save_pretrained(tmp_path / "decoder")
+    with pytest.raises(ValueError, match="expected an encoder, got"):
+        HarmonicForMaskedLM.from_base(str(tmp_path / "decoder"))
+    config = json.loads((tmp_path / "decoder" / "config.json").read_text())
+    assert config["is_causal"]
+    with pytest.raises(ValueError, match="init: expected one of"):
+        make(bases, init="random")

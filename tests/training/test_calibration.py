@@ -1,0 +1,98 @@
+"""Calibration finds what a fine grid finds, and changes nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.training.calibration import apply_calibration_, calibrate_, first_batches
+from tests.decoders import V, save_decoder
+
+ROWS = torch.randint(3, V, (16, 20), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS), "labels": ROWS}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_decoder("llama", tmp_path_factory.mktemp("base"))
+
+
+def make(base, **head):
+    return HarmonicForCausalLM.from_base(str(base), head={"name": "dist", **head})
+
+
+@torch.no_grad()
+def loss_of(model):
+    return model(input_ids=ROWS, labels=ROWS).loss.item()
+
+
+@pytest.mark.parametrize("head", [{}, {"learn_h_exp": True}])
+def test_the_exponent_is_the_best_of_a_fine_grid(base, head):
+    model = make(base, h_exp=-30.0, **head)
+    before = loss_of(model)
+    found = calibrate_(model, [BATCH])
+    assert found.tokens == 16 * 19
+    assert found.scale == 1
+    after = loss_of(model)
+    assert after == pytest.approx(found.loss, rel=1e-4)
+    assert after < before
+    for factor in (0.5, 0.8, 0.95, 1.05, 1.2, 2.0):
+        model.h_exp = found.h_exp * factor
+        assert loss_of(model) >= after - 1e-5, factor
+
+
+def test_off_the_sphere_the_length_of_the_prototypes_too(base):
+    model = make(base, unit_sphere=False)
+    weight = model.dist_head.weight.detach().clone()
+    found = calibrate_(model, [BATCH])
+    assert found.scale != 1
+    torch.testing.assert_close(model.dist_head.weight.detach(), weight * found.scale)
+    best = loss_of(model)
+    for factor in (0.7, 1.4):
+        with torch.no_grad():
+            model.dist_head.weight.copy_(weight * found.scale * factor)
+        model.h_exp = found.h_exp
+        assert loss_of(model) > best - 1e-4, factor
+    again = make(base, unit_sphere=False)
+    apply_calibration_(again, found)
+    assert loss_of(again) == pytest.approx(best, rel=1e-5)
+
+
+def test_a_rotation_around_the_distances_is_calibrated_too(base):
+    head = {"name": "rotation", "inner": {"name": "dist", "h_exp": -30.0}}
+    model = HarmonicForCausalLM.from_base(str(base), head=head)
+    before = loss_of(model)
+    calibrate_(model, [BATCH])
+    assert loss_of(model) < before
+
+
+def test_training_mode_and_random_numbers_are_left_alone(base):
+    model = make(base).train()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    calibrate_(model, [BATCH])
+    assert model.dist_head.training
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_heads_without_an_exponent_and_rows_without_labels_are_errors(base):
+    with pytest.raises(ValueError, match="expected logits proportional to h_exp"):
+        calibrate_(HarmonicForCausalLM.from_base(str(base), head={"name": "cosine"}), [BATCH])
+    empty = {**BATCH, "labels": torch.full_like(ROWS, -100)}
+    with pytest.raises(ValueError, match="expected labelled tokens, got none"):
+        calibrate_(make(base), [empty])
+
+
+def test_a_table_is_sampled_evenly():
+    rows = [{"x": torch.tensor(index)} for index in range(5000)]
+
+    def collate(items):
+        return {"x": torch.stack([item["x"] for item in items])}
+
+    batches = list(first_batches(rows, collate, 100, torch.device("cpu")))
+    places = torch.cat([batch["x"] for batch in batches])
+    assert len(places) == 1024
+    assert places.max() > 4900
+    assert places.diff().max() <= math.ceil(5000 / 1024)
