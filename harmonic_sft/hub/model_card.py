@@ -329,22 +329,22 @@ def _evaluation(results: dict[str, Any], *, has_h_exp: bool) -> str:
     unigrams = _show(results.get("unigram_loss"), ".3f")
     best = "h_exp" if has_h_exp else "inverse temperature"
     columns = (
-        *("", "loss, nats", "accuracy, %", "error cosine", "h_exp"),
+        *("", "loss, nats", "accuracy, %", "ECE, %", "error cosine", "h_exp"),
         *(f"loss at the best {best}, nats", f"best {best}"),
     )
     rows = [_metrics("before training", before), _metrics("after training", final)]
     if any(cell is not None for row in rows for cell in row[1:]):
-        rows.append(("frequencies of the training text alone", unigrams, *[None] * 5))
+        rows.append(("frequencies of the training text alone", unigrams, *[None] * 6))
     return _table(columns, rows)
 
 
 def _metrics(name: str, metrics: dict[str, Any]) -> tuple[str | None, ...]:
     best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature"))
-    accuracy = metrics.get("accuracy")
+    shares = [metrics.get(key) for key in ("accuracy", "ece")]
     return (
         name,
         _show(metrics.get("loss"), ".3f"),
-        _show(None if accuracy is None else 100 * accuracy, ".1f"),
+        *(_show(None if share is None else 100 * share, ".1f") for share in shares),
         _show(metrics.get("error_cosine"), ".3f"),
         _show(metrics.get("h_exp"), "g"),
         _show(metrics.get("post_hoc_loss"), ".3f"),

@@ -77,7 +77,14 @@ TASK_INITS = {
 }
 WIDTH = 4 * math.lcm(*range(1, 17))
 LossSection: Any = one_of(tuple(LOSSES.values()))
-METRICS = ("loss", "accuracy", "error_cosine", "post_hoc_loss")  # of an evaluation
+METRICS = {  # of an evaluation, and whether more of it is better
+    "loss": False,
+    "accuracy": True,
+    "error_cosine": True,
+    "ece": False,
+    "post_hoc_loss": False,
+    "post_hoc_ece": False,
+}
 DEFAULTS = {
     "adam_beta1": 0.95,
     "adam_beta2": 0.95,
@@ -162,7 +169,9 @@ class RunConfig:
         own = {
             key: value for key, value in self.training.items() if key != "gradient_checkpointing"
         }
+        metric = _best_metric(own)
         computed: dict[str, Any] = {
+            "greater_is_better": None if metric is None else METRICS[metric],
             "dataloader_pin_memory": torch.cuda.is_available(),  # it warns without a GPU
             **own,
             **FORCED,
@@ -320,8 +329,14 @@ def _check_refresh(training: dict[str, Any], intervals: list[int]) -> None:
             )
 
 
+def _best_metric(training: dict[str, Any]) -> str | None:
+    """Return what the best checkpoint is chosen by, None if the run does not say."""
+    metric = training.get("metric_for_best_model")
+    return None if metric is None else str(metric).removeprefix("eval_")
+
+
 def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:
-    metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    metric = _best_metric(training) or "loss"
     if metric not in METRICS:
         raise ValueError(
             f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"

@@ -30,6 +30,7 @@ FORMS = ("full", "head", "peft")
 COLUMNS = {  # metric: its column, factor and decimals
     "loss": ("loss, nats", 1, 3),
     "accuracy": ("accuracy, %", 100, 1),
+    "ece": ("ECE, %", 100, 1),
     "error_cosine": ("error cosine", 1, 3),
     "h_exp": ("h_exp", 1, 1),
     "post_hoc_loss": ("loss at the best h_exp, nats", 1, 3),
@@ -53,6 +54,8 @@ def make_run(name="neobert", **sections):
 def make_results(name="demo", steps=200):
     """Metrics of a real run, with a log as the trainer writes it."""
     results = json.loads((ROOT / "docs" / "demo_results.json").read_text())[name]
+    for number, when in enumerate(("before", "final"), start=1):  # measured since
+        results[when].setdefault("ece", number / 30)
     log = []
     for step in range(10, steps + 1, 10):
         entry = {"loss": 6 - step / 97, "learning_rate": step * 1e-6, "grad_norm": 1.5}

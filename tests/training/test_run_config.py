@@ -147,18 +147,21 @@ def test_an_error_does_not_repeat_a_token(make_yaml):
     assert "hf_secret" not in str(caught.value)
 
 
-def test_best_checkpoint_by_the_post_hoc_loss_is_allowed(make_yaml):
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("post_hoc_loss", False), ("eval_ece", False), ("post_hoc_ece", False), ("accuracy", True)],
+)
+def test_the_best_checkpoint_may_be_that_of_any_metric(make_yaml, metric, greater):
     run = load_run_config(
         make_yaml(),
         [
             "training.load_best_model_at_end=true",
-            "training.metric_for_best_model=post_hoc_loss",
+            f"training.metric_for_best_model={metric}",
             "training.eval_strategy=steps",
             "training.eval_steps=3",
         ],
     )
-    args = run.training_arguments()
-    assert args.greater_is_better is False
+    assert run.training_arguments().greater_is_better is greater
 
 
 def test_a_raw_loss_is_allowed_where_nothing_is_annealed(make_yaml):
