@@ -73,10 +73,16 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
     """Refuse a form that could not be loaded again.
 
     Raises:
-        ValueError: The form `head` without a base on the Hub, or without knowing what was trained.
+        ValueError: The form `head` without a base on the Hub, or without knowing what was trained;
+            another form than `full` for a resized vocabulary.
     """
     if form == "full":
         return
+    if config.base_vocab_size is not None:
+        raise ValueError(
+            f"--form {form}: expected the base's vocabulary, got {config.text_config.vocab_size} "
+            f"tokens instead of {config.base_vocab_size}. Use --form full"
+        )
     if form == "peft" and config.tie_word_embeddings:
         raise ValueError(
             "--form peft: expected a head of its own, got one tied to the embeddings, which an "

@@ -1,6 +1,7 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
 from .backbones import build_backbone, find_blocks, load_backbone, load_checked, max_positions
+from .bases import Base, load_base, random_base
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .cosine_heads import CosineHead, VonMisesFisherHead
@@ -15,7 +16,7 @@ from .modeling_classification import (
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
 )
-from .modeling_harmonic import Base, HarmonicForMaskedLM, HarmonicHeadModel, load_base
+from .modeling_harmonic import HarmonicForMaskedLM, HarmonicHeadModel, HarmonicLanguageModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .multi_head import MultiHead
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
@@ -39,6 +40,7 @@ __all__ = [
     "HarmonicForSequenceClassification",
     "HarmonicForTokenClassification",
     "HarmonicHeadModel",
+    "HarmonicLanguageModel",
     "HarmonicModel",
     "HarmonicPreTrainedModel",
     "Head",
@@ -62,4 +64,5 @@ __all__ = [
     "max_positions",
     "mean_token_loss",
     "negative_log_likelihood",
+    "random_base",
 ]

@@ -27,6 +27,7 @@ class HarmonicConfig(PreTrainedConfig):
             has trained every position. `cls`, the first token, is trained in bases with a
             sentence-level objective only, such as BERT's next-sentence prediction.
         is_causal: Whether the backbone is a decoder, which reads from left to right.
+        base_vocab_size: Rows of the base's token embeddings, where they were resized since.
 
     Raises:
         ValueError: Another pooling.
@@ -46,6 +47,7 @@ class HarmonicConfig(PreTrainedConfig):
     partial: bool = False
     pooling: str = "mean"
     is_causal: bool = False
+    base_vocab_size: int | None = None
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):

@@ -1,28 +1,25 @@
 """Harmonic causal language models: any native decoder under a geometry-aware head."""
 
-import copy
 import os
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .modeling_harmonic import Base, HarmonicHeadModel, copy_head_, load_base
+from .modeling_harmonic import HarmonicLanguageModel
 from .objective import mean_token_loss
 
-INITS = ("input_embeddings", "output_embeddings", "base_head")
 
-
-class HarmonicForCausalLM(HarmonicHeadModel, GenerationMixin):
+class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
     """A decoder with a head that predicts the next token."""
 
     _auto_map: ClassVar[dict[str, str]] = {
         "AutoModelForCausalLM": "modeling_causal.HarmonicForCausalLM"
     }
+    is_causal = True
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the positions that have a next token: all but the last, `[B, T - 1, D]`."""
@@ -31,87 +28,6 @@ class HarmonicForCausalLM(HarmonicHeadModel, GenerationMixin):
     def targets(self, labels: Tensor) -> Tensor:
         """Return the labels `[B, T - 1]` of what `select` leaves: the next tokens."""
         return labels[:, 1:]
-
-    def class_embeddings(self) -> Tensor:
-        """Return the input embeddings `[V, D]`: the classes are tokens."""
-        return self.get_input_embeddings().get_parameter("weight")
-
-    @classmethod
-    def from_base(
-        cls,
-        name: str,
-        *,
-        revision: str | None = None,
-        head: dict[str, Any] | None = None,
-        init: str = "input_embeddings",
-        tie: bool = False,
-        dtype: torch.dtype = torch.float32,
-        dropout: float | None = None,
-    ) -> Self:
-        """Put a new head on a pretrained decoder.
-
-        Args:
-            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
-                then replaced.
-            revision: A revision on the Hub.
-            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
-            init: `input_embeddings` copies the token embeddings into the prototypes,
-                `output_embeddings` the rows of the old output layer; `base_head` keeps all weights
-                of the base's own head, of the same name (`linear` on a published decoder).
-            tie: Share the head's weight with the input embeddings.
-            dtype: Of the backbone; the head is float32.
-            dropout: Probability of every dropout of the backbone; default: the base's own.
-
-        Raises:
-            ValueError: The checkpoint does not fill the backbone, or has no such head.
-        """
-        head_class = cls if init in ("base_head", "output_embeddings") else None
-        base = load_base(
-            name, revision, head_class=head_class, dtype=dtype, dropout=dropout, is_causal=True
-        )
-        return cls.on_base(base, head=head, init=init, tie=tie)
-
-    @classmethod
-    def on_base(
-        cls,
-        base: Base,
-        *,
-        head: dict[str, Any] | None = None,
-        init: str = "input_embeddings",
-        tie: bool = False,
-    ) -> Self:
-        """Put a new head on a loaded base; see `from_base`.
-
-        Raises:
-            ValueError: The base has no such head, or embeddings of another width.
-        """
-        if init not in INITS:
-            raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
-        embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
-        if init == "output_embeddings":
-            if base.head is None:
-                raise ValueError(
-                    f"init output_embeddings: expected base {base.name} to have a head"
-                )
-            embeddings = base.head.prototypes
-        hidden_size = base.backbone.config.hidden_size
-        if init != "base_head" and embeddings.shape[1] != hidden_size:
-            raise ValueError(
-                f"base {base.name}: expected {init} as wide as the hidden states ({hidden_size}), "
-                f"got {embeddings.shape[1]}"
-            )
-        model = cls._around(
-            base, dict(head or {"name": "dist"}), tie_word_embeddings=tie, is_causal=True
-        )
-        if init == "base_head":
-            copy_head_(model.dist_head, base)
-        else:
-            model.dist_head.initialize_(embeddings)
-        model.config.head = model.dist_head.settings()
-        model.tie_weights()
-        if base.generation_config is not None:
-            model.generation_config = copy.deepcopy(base.generation_config)
-        return model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as the other models are; a trainer turns the cache off, which is not to be kept."""

@@ -12,8 +12,9 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from .bases import copy_head_, load_base
 from .configuration_harmonic import HarmonicConfig
-from .modeling_harmonic import HarmonicHeadModel, copy_head_, load_base
+from .modeling_harmonic import HarmonicHeadModel
 from .objective import mean_token_loss
 
 

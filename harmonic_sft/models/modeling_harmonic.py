@@ -1,36 +1,22 @@
 """Harmonic models: any backbone under one geometry-aware output head."""
 
+import copy
 import os
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from .backbones import cast_parameters_, load_backbone, load_checked, set_dropout_
+from .bases import Base, copy_head_, load_base
 from .configuration_harmonic import HarmonicConfig
-from .decoders import load_decoder
 from .head import Head
 from .heads import build_head, resized_head
-from .linear_heads import LinearHead
 from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
-from .modeling_neobert import NeoBERTForMaskedLM
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
-from .partial import commit_of
 
-
-class Base(NamedTuple):
-    """A loaded base: its backbone, its head if one of ours was asked for, and where it is from."""
-
-    name: str
-    backbone: PreTrainedModel
-    head: Head | None
-    labels: list[str]  # of the head's rows, if it is a classifier's
-    origin: dict[str, Any]  # fields of the configuration
-    generation_config: GenerationConfig | None = None  # of a decoder
+INITS = ("input_embeddings", "output_embeddings", "base_head")
 
 
 class HarmonicHeadModel(HarmonicPreTrainedModel):
@@ -152,6 +138,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         num_classes = self.num_classes(self.config)
         if num_classes != num_before:
+            if self.config.base_vocab_size is None:
+                self.config.base_vocab_size = num_before
             self.dist_head = resized_head(self.dist_head, num_classes)
             self.tie_weights()
         return embeddings
@@ -165,12 +153,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
 
 
-class HarmonicForMaskedLM(HarmonicHeadModel):
-    """An encoder with a head that predicts masked tokens."""
+class HarmonicLanguageModel(HarmonicHeadModel):
+    """A backbone with a head over its tokens: what encoders and decoders share."""
 
-    _auto_map: ClassVar[dict[str, str]] = {
-        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
-    }
+    is_causal: ClassVar[bool] = False
 
     def class_embeddings(self) -> Tensor:
         """Return the input embeddings `[V, D]`: the classes are tokens."""
@@ -188,15 +174,16 @@ class HarmonicForMaskedLM(HarmonicHeadModel):
         dtype: torch.dtype = torch.float32,
         dropout: float | None = None,
     ) -> Self:
-        """Put a new head on a pretrained encoder.
+        """Put a new head on a pretrained model.
 
         Args:
             name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
                 then replaced.
             revision: A revision on the Hub.
             head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
-            init: `input_embeddings` copies the token embeddings into the prototypes;
-                `base_head` keeps the weights of the base's own head of the same name.
+            init: `input_embeddings` copies the token embeddings into the prototypes,
+                `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
+                weights, if it is of the same name (`linear` on a published decoder).
             tie: Share the head's weight with the input embeddings.
             dtype: Of the backbone; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
@@ -204,24 +191,66 @@ class HarmonicForMaskedLM(HarmonicHeadModel):
         Raises:
             ValueError: The checkpoint does not fill the backbone, or has no such head.
         """
-        head_class = cls if init == "base_head" else None
-        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        base = load_base(
+            name,
+            revision,
+            head_class=None if init == "input_embeddings" else cls,
+            dtype=dtype,
+            dropout=dropout,
+            is_causal=cls.is_causal,
+        )
+        return cls.on_base(base, head=head, init=init, tie=tie)
+
+    @classmethod
+    def on_base(
+        cls,
+        base: Base,
+        *,
+        head: dict[str, Any] | None = None,
+        init: str = "input_embeddings",
+        tie: bool = False,
+    ) -> Self:
+        """Put a new head on a loaded base, which is not copied; see `from_base`.
+
+        Raises:
+            ValueError: The base has no such head, or embeddings of another width.
+        """
+        if init not in INITS:
+            raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
         embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
-        if embeddings.shape[1] != base.backbone.config.hidden_size:
+        if init == "output_embeddings":
+            if base.head is None:
+                raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
+            embeddings = base.head.prototypes
+        hidden_size = base.backbone.config.hidden_size
+        if init != "base_head" and embeddings.shape[1] != hidden_size:
             raise ValueError(
-                f"base {name}: expected input embeddings as wide as the hidden states "
-                f"({base.backbone.config.hidden_size}), got {embeddings.shape[1]}"
+                f"base {base.name}: expected input embeddings as wide as the hidden states "
+                f"({hidden_size}), got {embeddings.shape[1]}"
             )
-        model = cls._around(base, dict(head or {"name": "dist"}), tie_word_embeddings=tie)
+        model = cls._around(
+            base,
+            dict(head or {"name": "dist"}),
+            tie_word_embeddings=tie,
+            is_causal=cls.is_causal,
+        )
         if init == "base_head":
             copy_head_(model.dist_head, base)
-        elif init == "input_embeddings":
-            model.dist_head.initialize_(embeddings)
         else:
-            raise ValueError(f"init: expected 'input_embeddings' or 'base_head', got {init!r}")
+            model.dist_head.initialize_(embeddings)
         model.config.head = model.dist_head.settings()
         model.tie_weights()
+        if base.generation_config is not None:
+            model.generation_config = copy.deepcopy(base.generation_config)
         return model
+
+
+class HarmonicForMaskedLM(HarmonicLanguageModel):
+    """An encoder with a head that predicts masked tokens."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
+    }
 
     @can_return_tuple
     def forward(
@@ -267,83 +296,3 @@ class HarmonicForMaskedLM(HarmonicHeadModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def load_base(
-    name: str,
-    revision: str | None,
-    *,
-    head_class: type[HarmonicHeadModel] | None,
-    dtype: torch.dtype,
-    dropout: float | None,
-    is_causal: bool = False,
-) -> Base:
-    """Load what a new head is put on.
-
-    Args:
-        name: A folder or a name on the Hub; also one of our own checkpoints.
-        revision: A revision on the Hub.
-        head_class: What loads a checkpoint of ours with its head, if the head is kept.
-        dtype: Of the backbone.
-        dropout: Probability of every dropout of the backbone; None is the base's own.
-        is_causal: Load a decoder, with the head that it was published with.
-
-    Raises:
-        ValueError: The checkpoint does not fill the backbone, or is none of this kind.
-    """
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    if dropout is not None:
-        set_dropout_(config.get_text_config(), dropout)
-    source = {"config": config, "revision": revision, "dtype": dtype}
-    head = generation_config = None
-    if config.model_type == "harmonic" and config.is_causal != is_causal:
-        kind = "a decoder" if is_causal else "an encoder"
-        raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
-    if config.model_type == "harmonic" and head_class is not None:
-        loaded = load_checked(head_class, name, **source)
-        backbone, head = loaded.model.backbone, loaded.dist_head
-        generation_config = loaded.generation_config
-    elif config.model_type == "harmonic":
-        backbone = load_checked(HarmonicModel, name, **source).backbone
-    elif config.model_type == "neobert" and head_class is HarmonicForMaskedLM:
-        loaded = load_checked(NeoBERTForMaskedLM, name, **source)
-        backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
-        head.load_state_dict(loaded.get_submodule("decoder").state_dict())
-    elif is_causal:
-        backbone, head, generation_config = load_decoder(name, **source)
-    else:
-        backbone = load_backbone(name, **source)
-    cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
-    backbone.config.name_or_path = ""  # a local path is nobody's business
-    origin = {
-        "base_model": Path(name).name if os.path.isabs(name) else name,
-        "base_revision": commit_of(name, revision),  # a branch may move on; a folder has none
-        "base_dtype": str(dtype).removeprefix("torch."),
-        "dtype": dtype,
-    }
-    labels = list((config.id2label or {}).values())
-    return Base(name, backbone, head, labels, origin, generation_config)
-
-
-def copy_head_(head: Head, base: Base) -> None:
-    """Copy the weights of the base's own head.
-
-    Raises:
-        ValueError: It has none of this name.
-    """
-    expected = head.settings()["name"]
-    if (
-        base.head is None
-        or base.head.settings()["name"] != expected
-        or base.head.state_dict().keys() != head.state_dict().keys()
-    ):
-        raise ValueError(
-            f"init base_head: expected base {base.name} to have a {expected} head with the same "
-            "fields"
-        )
-    caps = [one.settings().get("softcap") for one in (base.head, head)]
-    if caps[0] != caps[1]:
-        raise ValueError(
-            f"head.softcap: expected that of base {base.name}, {caps[0]}, got {caps[1]}"
-        )
-    head.load_state_dict(base.head.state_dict())

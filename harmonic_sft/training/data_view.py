@@ -6,7 +6,11 @@ from typing import Any
 from harmonic_sft.data import LabeledData, LoadedData, load_data, load_labeled_data
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import max_positions
-from harmonic_sft.training.model_loading import load_base_config, load_tokenizer
+from harmonic_sft.training.model_loading import (
+    load_base_config,
+    load_tokenizer,
+    vocabulary_size,
+)
 from harmonic_sft.training.report import show_classes
 from harmonic_sft.training.run_config import RunConfig
 
@@ -21,7 +25,7 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
     tokenizer = load_tokenizer(run.model)
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "vocab_size": config.vocab_size,
+        "vocab_size": vocabulary_size(run, config.vocab_size, tokenizer),
         "max_positions": max_positions(config),
         "seed": run.seed,
     }

@@ -22,8 +22,10 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicHeadModel,
+    HarmonicLanguageModel,
     Head,
     load_base,
+    random_base,
 )
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.class_means import class_means
@@ -41,11 +43,11 @@ CLASSIFIERS: dict[Task, type[HarmonicClassifier]] = {
     "sequence_classification": HarmonicForSequenceClassification,
     "token_classification": HarmonicForTokenClassification,
 }
-MODELS: dict[Task, type[HarmonicHeadModel]] = {
+LANGUAGE_MODELS: dict[Task, type[HarmonicLanguageModel]] = {
     "masked_lm": HarmonicForMaskedLM,
     "causal_lm": HarmonicForCausalLM,
-    **CLASSIFIERS,
 }
+MODELS: dict[Task, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 
 
 class LoadedModel(NamedTuple):
@@ -136,19 +138,47 @@ def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
     model: HarmonicHeadModel
     if isinstance(data, LabeledData):
         model = _load_classifier(run, data, {"head": head, **options})
-    elif run.model.task == "causal_lm":
-        base: Base = _from_base(
-            load_base, run.model, head_class=HarmonicForCausalLM, is_causal=True, **options
-        )
-        model = HarmonicForCausalLM.on_base(base, head=head, init=init, tie=run.head.tie)
-        old_head = base.head
     else:
-        load = HarmonicForMaskedLM.from_base
-        model = _from_base(load, run.model, **options, head=head, init=init, tie=run.head.tie)
+        model_class = LANGUAGE_MODELS[run.model.task]
+        base = _load_base(run, model_class, options)
+        model = model_class.on_base(base, head=head, init=init, tie=run.head.tie)
+        # With new tokens the old head predicts others than the new one.
+        old_head = base.head if _resize_(model, run) else None
     if run.model.base.startswith("package:"):
         model.config.base_model = run.model.base
     prepare_model_(model, run, old_head)
     return LoadedModel(model, old_head)
+
+
+def vocabulary_size(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
+    """Return how many classes a run's model has: a decoder gets one for every token there is."""
+    return max(num_embeddings, len(tokenizer)) if run.model.task == "causal_lm" else num_embeddings
+
+
+def _resize_(model: HarmonicHeadModel, run: RunConfig) -> bool:
+    """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
+    num_before = len(model.dist_head.weight)
+    num_classes = vocabulary_size(run, num_before, load_tokenizer(run.model))
+    if num_classes == num_before:
+        return True
+    model.resize_token_embeddings(num_classes)
+    logger.info(
+        "New tokens: %d, which the tokenizer has and the base has not. Their embeddings and "
+        "prototypes are drawn like the others.",
+        num_classes - num_before,
+    )
+    return False
+
+
+def _load_base(
+    run: RunConfig, model_class: type[HarmonicLanguageModel], options: dict[str, Any]
+) -> Base:
+    """Load the base with the head it has, or build a random one in its shape."""
+    if run.model.from_scratch:
+        return _from_base(random_base, run.model, **options)
+    return _from_base(
+        load_base, run.model, head_class=model_class, is_causal=model_class.is_causal, **options
+    )
 
 
 def _load_classifier(

