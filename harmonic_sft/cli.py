@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         "compare", help="compare finished runs, or train and compare a folder of YAML files"
     )
     command.add_argument(
-        "folders", nargs="+", type=Path, help="output folders of runs, or one of YAML files"
+        "folders",
+        nargs="+",
+        help="output folders of runs, or one of YAML files and key=value pairs for all of them",
     )
     command.add_argument("--figure", type=Path, help="where to draw the comparison")
     command.add_argument("--seeds", nargs="+", type=int, help="of YAML files; default: 42 43 44")
@@ -151,10 +153,15 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    folder = options.folders[0]
-    if len(options.folders) == 1 and config_files(folder):
+    folders = [Path(word) for word in options.folders if "=" not in word]
+    overrides = [word for word in options.folders if "=" in word]
+    if not folders:
+        raise ValueError(f"compare: expected a folder, got only overrides {overrides}")
+    folder = folders[0]
+    if len(folders) == 1 and config_files(folder):
         compare_family(
             folder,
+            overrides=overrides,
             output_dir=options.output or Path("runs") / folder.resolve().name,
             seeds=options.seeds or SEEDS,
             wordsim=options.wordsim,
@@ -164,7 +171,9 @@ def _compare(options: argparse.Namespace) -> None:
     for name in ("seeds", "wordsim", "output"):
         if vars(options)[name] is not None:
             raise ValueError(f"--{name}: expected with one folder of YAML files, got {folder}")
-    paths = [folder / "results" / "train.json" for folder in options.folders]
+    if overrides:
+        raise ValueError(f"compare: expected finished runs, got overrides {overrides}")
+    paths = [folder / "results" / "train.json" for folder in folders]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")

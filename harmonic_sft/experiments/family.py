@@ -17,11 +17,12 @@ from transformers.utils import logging as transformers_logging
 from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
 from harmonic_sft.experiments.head_cost import Arm, measure_costs
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import HarmonicForMaskedLM, LinearHead, load_checked
+from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
 from harmonic_sft.plots import plot_family
 from harmonic_sft.results import environment, read_results, show_table, write_results
 from harmonic_sft.training import RunConfig, load_run_config, train
 from harmonic_sft.training.data_view import load_run_data
+from harmonic_sft.training.model_loading import LANGUAGE_MODELS
 from harmonic_sft.training.output_folder import check_output_folder, is_finished, results_path
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def compare_family(
     folder: Path,
     *,
     output_dir: Path,
+    overrides: Sequence[str] = (),
     seeds: Sequence[int] = SEEDS,
     wordsim: Path | None = None,
     figure: Path | None = None,
@@ -70,6 +72,7 @@ def compare_family(
     Args:
         folder: Its YAML files; they should differ in nothing but `head`, `h_exp` and `loss`.
         output_dir: Gets a folder NAME-SEED for each run, and `results/family.json`.
+        overrides: Of every file, such as where its data are.
         seeds: Of masks, order and initialization.
         wordsim: A folder of TSV files with human ratings of word pairs, if there is one.
         figure: Where to draw the table.
@@ -91,7 +94,7 @@ def compare_family(
     plan = list(product(seeds, files))  # every file with the first seed, then with the second
     for number, (seed, file) in enumerate(plan, start=1):
         logger.info("%d of %d: %s, seed %d", number, len(plan), file.stem, seed)
-        trained.append(_train_one(file, seed, output_dir, ratings))
+        trained.append(_train_one(file, seed, output_dir, ratings, overrides))
         release_memory()
     rows = [_row(file.stem, [one for one in trained if one.name == file.stem]) for file in files]
     _add_costs(rows, trained, rounds)
@@ -121,10 +124,12 @@ def _read_ratings(folder: Path) -> Ratings:
     return ratings
 
 
-def _train_one(file: Path, seed: int, output_dir: Path, ratings: Ratings) -> Trained:
+def _train_one(
+    file: Path, seed: int, output_dir: Path, ratings: Ratings, overrides: Sequence[str]
+) -> Trained:
     trained = Trained(file.stem, seed)
     try:
-        run = configure(file, seed, output_dir / f"{file.stem}-{seed}")
+        run = configure(file, seed, output_dir / f"{file.stem}-{seed}", overrides)
         results = finish(run)
         with quiet():
             similarity = _rate(run.output_dir, ratings)
@@ -184,10 +189,11 @@ def quiet() -> Generator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def load_trained(folder: Path) -> HarmonicForMaskedLM:
-    """Load the model of a run's folder or checkpoint, ready to be evaluated."""
+def load_trained(folder: Path) -> HarmonicLanguageModel:
+    """Load the language model of a run's folder or checkpoint, ready to be evaluated."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return load_checked(HarmonicForMaskedLM, str(folder), config).eval()
+    model_class = LANGUAGE_MODELS["causal_lm" if config.is_causal else "masked_lm"]
+    return load_checked(model_class, str(folder), config).eval()
 
 
 def _rate(folder: Path, ratings: Ratings) -> dict[str, dict[str, float]]:
@@ -275,12 +281,12 @@ def _evaluation_batch(run: RunConfig) -> dict[str, torch.Tensor]:
     return data.collator([data.eval[index] for index in range(size)])
 
 
-def _arm(model: HarmonicForMaskedLM, run: RunConfig, batch: dict[str, torch.Tensor]) -> Arm:
+def _arm(model: HarmonicLanguageModel, run: RunConfig, batch: dict[str, torch.Tensor]) -> Arm:
     head = model.dist_head.train()
     return Arm(head, run.loss.prepare(head), *_scored(model, batch))
 
 
-def _baseline(model: HarmonicForMaskedLM, batch: dict[str, torch.Tensor]) -> Arm:
+def _baseline(model: HarmonicLanguageModel, batch: dict[str, torch.Tensor]) -> Arm:
     """Return a linear head with cross-entropy, of the same size, on what this model feeds it."""
     vocab_size, hidden_size = model.dist_head.weight.shape
     embeddings = model.get_input_embeddings().get_parameter("weight")
@@ -290,12 +296,16 @@ def _baseline(model: HarmonicForMaskedLM, batch: dict[str, torch.Tensor]) -> Arm
 
 @torch.no_grad()
 def _scored(
-    model: HarmonicForMaskedLM, batch: dict[str, torch.Tensor]
+    model: HarmonicLanguageModel, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = {key: value.to(model.device) for key, value in batch.items()}
     labels = inputs.pop("labels")  # [B, T]
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
-    return hidden_states[labels != -100].requires_grad_(), labels[labels != -100]
+    states, labels = (
+        model.select(hidden_states, inputs.get("attention_mask")),
+        model.targets(labels),
+    )
+    return states[labels != -100].requires_grad_(), labels[labels != -100]
 
 
 def _post_hoc_loss(row: dict[str, Any]) -> float:

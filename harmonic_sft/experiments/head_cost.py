@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -85,23 +85,31 @@ def measure_costs(arms: Mapping[str, Arm], *, baseline: str, rounds: int) -> dic
 
 
 def peak_bytes(arm: Arm) -> int:
-    """Return the peak of bytes that PyTorch's allocator holds for one step, fused losses and all.
+    """Return the peak of bytes that PyTorch's allocator holds for one step."""
+    arm.clear()
+    return allocated_peak(arm.step, arm.hidden_states.device)
+
+
+def allocated_peak(step: Callable[[], None], device: torch.device | None = None) -> int:
+    """Return the peak of bytes that PyTorch's allocator gets during a step, fused losses and all.
 
     On the CPU it is taken on one thread: the allocator reports only to the thread that profiles.
+
+    Args:
+        step: Called once.
+        device: Where it works; None is the CPU.
     """
-    arm.clear()
-    device = arm.hidden_states.device
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        arm.step()
+        step()
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints two lines per use
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            arm.step()
+            step()
     finally:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,92 @@
+"""The penalty against exact transport by linear programming."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from harmonic_sft.losses.w2_penalty import mean_shift, w2_penalty
+
+N, V, D = 6, 7, 3
+
+
+@pytest.fixture
+def parts():
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(2, N, V, dtype=torch.float64)
+    return logits[0], logits[1], torch.randn(V, D, dtype=torch.float64)
+
+
+def exact(policy, reference, prototypes):
+    """Squared 2-Wasserstein distance of two distributions `[V]`."""
+    size = len(policy)
+    costs = torch.cdist(prototypes, prototypes).square().numpy().ravel()
+    rows = np.kron(np.eye(size), np.ones(size))
+    columns = np.kron(np.ones(size), np.eye(size))
+    masses = np.concatenate([policy.numpy(), reference.numpy()])
+    return linprog(costs, A_eq=np.concatenate([rows, columns]), b_eq=masses).fun
+
+
+def test_the_distance_is_between_the_bounds(parts):
+    upper, lower = w2_penalty(*parts), mean_shift(*parts)
+    policy, reference = (logits.softmax(-1) for logits in parts[:2])
+    for row in range(N):
+        distance = exact(policy[row], reference[row], parts[2])
+        assert lower[row] <= distance + 1e-9
+        assert distance <= upper[row] + 1e-9
+    assert (upper > 1e-3).all()
+
+
+def test_the_formula(parts):
+    policy_logits, reference_logits, prototypes = parts
+    p, r = policy_logits.softmax(-1), reference_logits.softmax(-1)
+    for row in range(N):
+        a, b = (p[row] - r[row]).clamp_min(0), (r[row] - p[row]).clamp_min(0)
+        expected = sum(
+            a[j] * b[k] * (prototypes[j] - prototypes[k]).square().sum() / a.sum()
+            for j, k in itertools.product(range(V), repeat=2)
+        )
+        torch.testing.assert_close(w2_penalty(*parts)[row], expected)
+
+
+def test_it_is_exact_against_a_dirac(parts):
+    policy_logits, _, prototypes = parts
+    dirac = torch.full((N, V), -1e9, dtype=torch.float64)
+    dirac[:, 2] = 0
+    found = w2_penalty(policy_logits, dirac, prototypes)
+    costs = (prototypes - prototypes[2]).square().sum(-1)
+    torch.testing.assert_close(found, policy_logits.softmax(-1) @ costs)
+
+
+def test_agreement_costs_nothing_and_has_no_gradient(parts):
+    logits = parts[0].clone().requires_grad_()
+    loss = w2_penalty(logits, parts[0], parts[2])
+    assert torch.equal(loss, torch.zeros(N, dtype=torch.float64))
+    loss.sum().backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_gradients(parts):
+    policy_logits, reference_logits, prototypes = parts
+    for penalty in (w2_penalty, mean_shift):
+        assert torch.autograd.gradcheck(
+            lambda logits, f=penalty: f(logits, reference_logits, prototypes),
+            policy_logits.requires_grad_(),
+        )
+
+
+def test_a_synonym_is_cheaper_than_a_stranger_unlike_under_kl():
+    prototypes = torch.tensor([[1.0, 0.0], [0.99, 0.14], [-1.0, 0.0]])
+    reference = torch.tensor([[5.0, 0.0, 0.0]])
+    synonym, stranger = torch.tensor([[0.0, 5.0, 0.0]]), torch.tensor([[0.0, 0.0, 5.0]])
+    near, far = (w2_penalty(p, reference, prototypes) for p in (synonym, stranger))
+    assert near < far / 50
+    divergences = [
+        torch.nn.functional.kl_div(
+            reference.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="sum"
+        )
+        for p in (synonym, stranger)
+    ]
+    torch.testing.assert_close(*divergences)

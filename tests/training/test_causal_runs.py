@@ -1,0 +1,303 @@
+"""Runs of decoders: by plan, with LoRA, in full and from scratch; calibrated and distilled."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from harmonic_sft.hub.linear_export import export_linear
+from harmonic_sft.hub.staging import check_form
+from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.results import read_results
+from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training.evaluation import evaluate_folder
+from tests.decoders import V, save_decoder
+
+ALL = {"patterns": ["*"]}
+
+
+def save_tokenizer(folder, *, extra=0, eos="w2"):
+    words = {f"w{index}": index for index in range(V + extra)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=eos).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = save_decoder("llama", tmp_path_factory.mktemp("base"))
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Every word is followed by its successor."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    starts = [(7 * index) % 90 + 3 for index in range(60)]
+    lines = [" ".join(f"w{start + i}" for i in range(4 + start % 9)) for start in starts]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def write(base, text, tmp_path):
+    """Write the YAML of a run of 6 steps; keyword arguments replace whole sections."""
+
+    def make(name="run", **sections):
+        settings = {
+            "model": {"base": str(base), "task": "causal_lm", "unfreeze": {"last_blocks": 1}},
+            "head": {"name": "dist"},
+            "h_exp": {"start": -12.0, "end": -4.0},
+            "loss": {"name": "harmonic"},
+            "data": {
+                "sources": [{"path": str(text)}],
+                "context_length": 16,
+                "eval": {"documents": 10},
+            },
+            "training": {
+                "output_dir": str(tmp_path / name),
+                "per_device_train_batch_size": 8,
+                "max_steps": 6,
+                "logging_steps": 1,
+                "save_steps": 3,
+                "learning_rate": 1e-2,
+                "disable_tqdm": True,
+                "use_cpu": True,
+            },
+            "neighbors": ["w5"],
+            **sections,
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
+        return path
+
+    return make
+
+
+def model_section(base, **fields):
+    return {"base": str(base), "task": "causal_lm", "unfreeze": {"last_blocks": 1}, **fields}
+
+
+def losses_of(results):
+    return [row["loss"] for row in results["history"] if "loss" in row]
+
+
+RECIPES = {
+    "plan": {},
+    "lora": {"peft": {"r": 2}, "unfreeze": {"last_blocks": 0}},
+    "full": {"unfreeze": ALL},
+    "scratch": {"unfreeze": ALL, "from_scratch": True},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_learns_and_can_be_loaded(base, write, tmp_path, recipe):
+    fields = dict(RECIPES[recipe])
+    peft = fields.pop("peft", None)
+    constant = {"start": -8.0, "end": -8.0}
+    run = load_run_config(write(model=model_section(base, **fields), peft=peft, h_exp=constant))
+    results = train(run)
+    assert results["final"]["loss"] < results["before"]["loss"]
+    assert ("old_head" in results["swap"]) == (recipe != "scratch")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert type(model) is HarmonicForCausalLM
+    assert model.generation_config.eos_token_id == 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["use_cache"]
+    evaluated = evaluate_folder(tmp_path / "run")
+    assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
+    tokens = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, min_new_tokens=3)
+    assert tokens.shape == (1, 5)
+
+
+def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
+    run = load_run_config(write())
+    results = train(run)
+    native = AutoModelForCausalLM.from_pretrained(base).eval()
+    from harmonic_sft.training.data_view import load_run_data
+
+    _, data = load_run_data(run)
+    batch = data.collator([data.eval[index] for index in range(len(data.eval))])
+    with torch.no_grad():
+        expected = native(**batch).loss.item()
+    assert results["swap"]["old_head"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_calibration_lowers_the_start_and_moves_both_ends(write, tmp_path):
+    annealed = {"start": -12.0, "end": -4.0, "calibrate": True}
+    results = train(load_run_config(write(h_exp=annealed)))
+    swap, before = results["swap"], results["before"]
+    assert before["loss"] < swap["swapped"]["loss"]
+    assert swap["swapped"]["h_exp"] == -12
+    assert before["h_exp"] == pytest.approx(results["calibration"]["h_exp"])
+    assert results["final"]["h_exp"] == pytest.approx(before["h_exp"] / 3)
+    logged = [row["h_exp"] for row in results["history"] if "h_exp" in row]
+    assert logged[0] == pytest.approx(before["h_exp"])
+
+
+def test_a_calibrated_run_goes_on_where_it_stopped(write, tmp_path):
+    sections = {
+        "h_exp": {"start": -12.0, "end": -4.0, "calibrate": True},
+        "head": {"name": "dist", "unit_sphere": False},
+    }
+    whole = train(load_run_config(write("whole", **sections)))
+    path = write("parts", **sections)
+    stopped = load_run_config(path)
+    train(stopped)
+    # As if it had been killed after step 3: what came later is gone.
+    folder = tmp_path / "parts"
+    import shutil
+
+    shutil.rmtree(folder / "checkpoint-6")
+    for name in ("model.safetensors", "results/train.json"):
+        (folder / name).unlink()
+    again = train(load_run_config(path, ["resume=true"]))
+    assert again["final"] == pytest.approx(whole["final"], rel=1e-4)
+    assert again["calibration"] == whole["calibration"]
+
+
+def test_distillation_is_annealed_over_its_share(write):
+    run = load_run_config(write(loss={"name": "distill", "until": 0.5}))
+    from harmonic_sft.training.run import prepare
+
+    ready = prepare(run)
+    seen = []
+    loss_fn = ready.trainer.model.loss_fn
+    original = type(loss_fn).__call__
+
+    def spy(self, head, hidden_states, labels):
+        seen.append(self.weight)
+        return original(self, head, hidden_states, labels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loss_fn), "__call__", spy)
+        ready.trainer.train()
+    assert seen == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
+
+
+def test_only_decoders_distill(make_yaml):
+    with pytest.raises(ValueError, match=r"loss.name: expected another one for masked_lm"):
+        load_run_config(make_yaml(loss={"name": "distill"}))
+
+
+def test_tokens_that_only_the_tokenizer_has(text, write, tmp_path):
+    folder = save_decoder("llama", tmp_path / "base")
+    save_tokenizer(folder, extra=4)
+    run = load_run_config(write(model=model_section(folder)))
+    results = train(run)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert model.dist_head.weight.shape[0] == V + 4
+    assert results["swap"] == {}  # another vocabulary
+    with pytest.raises(ValueError, match=r"--form head: expected the base's vocabulary"):
+        check_form(model.config, "head")
+
+
+def test_a_tokenizer_without_pad_and_eos_is_refused(text, write, tmp_path):
+    folder = save_decoder("llama", tmp_path / "base")
+    save_tokenizer(folder, eos=None)
+    run = load_run_config(write(model=model_section(folder)))
+    with pytest.raises(ValueError, match="expected a pad token or an eos token, got neither"):
+        train(run)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"mask": {"probability": 0.3}}}, "data.mask: expected nothing for causal_lm"),
+        ({"head": {"name": "dist", "init": "class_means"}}, "head.init: expected one of"),
+        ({"model": {"from_scratch": True}}, r"unfreeze: expected \{patterns"),
+        (
+            {"head": {"name": "cosine"}, "loss": {"name": "cross_entropy"}, "h_exp": None},
+            None,
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(base, text, write, sections, message):
+    if "data" in sections:
+        own = {"sources": [{"path": str(text)}], "context_length": 16}
+        sections = {"data": {**own, **sections["data"]}}
+    if "model" in sections:
+        sections = {"model": model_section(base, **sections["model"])}
+    path = write(**sections)
+    if message is None:
+        load_run_config(path)
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_run_config(path)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
+    from harmonic_sft.data import DataConfig, load_data
+    from harmonic_sft.training.model_loading import load_tokenizer
+    from harmonic_sft.training.sections import ModelConfig
+
+    tokenizer = load_tokenizer(ModelConfig(base=str(base), task="causal_lm"))
+    config = DataConfig(
+        sources=[{"path": str(text)}],
+        context_length=40,
+        packing=packing,
+        eval={"documents": 1},
+    )
+    data = load_data(
+        config, tokenizer=tokenizer, vocab_size=V, max_positions=64, seed=0, is_causal=True
+    )
+    batch = data.collator([data.train[index] for index in range(len(data.train))])
+    model = HarmonicForCausalLM.from_base(str(base))
+    with torch.no_grad():
+        loss = model(**batch).loss
+        alone, count = 0.0, 0
+        plain = load_data(
+            config.__class__(
+                sources=[{"path": str(text)}], context_length=40, eval={"documents": 1}
+            ),
+            tokenizer=tokenizer,
+            vocab_size=V,
+            max_positions=64,
+            seed=0,
+            is_causal=True,
+        )
+        for index in range(len(plain.train)):
+            row = plain.collator([plain.train[index]])
+            scored = int((row["labels"] != -100).sum())
+            alone += model(**row).loss.item() * scored
+            count += scored
+    assert loss.item() == pytest.approx(alone / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("head", [{"name": "dist"}, {"name": "cosine"}, {"name": "linear"}])
+def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(base, tmp_path, head):
+    settings = {**head, "bias": False} if head["name"] == "linear" else head
+    model = HarmonicForCausalLM.from_base(str(base), head=settings)
+    model.save_pretrained(tmp_path / "model")
+    export_linear(tmp_path / "model", tmp_path / "plain")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert type(native).__name__ == "LlamaForCausalLM"
+    assert not list((tmp_path / "plain").glob("*.py"))
+    rows = torch.randint(3, V, (4, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(native.generate(rows, **options), model.generate(rows, **options))
+    with torch.no_grad():
+        order = model(input_ids=rows).logits.argsort(-1)
+        assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
+
+
+def test_a_head_with_a_bias_has_no_ordinary_place(base, tmp_path):
+    head = {"name": "dist", "unit_sphere": False}
+    HarmonicForCausalLM.from_base(str(base), head=head).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
+        export_linear(tmp_path / "model", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+def test_results_say_what_the_swap_cost(write, tmp_path):
+    train(load_run_config(write(h_exp={"start": -12.0, "end": -12.0, "calibrate": True})))
+    saved = read_results(tmp_path / "run" / "results" / "train.json")
+    assert set(saved["swap"]) == {"old_head", "swapped"}
+    assert saved["swap"]["swapped"]["post_hoc_loss"] == pytest.approx(
+        saved["before"]["post_hoc_loss"], rel=0.05
+    )
