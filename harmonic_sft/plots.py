@@ -15,6 +15,7 @@ CURRENT = "#1f4e79"
 POST_HOC = "#c8702a"
 REFERENCE = "#5f6b76"
 COST_TITLE = "relative to linear\n+ cross-entropy"
+DIFFERENCE_TITLES = {"loss (nats per token)": 0.1, "accuracy (%)": 1.0}  # linear that far
 FAMILY_MARKS = ((CURRENT, "o"), (POST_HOC, "D"))
 RowValue = Callable[[dict[str, Any]], tuple[float, float] | None]
 LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
@@ -143,7 +144,9 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
     Args:
         results: `family.json` or its payload: `rows`, each with `name` and, unless its runs
             failed, `metrics` by name, `word_similarity` by set and name (all with `mean` and
-            `std`) and `cost` (`time_ratio`, `memory_ratio`); `rated`, the set that is drawn.
+            `std`), `difference` by name (`mean`, `standard_error`) and `cost` (`time_ratio`,
+            `memory_ratio`); `rated`, the set that is drawn; `compared_with`, the row to which the
+            differences are, in whose place loss and accuracy are drawn if there is one.
         out_png: The picture. Its folder is made if it does not exist.
 
     Returns:
@@ -158,7 +161,7 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
         raise ValueError("rows: expected at least one with metrics, got none")
     panels = [
         (title, drawn)
-        for title, series in _family_panels(payload.get("rated"))
+        for title, series in _family_panels(payload.get("rated"), payload.get("compared_with"))
         if (drawn := [one for one in series if any(one[1](row) for row in rows)])
     ]
     figure = new_figure(width=2.2 + 2.3 * len(panels), height=1.6 + 0.3 * len(rows))
@@ -170,6 +173,11 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
         if len(series) > 1:
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
             axes.legend(fontsize="small", **place)
+        if title in DIFFERENCE_TITLES and payload.get("compared_with") is not None:
+            axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.axvline(0, color="#888888", linewidth=1)
+            axes.set_xlabel(f"{title}\n- {payload['compared_with']}")
         if title == COST_TITLE:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
@@ -178,7 +186,9 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
     return save_figure(figure, out_png, grid="both")
 
 
-def _family_panels(rated: str | None) -> list[tuple[str, list[tuple[str, RowValue]]]]:
+def _family_panels(
+    rated: str | None, compared_with: str | None
+) -> list[tuple[str, list[tuple[str, RowValue]]]]:
     """Return the panels: a title, and what is drawn of every row under which name."""
 
     def metric(key: str, scale: float = 1) -> RowValue:
@@ -190,12 +200,20 @@ def _family_panels(rated: str | None) -> list[tuple[str, list[tuple[str, RowValu
     def cost(key: str) -> RowValue:
         return lambda row: (row["cost"][key], 0.0) if "cost" in row else None
 
+    def difference(key: str, scale: float = 1) -> RowValue:
+        def value(row: dict[str, Any]) -> tuple[float, float] | None:
+            if row["name"] == compared_with:
+                return 0.0, 0.0
+            found = row.get("difference", {}).get(key)
+            return found and (scale * found["mean"], scale * (found["standard_error"] or 0.0))
+
+        return value
+
+    value = metric if compared_with is None else difference
+    loss, accuracy = DIFFERENCE_TITLES
     return [
-        (
-            "loss (nats per token)",
-            [("as trained", metric("loss")), ("best post hoc", metric("post_hoc_loss"))],
-        ),
-        ("accuracy (%)", [("accuracy", metric("accuracy", 100))]),
+        (loss, [("as trained", value("loss")), ("best post hoc", value("post_hoc_loss"))]),
+        (accuracy, [("accuracy", value("accuracy", 100))]),
         (
             "calibration error (%)",
             [("as trained", metric("ece", 100)), ("best post hoc", metric("post_hoc_ece", 100))],

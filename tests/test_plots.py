@@ -209,6 +209,19 @@ def test_a_family_has_a_panel_per_known_figure_and_no_row_for_what_failed(tmp_pa
     assert list(panels["Spearman, MEN"].containers[0].lines[0].get_xdata()) == [0.7]
 
 
+def test_a_family_is_drawn_next_to_the_row_it_is_compared_with(tmp_path, figures):
+    rows = [dict(row) for row in FAMILY["rows"] if "metrics" in row]
+    difference = {"mean": 0.5, "standard_error": 0.25, "verdict": "undecided"}
+    rows[0]["difference"] = {"loss": difference, "post_hoc_loss": difference}
+    payload = {**FAMILY, "rows": rows, "compared_with": rows[1]["name"]}
+    plot_family(payload, tmp_path / "family.png")
+    losses = figures[0].axes[0]
+    assert losses.get_xlabel() == f"loss (nats per token)\n- {rows[1]['name']}"
+    assert list(losses.containers[0].lines[0].get_xdata()) == [0.5, 0.0]
+    ends = losses.containers[0].lines[2][0].get_segments()
+    assert ends[0][:, 0].tolist() == [0.25, 0.75]
+
+
 @pytest.mark.parametrize("payload", [{}, {"rows": [FAMILY["rows"][1]]}])
 def test_a_family_without_figures_is_refused(tmp_path, payload):
     with pytest.raises(ValueError, match="rows: expected at least one with metrics, got none"):

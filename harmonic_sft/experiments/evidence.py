@@ -62,3 +62,20 @@ def tokens_to_reach(tokens: Sequence[float], losses: Sequence[float], level: flo
         if below <= level:
             return start + (end - start) * (above - level) / (above - below)
     return None
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return mean, standard deviation (of a sample; None for one value) and the values."""
+    return {
+        "mean": fmean(values),
+        "std": stdev(values) if len(values) > 1 else None,
+        "values": list(values),
+    }
+
+
+def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int = 2) -> str | None:
+    """Return mean and standard deviation of what `spread` made, None for None."""
+    if value is None:
+        return None
+    mean = f"{scale * value['mean']:.{digits}f}"
+    return mean if value["std"] is None else f"{mean} +- {scale * value['std']:.{digits}f}"

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,13 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
+from harmonic_sft.experiments.evidence import spread
+from harmonic_sft.experiments.family_table import add_differences, largest_set, show_family
 from harmonic_sft.experiments.head_cost import Arm, measure_costs
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
 from harmonic_sft.plots import plot_family
-from harmonic_sft.results import environment, read_results, show_table, write_results
+from harmonic_sft.results import environment, read_results, write_results
 from harmonic_sft.training import RunConfig, load_run_config, train
 from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.model_loading import LANGUAGE_MODELS
@@ -29,12 +30,6 @@ logger = logging.getLogger(__name__)
 SEEDS = (42, 43, 44)
 ROUNDS = 20
 BASELINE = "linear + cross_entropy"
-NOTE = (
-    "Mean +- standard deviation over seeds. (*) At the best post-hoc h_exp, or inverse "
-    "temperature, chosen on these very tokens. (**) Mean cosine between the input embeddings (the "
-    "base's, where they are frozen) of label and prediction where they differ. (***) Head and "
-    "loss alone, forward and backward, relative to a linear head with cross-entropy."
-)
 Ratings = dict[str, list[WordPair]]
 
 
@@ -79,8 +74,10 @@ def compare_family(
         rounds: Steps of each head and loss whose time is measured.
 
     Returns:
-        The content of `results/family.json`: `rows`, one for each file, the best loss first, and
-        `rated`, the set of ratings that covers most pairs, which table and figure show.
+        The content of `results/family.json`: `rows`, one for each file, the best loss first;
+        `rated`, the set of ratings that covers most pairs, which table and figure show; and
+        `compared_with`, the file with the linear head and plain cross-entropy, if there is one,
+        to which every other row has its `difference`, seed by seed.
 
     Raises:
         ValueError: No YAML file or no ratings in the folders, or some run failed; what the others
@@ -98,17 +95,19 @@ def compare_family(
         release_memory()
     rows = [_row(file.stem, [one for one in trained if one.name == file.stem]) for file in files]
     _add_costs(rows, trained, rounds)
+    rated = largest_set(rows)
     results = {
         "folder": str(folder),
         "seeds": list(seeds),
         "baseline": BASELINE,
         "rounds": rounds,
-        "rated": _largest_set(rows),
+        "rated": rated,
+        "compared_with": add_differences(rows, rated),
         "rows": sorted(rows, key=_post_hoc_loss),
         "environment": environment(),
     }
     logger.info("Written: %s", write_results(output_dir / "results", "family", results))
-    _show(results)
+    show_family(results)
     if figure is not None and any("metrics" in row for row in rows):
         logger.info("Figure: %s", plot_family(results, figure))
     failed = {row["name"]: row["errors"] for row in rows if row["errors"]}
@@ -230,13 +229,8 @@ def _row(name: str, trained: Sequence[Trained]) -> dict[str, Any]:
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return mean, standard deviation (of a sample; None for one value) and the values."""
-    return {
-        "mean": fmean(values),
-        "std": stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }
+def _post_hoc_loss(row: dict[str, Any]) -> float:
+    return row["metrics"]["post_hoc_loss"]["mean"] if "metrics" in row else float("inf")
 
 
 def _add_costs(rows: Sequence[dict[str, Any]], trained: Sequence[Trained], rounds: int) -> None:
@@ -301,69 +295,6 @@ def _scored(
     inputs = {key: value.to(model.device) for key, value in batch.items()}
     labels = inputs.pop("labels")  # [B, T]
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
-    states, labels = (
-        model.select(hidden_states, inputs.get("attention_mask")),
-        model.targets(labels),
-    )
+    states = model.select(hidden_states, inputs.get("attention_mask"))
+    labels = model.targets(labels)
     return states[labels != -100].requires_grad_(), labels[labels != -100]
-
-
-def _post_hoc_loss(row: dict[str, Any]) -> float:
-    return row["metrics"]["post_hoc_loss"]["mean"] if "metrics" in row else float("inf")
-
-
-def _show(results: dict[str, Any]) -> None:
-    rated = results["rated"]
-    columns = ["", "loss, nats", "best loss (*)", "at (*)", "accuracy, %", "ECE, %"]
-    columns += ["best ECE, % (*)", "error cosine (**)"]
-    columns += [f"Spearman {kind}" for kind in ("cosine", "-L2")] if rated else []
-    columns += ["time (***)", "memory (***)"]
-    table = [_cells(row, rated, len(results["seeds"]), len(columns)) for row in results["rows"]]
-    show_table(f"{results['folder']}, {len(results['seeds'])} seeds", columns, table)
-    logger.info(NOTE)
-    if rated:
-        logger.info("Spearman: of the prototypes with the ratings of %s.", rated)
-    for row in results["rows"]:
-        for where, error in row["errors"].items():
-            logger.warning("%s, %s: %s", row["name"], where, error)
-
-
-def _largest_set(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return the set of ratings that covers most pairs, None if there is none."""
-    sets = {key: s for row in rows for key, s in row.get("word_similarity", {}).items()}
-    return max(sets, key=lambda key: sets[key]["covered"]["mean"], default=None)
-
-
-def _cells(
-    row: dict[str, Any], rated: str | None, num_seeds: int, width: int
-) -> tuple[str | None, ...]:
-    if "metrics" not in row:
-        return (row["name"], "failed", *[None] * (width - 2))
-    metrics = row["metrics"]
-    some = len(row["seeds"]) < num_seeds
-    name = f"{row['name']} ({len(row['seeds'])} of {num_seeds} seeds)" if some else row["name"]
-    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature"))
-    similarity = row["word_similarity"].get(rated, {})
-    kinds = ("spearman_cosine", "spearman_l2") if rated else ()
-    cost = row.get("cost")
-    return (
-        name,
-        show_spread(metrics["loss"]),
-        show_spread(metrics["post_hoc_loss"]),
-        " ".join(f"{value:.3g}" for value in sorted(set(best["values"]))),
-        show_spread(metrics["accuracy"], scale=100, digits=1),
-        show_spread(metrics.get("ece"), scale=100, digits=1),
-        show_spread(metrics.get("post_hoc_ece"), scale=100, digits=1),
-        show_spread(metrics["error_cosine"], digits=3),
-        *(show_spread(similarity.get(kind), digits=3) for kind in kinds),
-        f"{cost['time_ratio']:.2f}" if cost else None,
-        f"{cost['memory_ratio']:.2f}" if cost else None,
-    )
-
-
-def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int = 2) -> str | None:
-    """Return mean and standard deviation of what `spread` made, None for None."""
-    if value is None:
-        return None
-    mean = f"{scale * value['mean']:.{digits}f}"
-    return mean if value["std"] is None else f"{mean} +- {scale * value['std']:.{digits}f}"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from accelerate.utils import release_memory
 
 from harmonic_sft.config import parse, read_yaml
-from harmonic_sft.experiments.evidence import UNDECIDED, paired_difference, show_difference
-from harmonic_sft.experiments.family import configure, finish, spread
+from harmonic_sft.experiments.evidence import UNDECIDED, paired_difference, show_difference, spread
+from harmonic_sft.experiments.family import configure, finish
 from harmonic_sft.results import read_results
 from harmonic_sft.training import RunConfig
 from harmonic_sft.training.output_folder import CONFIG_NAME, changed_keys

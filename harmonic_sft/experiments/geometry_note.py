@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harmonic_sft.experiments import geometry_figures, geometry_runs
-from harmonic_sft.experiments.evidence import show_difference
-from harmonic_sft.experiments.family import SEEDS, show_spread
+from harmonic_sft.experiments.evidence import show_difference, show_spread
+from harmonic_sft.experiments.family import SEEDS
 from harmonic_sft.experiments.geometry_bench import METRICS, Bench
 from harmonic_sft.experiments.subwords import KINDS
 from harmonic_sft.results import environment, show_table, write_results

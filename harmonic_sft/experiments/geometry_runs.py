@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmonic_sft.experiments.evidence import paired_difference, show_difference, tokens_to_reach
-from harmonic_sft.experiments.family import configure, load_trained, quiet, spread
+from harmonic_sft.experiments.evidence import (
+    paired_difference,
+    show_difference,
+    spread,
+    tokens_to_reach,
+)
+from harmonic_sft.experiments.family import configure, load_trained, quiet
 from harmonic_sft.experiments.geometry_bench import (
     Arm,
     Bench,

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from harmonic_sft.experiments.evidence import paired_difference
-from harmonic_sft.experiments.family import spread
+from harmonic_sft.experiments.evidence import paired_difference, spread
 from harmonic_sft.experiments.geometry_bench import METRICS, add_differences
 
 SEEDS = [42, 43]

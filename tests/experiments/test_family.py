@@ -10,7 +10,8 @@ from matplotlib.image import imread
 
 from harmonic_sft.cli import main
 from harmonic_sft.experiments import family
-from harmonic_sft.experiments.family import BASELINE, compare_family, config_files, spread
+from harmonic_sft.experiments.evidence import spread
+from harmonic_sft.experiments.family import BASELINE, compare_family, config_files
 from harmonic_sft.results import read_results
 from harmonic_sft.training import load_run_config
 

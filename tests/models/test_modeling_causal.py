@@ -126,7 +126,7 @@ def test_published_models_need_no_package(published, tmp_path):
     folder = tmp_path / "elsewhere"
     shutil.copytree(published, folder)
     python = clean_environment(tmp_path / "environment")
-    found = run_python(python, READER, folder)
+    found = run_python(python, READER, cwd=folder)
     assert sorted(found.split()) == sorted(path.name for path in (folder / "models").iterdir())
 
 
