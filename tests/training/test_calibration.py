@@ -9,13 +9,20 @@ from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.training.calibration import apply_calibration_, calibrate_, first_batches
 from tests.decoders import V, save_decoder
 
-ROWS = torch.randint(3, V, (16, 20), generator=torch.Generator().manual_seed(0))
-BATCH = {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS), "labels": ROWS}
+ROWS = torch.randint(3, V, (16, 40), generator=torch.Generator().manual_seed(0))
+TRUTH = -9.0  # the exponent that the labels are drawn at
+BATCH = {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS), "labels": ROWS.clone()}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return save_decoder("llama", tmp_path_factory.mktemp("base"))
+    folder = save_decoder("llama", tmp_path_factory.mktemp("base"))
+    model = make(folder, h_exp=TRUTH)
+    with torch.no_grad():
+        probs = model(input_ids=ROWS).logits[:, :-1].softmax(-1)
+    drawn = probs.flatten(0, 1).multinomial(1, generator=torch.Generator().manual_seed(1))
+    BATCH["labels"][:, 1:] = drawn.view(16, 39)
+    return folder
 
 
 def make(base, **head):
@@ -24,7 +31,7 @@ def make(base, **head):
 
 @torch.no_grad()
 def loss_of(model):
-    return model(input_ids=ROWS, labels=ROWS).loss.item()
+    return model(**BATCH).loss.item()
 
 
 @pytest.mark.parametrize("head", [{}, {"learn_h_exp": True}])
@@ -32,8 +39,9 @@ def test_the_exponent_is_the_best_of_a_fine_grid(base, head):
     model = make(base, h_exp=-30.0, **head)
     before = loss_of(model)
     found = calibrate_(model, [BATCH])
-    assert found.tokens == 16 * 19
+    assert found.tokens == 16 * 39
     assert found.scale == 1
+    assert found.h_exp == pytest.approx(TRUTH, rel=0.2)
     after = loss_of(model)
     assert after == pytest.approx(found.loss, rel=1e-4)
     assert after < before
