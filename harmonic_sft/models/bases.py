@@ -67,7 +67,7 @@ def load_base(
     if config.model_type == "harmonic" and architecture in (config.architectures or []):
         loaded = load_checked(head_class, name, **source)
         backbone, head = loaded.model.backbone, loaded.dist_head
-        generation_config = loaded.generation_config
+        generation_config = loaded.generation_config if is_causal else None
     elif config.model_type == "harmonic":
         backbone = load_checked(HarmonicModel, name, **source).backbone
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":

@@ -66,13 +66,12 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
-TOKEN_INITS = ("input_embeddings", "base_head")
-CAUSAL_INITS = (*TOKEN_INITS, "output_embeddings")
+TOKEN_INITS = ("input_embeddings", "output_embeddings", "base_head")
 CLASS_INITS = ("class_means", "random", "base_head")
 CLASSIFICATION = ("sequence_classification", "token_classification")
 TASK_INITS = {
     "masked_lm": TOKEN_INITS,
-    "causal_lm": CAUSAL_INITS,
+    "causal_lm": TOKEN_INITS,
     **dict.fromkeys(CLASSIFICATION, CLASS_INITS),
 }
 WIDTH = 4 * math.lcm(*range(1, 17))

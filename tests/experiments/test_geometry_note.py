@@ -91,14 +91,6 @@ def test_files_of_the_notes_own_size_say_that_nobody_has_run_them(path):
     header = path.read_text().split("model:")[0]
     assert header.startswith("# NOT RUN")
     assert f"accelerate launch scripts/sft.py configs/geometry/{path.name}\n" in header
-    run = load_run_config(path, ["model.task=masked_lm"])
+    run = load_run_config(path)
     family = load_run_config(ROOT / "configs" / "family" / "rotation_wasserstein.yaml")
     assert (run.head, run.h_exp, run.loss) == (family.head, family.h_exp, family.loss)
-
-
-def test_only_the_task_keeps_gpt2_from_loading():
-    """Once causal_lm is a task, this test goes and the header changes."""
-    bert, gpt2 = sorted(CONFIGS, key=lambda path: "gpt2" in path.stem)
-    assert load_run_config(bert).model.task == "masked_lm"
-    with pytest.raises(ValueError, match=r"model\.task: expected .*, got 'causal_lm'"):
-        load_run_config(gpt2)

@@ -345,7 +345,9 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     tokens = [str(number) for number in range(V)]  # as many classes as tokens: it would fit
     classifier = HarmonicForSequenceClassification.from_base(str(bases / "bert"), labels=tokens)
     classifier.save_pretrained(tmp_path / "classifier")
-    with pytest.raises(ValueError, match="folder: expected a masked language model, got a Harmoni"):
+    with pytest.raises(
+        ValueError, match="folder: expected a language model, got a HarmonicForSeque"
+    ):
         export_linear(tmp_path / "classifier", target)
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
     weights = load_file(folder / "model.safetensors")

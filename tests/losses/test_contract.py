@@ -23,6 +23,7 @@ SETTINGS = {
     "arcface": {"name": "arcface"},
     "cosface": {"name": "cosface"},
     "info_nce": {"name": "info_nce"},
+    "distill": {"name": "distill"},
     "sum": {"name": "sum", "terms": [{"loss": CE}, {"weight": 0.1, "loss": W2}]},
 }
 HEADS = (
@@ -52,13 +53,14 @@ PAIRS = [(name, variant) for name in SETTINGS for variant in HEADS if accepts(na
 pairs = pytest.mark.parametrize(
     ("name", "variant"), PAIRS, ids=[" on ".join(pair) for pair in PAIRS]
 )
-ANYWHERE = ("cross_entropy", "knn_label_smoothing", "wasserstein", "sum")
+ANYWHERE = ("cross_entropy", "knn_label_smoothing", "wasserstein", "distill", "sum")
 
 
 def build(name, variant, num_tokens=9):
     torch.manual_seed(0)
     head = build_head(VARIANTS[variant], hidden_size=D, vocab_size=V)
-    loss = make(SETTINGS[name]).prepare(head)
+    teacher = build_head(VARIANTS["linear"], hidden_size=D, vocab_size=V)
+    loss = make(SETTINGS[name]).prepare(teacher if name == "distill" else head)
     return loss, head, torch.randn(num_tokens, D), torch.randint(V, (num_tokens,))
 
 
@@ -146,6 +148,8 @@ def test_gradients_are_those_of_finite_differences(name, variant):
     loss, head, states, labels = build(name, variant)
     head, states = head.double(), states.double().requires_grad_()
     sources = [states, *(p for p in head.parameters() if p.requires_grad)]
+    if name == "distill":  # the teacher moves with the states, and no gradient goes through it
+        del sources[0]
     directions = [torch.randn_like(source) for source in sources]
     found = torch.autograd.grad(loss(head, states, labels).sum(), sources, allow_unused=True)
     slope = sum((g * d).sum() for g, d in zip(found, directions, strict=True) if g is not None)
@@ -161,7 +165,7 @@ def test_gradients_are_those_of_finite_differences(name, variant):
 @pairs
 def test_from_logits_agrees(name, variant):
     loss, head, states, labels = build(name, variant)
-    if SETTINGS[name]["name"] in ("info_nce", "sum"):
+    if SETTINGS[name]["name"] in ("info_nce", "distill", "sum"):
         return
     found = loss.from_logits(head(states), head, labels)
     torch.testing.assert_close(found, loss(head, states, labels), rtol=1e-4, atol=1e-4)
