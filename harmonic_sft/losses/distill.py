@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.losses.chunks import by_chunks, chunk_rows
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.models import Head
 
@@ -86,7 +86,8 @@ class Distillation:
         if self.weight == 0:
             return CrossEntropyLoss()(head, hidden_states, labels)
         self.teacher.to(hidden_states.device)
-        return by_chunks(self._dense, head, hidden_states, labels)
+        rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
+        return by_chunks(self._dense, head, hidden_states, labels, rows=rows)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():

@@ -15,7 +15,7 @@ from harmonic_sft.models import HEADS, Head
 
 # Of a head's arguments: the h_exp section decides them.
 EXPONENT = {"h_exp", "learn_h_exp"}
-Init = Literal["input_embeddings", "base_head", "class_means", "random"]
+Init = Literal["input_embeddings", "output_embeddings", "base_head", "class_means", "random"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
