@@ -39,7 +39,8 @@ def weights(folder):
 
 
 def test_no_loss_is_left_out():
-    assert set(SECTIONS) == set(LOSSES)
+    # The old head's distillation is of decoders alone: see test_causal_runs.py.
+    assert {*SECTIONS, "distill"} == set(LOSSES)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
