@@ -85,6 +85,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
     state.wait_for_everyone()
     before = _measure_before(run, ready)
+    ready = ready._replace(old_head=None)  # as large as the new one
     checkpoint = last_checkpoint(run.output_dir)
     set_seed(run.seed)  # dropout starts alike, whether the evaluation above was made or remembered
     try:
