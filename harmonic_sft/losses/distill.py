@@ -24,7 +24,8 @@ class DistillLoss:
     the first step to 0 after `until` of the run, linearly.
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
-    cross-entropy's three, and one chunk of logits exists at a time; then it is the cross-entropy.
+    cross-entropy's three, and one chunk of logits exists at a time, but some seven passes go over
+    it, which takes longer than the products on a CPU; then it is the cross-entropy.
 
     Source:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
