@@ -42,7 +42,8 @@ def calibrate_(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> C
     """Give a distance head the exponent, and off the sphere the prototypes' length, that fit best.
 
     Both have the least loss on `NUM_TOKENS` labelled tokens. The loss is convex in the exponent:
-    logits are proportional to it.
+    logits are proportional to it. Tied prototypes keep their length, since the embeddings would
+    change with them.
 
     Args:
         model: On its device. Its head is changed in place.
@@ -58,8 +59,8 @@ def calibrate_(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> C
             f"h_exp.calibrate: expected logits proportional to h_exp, got {head.settings()}"
         )
     hidden_states, labels = _labelled_states(model, batches)
-    scale = 1.0
-    if isinstance(head, SphereHead) and not head.unit_sphere:
+    scale, tied = 1.0, model.config.tie_word_embeddings
+    if isinstance(head, SphereHead) and not head.unit_sphere and not tied:
         weight = head.weight.clone()
 
         def loss_at(log_scale: float) -> float:

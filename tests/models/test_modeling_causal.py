@@ -93,8 +93,6 @@ def test_three_steps_lower_the_loss_and_frozen_blocks_hold_no_graph(bases, famil
     assert not embeddings.requires_grad
     model.train()
     seen = []
-    handle = model.model.backbone.register_forward_hook(lambda *_: None)
-    handle.remove()
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     hook = blocks[0].register_forward_hook(
         lambda _, __, output: seen.append(output[0] if isinstance(output, tuple) else output)

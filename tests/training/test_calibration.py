@@ -67,6 +67,16 @@ def test_off_the_sphere_the_length_of_the_prototypes_too(base):
     assert loss_of(again) == pytest.approx(best, rel=1e-5)
 
 
+def test_tied_prototypes_keep_their_length(base):
+    head = {"name": "dist", "unit_sphere": False}
+    model = HarmonicForCausalLM.from_base(str(base), head=head, tie=True)
+    embeddings = model.get_input_embeddings().weight.detach().clone()
+    before = loss_of(model)
+    assert calibrate_(model, [BATCH]).scale == 1
+    assert torch.equal(model.get_input_embeddings().weight, embeddings)
+    assert loss_of(model) < before
+
+
 def test_a_rotation_around_the_distances_is_calibrated_too(base):
     head = {"name": "rotation", "inner": {"name": "dist", "h_exp": -30.0}}
     model = HarmonicForCausalLM.from_base(str(base), head=head)

@@ -1,6 +1,7 @@
 """Runs of decoders: by plan, with LoRA, in full and from scratch; calibrated and distilled."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -44,33 +45,14 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def write(base, text, tmp_path):
+def write(base, text, run_settings, tmp_path):
     """Write the YAML of a run of 6 steps; keyword arguments replace whole sections."""
 
     def make(name="run", **sections):
-        settings = {
-            "model": {"base": str(base), "task": "causal_lm", "unfreeze": {"last_blocks": 1}},
-            "head": {"name": "dist"},
-            "h_exp": {"start": -12.0, "end": -4.0},
-            "loss": {"name": "harmonic"},
-            "data": {
-                "sources": [{"path": str(text)}],
-                "context_length": 16,
-                "eval": {"documents": 10},
-            },
-            "training": {
-                "output_dir": str(tmp_path / name),
-                "per_device_train_batch_size": 8,
-                "max_steps": 6,
-                "logging_steps": 1,
-                "save_steps": 3,
-                "learning_rate": 1e-2,
-                "disable_tqdm": True,
-                "use_cpu": True,
-            },
-            "neighbors": ["w5"],
-            **sections,
-        }
+        settings = run_settings(base, tmp_path / name)
+        settings["model"]["task"] = "causal_lm"
+        settings["data"] |= {"sources": [{"path": str(text)}], "context_length": 16}
+        settings |= {"neighbors": ["w5"], **sections}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
         return path
@@ -80,10 +62,6 @@ def write(base, text, tmp_path):
 
 def model_section(base, **fields):
     return {"base": str(base), "task": "causal_lm", "unfreeze": {"last_blocks": 1}, **fields}
-
-
-def losses_of(results):
-    return [row["loss"] for row in results["history"] if "loss" in row]
 
 
 RECIPES = {
@@ -149,8 +127,6 @@ def test_a_calibrated_run_goes_on_where_it_stopped(write, tmp_path):
     train(stopped)
     # As if it had been killed after step 3: what came later is gone.
     folder = tmp_path / "parts"
-    import shutil
-
     shutil.rmtree(folder / "checkpoint-6")
     for name in ("model.safetensors", "results/train.json"):
         (folder / name).unlink()
