@@ -11,7 +11,8 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.chunks import by_chunks, chunk_rows
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.models import Head
+from harmonic_sft.losses.fused import form_distillation
+from harmonic_sft.models import AffineForm, DistanceForm, Head
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -24,8 +25,9 @@ class DistillLoss:
     the first step to 0 after `until` of the run, linearly.
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
-    cross-entropy's three, and one chunk of logits exists at a time, but some seven passes go over
-    it, which takes longer than the products on a CPU; then it is the cross-entropy.
+    cross-entropy's three; then it is the cross-entropy. On the CPU it goes by the fused losses'
+    tiles if both heads' logits are products or distances; elsewhere, and for other heads, it is
+    made densely, a chunk of tokens at a time.
 
     Source:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
@@ -87,6 +89,10 @@ class Distillation:
         if self.weight == 0:
             return CrossEntropyLoss()(head, hidden_states, labels)
         self.teacher.to(hidden_states.device)
+        form, taught = head.form(hidden_states), self.teacher.form(hidden_states.detach())
+        plain = isinstance(form, AffineForm | DistanceForm) and isinstance(taught, AffineForm)
+        if plain and hidden_states.device.type == "cpu":
+            return form_distillation(form, taught, labels, share=self.weight)
         rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
         return by_chunks(self._dense, head, hidden_states, labels, rows=rows)
 

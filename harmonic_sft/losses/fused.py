@@ -8,6 +8,7 @@ from torch import Tensor
 
 from harmonic_sft.models import AffineForm, DistanceForm, Form, MixtureForm
 from harmonic_sft.ops import Impl, LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops.distillation import Student, Teacher, distillation_loss
 
 _DEFAULT = LossOptions()
 _PART = LossOptions(gradients="recompute")  # the parts of a mixture get uneven upstream gradients
@@ -50,3 +51,25 @@ def form_cross_entropy(
     assert isinstance(form, AffineForm), "every form is handled"
     options = dataclasses.replace(options, class_bias=form.bias)
     return linear_cross_entropy(form.hidden_states, form.weight, labels, options=options, impl=impl)
+
+
+def form_distillation(
+    form: AffineForm | DistanceForm, teacher: AffineForm, labels: Tensor, *, share: float
+) -> Tensor:
+    """Return share * KL(q || p) + (1 - share) * -log p_y of each token, q of the teacher.
+
+    Args:
+        form: Of N hidden states over V classes, on the CPU.
+        teacher: Likewise; no gradient flows through it.
+        labels: `[N]`.
+        share: Of the divergence, from 0 to 1.
+
+    Returns:
+        `[N]`, in nats.
+    """
+    if isinstance(form, AffineForm):
+        student = Student(form.hidden_states, form.weight, "linear", class_bias=form.bias)
+    else:
+        kind = "sphere" if form.unit_sphere else "euclidean"
+        student = Student(form.hidden_states, form.weight, kind, h_exp=form.h_exp, eps=form.eps)
+    return distillation_loss(student, Teacher(*teacher), labels, share=share)

@@ -106,7 +106,7 @@ class Results(NamedTuple):
 def _forward(*flat: Any) -> Results:
     arguments = Arguments(*flat)
     outcome = fused.forward(
-        _request(arguments),
+        request_of(arguments),
         Needs(*arguments.needs),
         with_metrics=arguments.with_metrics,
         with_gradients=arguments.early,
@@ -124,7 +124,7 @@ def _forward(*flat: Any) -> Results:
 
 def _backward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = Arguments(*flat[:-3])
-    gradients = fused.backward(_request(arguments), Needs(*arguments.needs), *flat[-3:])
+    gradients = fused.backward(request_of(arguments), Needs(*arguments.needs), *flat[-3:])
     return _gradients(arguments, gradients)
 
 
@@ -146,7 +146,8 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
-def _request(arguments: Arguments) -> Request:
+def request_of(arguments: Arguments) -> Request:
+    """Return what the arguments of a call ask for."""
     prototypes = arguments.prototypes
     group = None
     if arguments.group:  # a name is what an operator can be given
@@ -224,7 +225,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.ready = list(results[8:]) if arguments.early else None
 
 
-def _is_uniform(upstream: Tensor) -> bool:
+def is_uniform(upstream: Tensor) -> bool:
     """Whether all tokens have the same upstream gradient, as far as a look does not halt a device.
 
     `loss.sum()` hands down a tensor of stride 0; on the CPU the values of any other are compared.
@@ -251,7 +252,7 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
             "fused loss: expected one derivative, got create_graph=True. Use impl='reference'"
         )
     needs = Needs(*ctx.settings[Arguments._fields.index("needs") - 7])
-    if ctx.ready is not None and _is_uniform(upstream):
+    if ctx.ready is not None and is_uniform(upstream):
         found = _scaled_gradients(ctx, upstream)
     elif any(needs[:3]):
         tensors = ctx.saved_tensors

@@ -76,9 +76,9 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
     exponent = torch.empty_like(loss) if needs.h_exp else None
     found: list[TokenMetrics] = []
     smoothing = request.label_smoothing > 0
-    gradients = _empty_gradients(request, needs if with_gradients else Needs())
+    gradients = empty_gradients(request, needs if with_gradients else Needs())
     with _tiles(request) as tiles:
-        for chunk in _chunks(request, with_gradients):
+        for chunk in chunks_of(request, stored=with_gradients):
             placed, norms = frame.place(hidden_states[chunk])  # [T, D]
             labels = request.labels[chunk]  # [T, K]
             moments = with_metrics or needs.h_exp or smoothing
@@ -112,10 +112,10 @@ def backward(
 ) -> Gradients:
     """Return the gradients for any `upstream` `[N]`, with the scores made anew."""
     frame = request.frame
-    gradients = _empty_gradients(request, needs)
+    gradients = empty_gradients(request, needs)
     floor = request.label_smoothing / request.vocab_size
     with _tiles(request) as tiles:
-        for chunk in _chunks(request, False):
+        for chunk in chunks_of(request, stored=False):
             placed, norms = frame.place(request.hidden_states[chunk])
             labels, normalizer = request.labels[chunk], log_normalizer[chunk]
             outer = upstream[chunk].to(frame.dtype) * token_weights(request, chunk)
@@ -151,7 +151,8 @@ def _chunk_rows(vocab_size: int, *, stored: bool, device: str) -> int:
     return min(STORED_ROWS, max(STORED_ELEMENTS // vocab_size, 96)) if stored else TILE_ROWS
 
 
-def _empty_gradients(request: Request, needs: Needs) -> Gradients:
+def empty_gradients(request: Request, needs: Needs) -> Gradients:
+    """Return what the gradients that are needed are accumulated in."""
     frame, hidden_states = request.frame, request.hidden_states
     dtype, device = frame.dtype, hidden_states.device
     shape = frame.prototypes.shape
@@ -185,7 +186,7 @@ def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
             yield ChunkedTiles(request, threads)
 
 
-def _chunks(request: Request, stored: bool) -> Iterator[slice]:
+def chunks_of(request: Request, *, stored: bool) -> Iterator[slice]:
     """Yield even chunks of the tokens, as long as their memory allows."""
     num_tokens = len(request.hidden_states)
     device = request.hidden_states.device.type

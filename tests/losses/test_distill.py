@@ -1,4 +1,4 @@
-"""Distillation against its formula in float64 loops."""
+"""Distillation against its formula in float64 loops; the tiles against the dense form."""
 
 import pytest
 import torch
@@ -7,6 +7,14 @@ from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
 from harmonic_sft.models import build_head
 
 N, D, V = 7, 6, 11
+HEADS = {
+    "sphere": {"name": "dist", "h_exp": -7.0},
+    "learned": {"name": "dist", "h_exp": -4.3, "learn_h_exp": True},
+    "euclidean": {"name": "dist", "h_exp": -20.0, "unit_sphere": False},
+    "linear": {"name": "linear"},
+    "unbiased": {"name": "linear", "bias": False},
+    "cosine": {"name": "cosine", "scale": 9.0},
+}
 
 
 @pytest.fixture
@@ -16,7 +24,8 @@ def parts():
     head = build_head({"name": "dist", "h_exp": -3.0}, hidden_size=D, vocab_size=V)
     with torch.no_grad():
         old.weight.mul_(30)
-    return old.double(), head.double(), torch.randn(N, D).double(), torch.randint(V, (N,))
+    head.double().renormalize_()
+    return old.double(), head, torch.randn(N, D).double(), torch.randint(V, (N,))
 
 
 def loop(old, head, hidden_states, labels, weight):
@@ -76,3 +85,99 @@ def test_settings_alone_are_refused(parts):
     _, head, hidden_states, labels = parts
     with pytest.raises(ValueError, match="expected a teacher, got none"):
         DistillLoss()(head, hidden_states, labels)
+
+
+def large_parts(settings, *, tokens=300, dtype=torch.float64):
+    """Chunks and tiles enough, raw prototypes off the sphere, a captured and a confident token."""
+    torch.manual_seed(0)
+    old = build_head({"name": "linear"}, hidden_size=8, vocab_size=1700).to(dtype)
+    head = build_head(settings, hidden_size=8, vocab_size=1700).to(dtype)
+    hidden_states = torch.randn(tokens, 8, dtype=dtype)
+    labels = torch.randint(1700, (tokens,))
+    with torch.no_grad():
+        for parameter in (*old.parameters(), *head.parameters()):
+            if parameter.dim():
+                parameter.normal_()
+        if tokens:
+            hidden_states[0] = head.weight[labels[0]] + 1e-4
+            hidden_states[1] = head.weight[(labels[1] + 1) % 1700] + 1e-3
+    return old, head, hidden_states.requires_grad_(), labels
+
+
+def dense(loss, head, hidden_states, labels):
+    return loss._dense(head, hidden_states, labels)
+
+
+@pytest.mark.parametrize("upstream", ["sum", "uneven"])
+@pytest.mark.parametrize("name", HEADS)
+def test_tiles_against_dense_logits(name, upstream):
+    old, head, hidden_states, labels = large_parts(HEADS[name])
+    loss = DistillLoss().prepare(old)
+    loss.anneal(0.15)
+    weights = torch.ones(300) if upstream == "sum" else torch.rand(300)
+    wanted = [hidden_states, *(p for p in head.parameters() if p.requires_grad)]
+    found, expected = loss(head, hidden_states, labels), dense(loss, head, hidden_states, labels)
+    torch.testing.assert_close(found, expected)
+    found = torch.autograd.grad((found * weights).sum(), wanted)
+    expected = torch.autograd.grad((expected * weights).sum(), wanted)
+    for gradient, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_tiles_in_float32_against_float64(name):
+    exact = large_parts(HEADS[name])
+    old, head, hidden_states, labels = large_parts(HEADS[name])
+    old, head = old.float(), head.float()
+    hidden_states = hidden_states.detach().float().requires_grad_()
+    loss, reference = DistillLoss().prepare(old), DistillLoss().prepare(exact[0])
+    for each in (loss, reference):
+        each.anneal(0.15)
+    found, expected = loss(head, hidden_states, labels), dense(reference, *exact[1:])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(found.sum(), [hidden_states, head.weight])
+    expected = torch.autograd.grad(expected.sum(), [exact[2], exact[1].weight])
+    for gradient, of in zip(found, expected, strict=True):
+        errors = (gradient.double() - of).norm(dim=-1) / of.norm(dim=-1).clamp_min(1e-9)
+        assert errors.median() < 1e-5
+
+
+def test_half_precision_hidden_states_and_none_at_all():
+    old, head, hidden_states, labels = large_parts(HEADS["sphere"], dtype=torch.float32)
+    loss = DistillLoss().prepare(old)
+    half = hidden_states.detach().bfloat16().requires_grad_()
+    found = loss(head, half, labels)
+    torch.testing.assert_close(found, dense(loss, head, half.float(), labels), rtol=1e-4, atol=1e-3)
+    found.sum().backward()
+    assert half.grad.dtype == torch.bfloat16
+    head.zero_grad()
+    empty = loss(head, half[:0], labels[:0])
+    empty.sum().backward()
+    assert empty.shape == (0,)
+    assert not head.weight.grad.any()
+
+
+def test_without_gradients():
+    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
+    loss = DistillLoss().prepare(old)
+    with torch.no_grad():
+        found = loss(head, hidden_states, labels)
+        torch.testing.assert_close(found, dense(loss, head, hidden_states, labels))
+    assert not found.requires_grad
+
+
+def test_a_second_backward_pass_gives_the_same():
+    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
+    loss = DistillLoss().prepare(old)
+    total = loss(head, hidden_states, labels).mean()
+    first = torch.autograd.grad(total, hidden_states, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(total, hidden_states))
+
+
+def test_a_soft_capped_teacher_goes_densely():
+    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
+    capped = build_head({"name": "linear", "softcap": 2.0}, hidden_size=8, vocab_size=1700).double()
+    capped.load_state_dict(old.state_dict())
+    loss = DistillLoss().prepare(capped)
+    expected = dense(loss, head, hidden_states, labels)
+    torch.testing.assert_close(loss(head, hidden_states, labels), expected)
