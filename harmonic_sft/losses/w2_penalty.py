@@ -6,6 +6,8 @@ Experimental: nobody has trained a large model with it.
 import torch
 from torch import Tensor
 
+NOTHING = 1e-12  # total variation below which distributions are the same
+
 
 def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tensor) -> Tensor:
     """Return an upper bound of the squared 2-Wasserstein distance of two next-token distributions.
@@ -33,8 +35,8 @@ def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tens
     gained, given_up, points = _residuals(policy_logits, reference_logits, prototypes)
     moved = gained.sum(-1)  # [N], the total variation
     squares = points.square().sum(-1)  # [V]
-    # Where nothing moved the last term is 0 / 0; the gradient there is 0, that of a minimum.
-    inverse = torch.where(moved > 0, moved, 1.0).reciprocal()
+    # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
+    inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
     cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
     return (gained + given_up) @ squares - 2 * cross
 

@@ -90,3 +90,10 @@ def test_a_synonym_is_cheaper_than_a_stranger_unlike_under_kl():
         for p in (synonym, stranger)
     ]
     torch.testing.assert_close(*divergences)
+
+
+def test_a_difference_in_the_last_digits_has_finite_gradients():
+    logits = torch.tensor([[0.0, -60.0, -70.0]], requires_grad=True)
+    reference = torch.tensor([[0.0, -60.01, -69.99]])
+    w2_penalty(logits, reference, torch.eye(3)).sum().backward()
+    assert logits.grad.isfinite().all()
