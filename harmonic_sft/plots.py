@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from harmonic_sft.results import read_results
@@ -145,8 +146,9 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
         results: `family.json` or its payload: `rows`, each with `name` and, unless its runs
             failed, `metrics` by name, `word_similarity` by set and name (all with `mean` and
             `std`), `difference` by name (`mean`, `standard_error`) and `cost` (`time_ratio`,
-            `memory_ratio`); `rated`, the set that is drawn; `compared_with`, the row to which the
-            differences are, in whose place loss and accuracy are drawn if there is one.
+            `memory_ratio`); `rated`, the set that is drawn; `compared_with`, in words, what the
+            differences are to, in whose place loss and accuracy are drawn if there is something.
+            A row whose own `compared_with` is its name is drawn at 0.
         out_png: The picture. Its folder is made if it does not exist.
 
     Returns:
@@ -177,7 +179,7 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
             axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
             axes.xaxis.set_major_formatter("{x:g}")
             axes.axvline(0, color="#888888", linewidth=1)
-            axes.set_xlabel(f"{title}\n- {payload['compared_with']}")
+            axes.set_xlabel(f"{title}\n- {fill(payload['compared_with'], 24)}")
         if title == COST_TITLE:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
@@ -202,7 +204,7 @@ def _family_panels(
 
     def difference(key: str, scale: float = 1) -> RowValue:
         def value(row: dict[str, Any]) -> tuple[float, float] | None:
-            if row["name"] == compared_with:
+            if row["name"] == row.get("compared_with"):
                 return 0.0, 0.0
             found = row.get("difference", {}).get(key)
             return found and (scale * found["mean"], scale * (found["standard_error"] or 0.0))

@@ -213,6 +213,7 @@ def test_a_family_is_drawn_next_to_the_row_it_is_compared_with(tmp_path, figures
     rows = [dict(row) for row in FAMILY["rows"] if "metrics" in row]
     difference = {"mean": 0.5, "standard_error": 0.25, "verdict": "undecided"}
     rows[0]["difference"] = {"loss": difference, "post_hoc_loss": difference}
+    rows[1]["compared_with"] = rows[1]["name"]
     payload = {**FAMILY, "rows": rows, "compared_with": rows[1]["name"]}
     plot_family(payload, tmp_path / "family.png")
     losses = figures[0].axes[0]

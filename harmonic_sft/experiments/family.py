@@ -17,6 +17,7 @@ from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
 from harmonic_sft.experiments.evidence import spread
 from harmonic_sft.experiments.family_table import add_differences, largest_set, show_family
 from harmonic_sft.experiments.head_cost import Arm, measure_costs
+from harmonic_sft.experiments.head_start import measure_start
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
 from harmonic_sft.plots import plot_family
@@ -65,7 +66,8 @@ def compare_family(
     stop the others.
 
     Args:
-        folder: Its YAML files; they should differ in nothing but `head`, `h_exp` and `loss`.
+        folder: Its YAML files; they should differ in nothing but `head`, `h_exp`, `loss`, and
+            what is trained.
         output_dir: Gets a folder NAME-SEED for each run, and `results/family.json`.
         overrides: Of every file, such as where its data are.
         seeds: Of masks, order and initialization.
@@ -76,8 +78,8 @@ def compare_family(
     Returns:
         The content of `results/family.json`: `rows`, one for each file, the best loss first;
         `rated`, the set of ratings that covers most pairs, which table and figure show; and
-        `compared_with`, the file with the linear head and plain cross-entropy, if there is one,
-        to which every other row has its `difference`, seed by seed.
+        `compared_with`, in words, the file with the linear head and plain cross-entropy that
+        trains the same parts, if there is one, to which a row has its `difference`, seed by seed.
 
     Raises:
         ValueError: No YAML file or no ratings in the folders, or some run failed; what the others
@@ -212,6 +214,7 @@ def _row(name: str, trained: Sequence[Trained]) -> dict[str, Any]:
     if not finished:
         return row
     finals = [results["final"] for _, results in finished]
+    config = finished[0][1]["config"]
     known = set.intersection(*(set(final) for final in finals))
     sets = [one.word_similarity for one in trained if one.word_similarity]
     similarity = {
@@ -221,11 +224,13 @@ def _row(name: str, trained: Sequence[Trained]) -> dict[str, Any]:
     return {
         **row,
         "seeds": [seed for seed, _ in finished],
-        "head": finished[0][1]["config"]["head"],
-        "loss": finished[0][1]["config"]["loss"],
+        "head": config["head"],
+        "loss": config["loss"],
+        "trains": {"unfreeze": config["model"]["unfreeze"], "peft": config.get("peft")},
         "steps": finished[0][1]["steps"],
         "metrics": {key: spread([final[key] for final in finals]) for key in sorted(known)},
         "word_similarity": similarity,
+        "start": measure_start([results for _, results in finished]),
     }
 
 

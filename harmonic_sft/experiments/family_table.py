@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harmonic_sft.experiments.evidence import paired_difference, show_difference, show_spread
+from harmonic_sft.experiments.head_start import show_starts
 from harmonic_sft.results import show_table
 
 logger = logging.getLogger(__name__)
@@ -30,27 +31,34 @@ COMPARED = {  # title, scale, digits
 
 
 def add_differences(rows: Sequence[dict[str, Any]], rated: str | None) -> str | None:
-    """Give every row with the same seeds its differences to the linear head with cross-entropy.
+    """Give every row its differences to the linear head with cross-entropy.
+
+    That of the same seeds and the same trained parts, whose name is then in `compared_with`.
 
     Args:
         rows: Of `compare_family`; changed in place.
         rated: The set of ratings whose correlation is compared.
 
     Returns:
-        The name of the row they are compared with, None if there is none.
+        What they are compared with, in words: the name of a row where it is one; None if there
+        is nothing.
     """
-    plain = next((row for row in rows if "metrics" in row and _is_plain(row)), None)
-    if plain is None:
-        return None
-    known = _values(plain, rated)
-    for row in rows:
-        if row is not plain and row.get("seeds") == plain["seeds"]:
-            row["difference"] = {
-                key: paired_difference(values, known[key])
-                for key, values in _values(row, rated).items()
-                if key in known
-            }
-    return plain["name"]
+    plain_rows = [row for row in rows if "metrics" in row and _is_plain(row)]
+    for plain in plain_rows:
+        plain["compared_with"] = plain["name"]
+        known = _values(plain, rated)
+        for row in rows:
+            same = all(row.get(key) == plain.get(key) for key in ("seeds", "trains"))
+            if same and "compared_with" not in row:
+                row["compared_with"] = plain["name"]
+                row["difference"] = {
+                    key: paired_difference(values, known[key])
+                    for key, values in _values(row, rated).items()
+                    if key in known
+                }
+    if len(plain_rows) > 1:
+        return "the linear head that trains the same parts"
+    return plain_rows[0]["name"] if plain_rows else None
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
@@ -79,6 +87,7 @@ def show_family(results: dict[str, Any]) -> None:
         logger.info("Spearman: of the prototypes with the ratings of %s.", rated)
     if results["compared_with"] is not None:
         _show_differences(results)
+    show_starts(results["rows"])
     for row in results["rows"]:
         for where, error in row["errors"].items():
             logger.warning("%s, %s: %s", row["name"], where, error)

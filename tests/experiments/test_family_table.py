@@ -45,6 +45,20 @@ def test_every_row_with_the_same_seeds_is_compared(rows):
     assert "post_hoc_inverse_temperature" not in found
 
 
+def test_recipes_are_compared_with_their_own_linear_head(rows):
+    lora = [
+        row(f"lora_{one['name']}", one["head"]["name"], one["loss"], [9.0, 9.0, 9.0])
+        for one in rows[1:3]
+    ]
+    for one in lora:
+        one["trains"] = {"peft": {"r": 8}}
+    assert add_differences([*rows, *lora], "MEN") == "the linear head that trains the same parts"
+    assert [one.get("compared_with") for one in rows] == ["linear"] * 3 + [None] * 2
+    assert [one["compared_with"] for one in lora] == ["lora_linear"] * 2
+    assert lora[1]["difference"]["loss"]["mean"] == 0
+    assert "difference" not in lora[0]
+
+
 def test_without_a_linear_head_nothing_is_compared(rows):
     others = [rows[0], *rows[2:]]
     assert add_differences(others, "MEN") is None
