@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .backbones import (
     build_backbone,
@@ -53,9 +53,10 @@ def load_base(
         is_causal: Load a decoder, with the head that it was published with.
 
     Raises:
-        ValueError: The checkpoint does not fill the backbone, or is none of this kind.
+        ValueError: The checkpoint does not fill the backbone, is none of this kind, or quantized.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    _check_not_quantized(name, config)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     source = {"config": config, "revision": revision, "dtype": dtype}
@@ -88,6 +89,17 @@ def load_base(
     }
     labels = list((config.id2label or {}).values())
     return Base(name, backbone, head, labels, origin, generation_config)
+
+
+def _check_not_quantized(name: str, config: PreTrainedConfig) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ValueError(
+            f"base {name}: expected weights in a floating dtype, got quantized ones "
+            f"({method or type(quantization).__name__}), which cannot be saved with a new head. "
+            "Take the model that they were made of; dtype: bfloat16 halves what a frozen body takes"
+        )
 
 
 def random_base(

@@ -1,9 +1,12 @@
 """The old head of a decoder, in one of our heads, has the model's own logits."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
 
+from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED, load_decoder
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 
@@ -43,3 +46,13 @@ def test_an_encoder_of_images_is_no_decoder(tmp_path):
     config = AutoConfig.for_model("clip")
     with pytest.raises(ValueError, match=r"expected a causal language model .* type 'clip'"):
         load_decoder(str(tmp_path), config)
+
+
+def test_a_quantized_base_is_refused(tmp_path):
+    folder = save_decoder("llama", tmp_path)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    fields["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"expected weights in a floating dtype, got .*bitsand"):
+        HarmonicForCausalLM.from_base(str(folder))
