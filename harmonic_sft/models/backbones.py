@@ -131,10 +131,23 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 
 def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
-    """Set every dropout probability of a configuration."""
-    for name, value in config.to_dict().items():
-        if "dropout" in name and isinstance(value, float):
-            setattr(config, name, probability)
+    """Set every dropout probability of a configuration.
+
+    Raises:
+        ValueError: It has none.
+    """
+    names = [
+        name
+        for name, value in config.to_dict().items()
+        if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
+    ]
+    if not names:
+        raise ValueError(
+            f"model.dropout: expected a model with dropout, got one of type {config.model_type!r}. "
+            "Leave model.dropout out"
+        )
+    for name in names:
+        setattr(config, name, probability)
 
 
 def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:

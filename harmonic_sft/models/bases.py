@@ -53,7 +53,8 @@ def load_base(
         is_causal: Load a decoder, with the head that it was published with.
 
     Raises:
-        ValueError: The checkpoint does not fill the backbone, is none of this kind, or quantized.
+        ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized,
+            or has no token embeddings.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     _check_not_quantized(name, config)
@@ -79,6 +80,7 @@ def load_base(
         backbone, head, generation_config = load_decoder(name, **source)
     else:
         backbone = load_backbone(name, **source)
+    _check_embeddings(name, backbone)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""  # a local path is nobody's business
     origin = {
@@ -89,6 +91,17 @@ def load_base(
     }
     labels = list((config.id2label or {}).values())
     return Base(name, backbone, head, labels, origin, generation_config)
+
+
+def _check_embeddings(name: str, backbone: PreTrainedModel) -> None:
+    try:
+        weight = getattr(backbone.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # what transformers raises where it finds none
+        weight = None
+    if weight is None or weight.dim() != 2:
+        raise ValueError(
+            f"base {name}: expected token embeddings, got none in a {type(backbone).__name__}"
+        )
 
 
 def _check_not_quantized(name: str, config: PreTrainedConfig) -> None:

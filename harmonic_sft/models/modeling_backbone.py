@@ -140,8 +140,12 @@ class HarmonicModel(HarmonicPreTrainedModel):
         super().train(mode)
         if mode:
             blocks = find_blocks(self.backbone)[1]
+            # Without weights of its own is the dropout of GPT-2's embeddings, for one.
+            embeddings_train = trains(self.get_input_embeddings())
             for part in self.backbone.children():
-                if not trains(part) and blocks not in part.modules():
+                bare = next(part.parameters(), None) is None
+                trained = embeddings_train if bare else trains(part)
+                if not trained and blocks not in part.modules():
                     part.eval()
             for block in blocks_without_graph(self.backbone):
                 block.eval()

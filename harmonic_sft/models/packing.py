@@ -111,7 +111,8 @@ def decoder_arguments(
             one before it starts a new document.
 
     Returns:
-        `attention_mask`, `position_ids`, and the boundaries that flash attention wants.
+        `attention_mask`, `position_ids`, and where there are several documents that no cache is to
+        be used, and the boundaries that flash attention wants.
 
     Raises:
         ValueError: The backbone cannot keep documents apart.
@@ -135,7 +136,13 @@ def decoder_arguments(
         position_ids = position_ids.masked_fill(attention_mask == 0, 0)
     flash = is_flash_attention_requested(backbone.config)
     boundaries = _flash_boundaries(position_ids) if flash else {}
-    return {"attention_mask": None, "position_ids": position_ids, **boundaries}
+    # A cache is for one document: beside one transformers looks for no boundaries.
+    return {
+        "attention_mask": None,
+        "position_ids": position_ids,
+        "use_cache": False,
+        **boundaries,
+    }
 
 
 def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:

@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaModel,
+)
 
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED, load_decoder
@@ -46,6 +53,45 @@ def test_an_encoder_of_images_is_no_decoder(tmp_path):
     config = AutoConfig.for_model("clip")
     with pytest.raises(ValueError, match=r"expected a causal language model .* type 'clip'"):
         load_decoder(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("bert", "whose tokens see those behind them"),
+        ("mamba", "expected a decoder with a cache of keys and values"),
+        ("modernbert-decoder", "expected logits of one linear layer"),
+    ],
+)
+def test_what_is_no_decoder_with_a_linear_head_is_refused(tmp_path, model_type, message):
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    config = CONFIG_MAPPING[model_type](**{**sizes, "pad_token_id": 0})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        HarmonicForCausalLM.from_base(str(tmp_path))
+
+
+def test_a_base_without_token_embeddings_is_refused(tmp_path, monkeypatch):
+    folder = str(save_decoder("llama", tmp_path))
+    for answer in (lambda self: None, lambda self: (_ for _ in ()).throw(NotImplementedError)):
+        monkeypatch.setattr(LlamaModel, "get_input_embeddings", answer)
+        with pytest.raises(ValueError, match="expected token embeddings, got none in a LlamaModel"):
+            HarmonicForCausalLM.from_base(folder)
+
+
+def test_dropout_of_gpt2_is_replaced_and_runs_where_it_trains(tmp_path):
+    folder = str(save_decoder("gpt2", tmp_path))
+    model = HarmonicForCausalLM.from_base(folder, dropout=0.3).train()
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert {layer.p for layer in layers} == {0.3}
+    assert all(layer.training for layer in layers)  # that of the embeddings has no weights
+    model.requires_grad_(False)
+    model.dist_head.requires_grad_(True)
+    assert not any(layer.training for layer in layers if model.train())
 
 
 def test_a_quantized_base_is_refused(tmp_path):
