@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from harmonic_sft.hub.adapter import (
     ADAPTER_FOLDER,
@@ -51,7 +52,14 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     # Weights without memory at first: PEFT would make them in the dtype of the body. It fails on
     # fake tensors, which estimate memory, but with those of the backbone alone it works.
     with unset_fake_temporarily():
-        inject_adapter_in_model(_lora_config(peft, targets), backbone, low_cpu_mem_usage=True)
+        config = LoraConfig(
+            r=peft.r,
+            lora_alpha=peft.lora_alpha,
+            lora_dropout=peft.lora_dropout,
+            target_modules=targets,
+            fan_in_fan_out=isinstance(backbone.get_submodule(targets[0]), Conv1D),
+        )
+        inject_adapter_in_model(config, backbone, low_cpu_mem_usage=True)
     for parameter in trained:  # PEFT froze everything but its own
         parameter.requires_grad_(True)
     for layer in lora_layers(model).values():
@@ -107,6 +115,7 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     first = next(iter(layers.values()))
     config = LoraConfig(r=first.r[NAME], lora_alpha=first.lora_alpha[NAME], modules_to_save=modules)
     config.target_modules = sorted(layers)
+    config.fan_in_fan_out = first.fan_in_fan_out
     dropout = first.lora_dropout[NAME]
     config.lora_dropout = dropout.p if isinstance(dropout, nn.Dropout) else 0.0
     state = model.state_dict()
@@ -149,8 +158,10 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
         f"{path}.{index}.{name}"
         for index in sorted(set(chosen))
         for name, module in blocks[index].named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | Conv1D)  # the latter are GPT-2's, transposed
     ]
+    if not linear:
+        raise ValueError("peft: expected linear layers in the blocks of the base, got none")
     targets = linear
     if peft.target_modules != "all-linear":
         matched = {name for target in peft.target_modules for name in _matches(target, linear)}
@@ -180,15 +191,6 @@ def _matches(target: str, names: list[str]) -> list[str]:
             f"got {target!r}, which matches none in these blocks"
         )
     return found
-
-
-def _lora_config(peft: PeftConfig, targets: list[str]) -> LoraConfig:
-    return LoraConfig(
-        r=peft.r,
-        lora_alpha=peft.lora_alpha,
-        lora_dropout=peft.lora_dropout,
-        target_modules=targets,
-    )
 
 
 def _saved_modules(model: HarmonicHeadModel) -> list[str]:

@@ -167,6 +167,11 @@ def _resize_(model: HarmonicHeadModel, run: RunConfig) -> bool:
         "prototypes are drawn like the others.",
         num_classes - num_before,
     )
+    if isinstance(run.loss, DistillLoss):
+        raise ValueError(
+            f"loss distill: expected a tokenizer with the base's own {num_before} tokens, got one "
+            f"with {num_classes}, of which the old head knows nothing"
+        )
     return False
 
 

@@ -91,6 +91,28 @@ def test_every_recipe_learns_and_can_be_loaded(base, write, tmp_path, recipe):
     assert tokens.shape == (1, 5)
 
 
+def test_lora_of_gpt2_has_transposed_layers(tmp_path, write):
+    folder = save_decoder("gpt2", tmp_path / "gpt2")
+    save_tokenizer(folder)
+    section = model_section(folder, unfreeze={"last_blocks": 0})
+    constant = {"start": -8.0, "end": -8.0}
+    results = train(load_run_config(write(model=section, peft={"r": 2}, h_exp=constant)))
+    assert results["final"]["loss"] < results["before"]["loss"]
+    evaluated = evaluate_folder(tmp_path / "run")  # of the merged weights
+    assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
+    adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert adapter["fan_in_fan_out"] is True
+    assert any(name.endswith("attn.c_attn") for name in adapter["target_modules"])
+
+
+def test_distillation_of_added_tokens_says_why_not(base, write, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "more")
+    save_tokenizer(folder, extra=3)
+    section = model_section(folder)
+    with pytest.raises(ValueError, match=f"tokenizer with the base's own {V} tokens, got one"):
+        train(load_run_config(write(model=section, loss={"name": "distill"})))
+
+
 def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
     run = load_run_config(write())
     results = train(run)
@@ -260,6 +282,25 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(base, tmp_path,
     with torch.no_grad():
         order = model(input_ids=rows).logits.argsort(-1)
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("head", [{"name": "dist"}, {"name": "linear", "bias": False}])
+def test_the_readme_of_a_16_bit_export_counts_what_rounding_swaps(base, tmp_path, head):
+    model = HarmonicForCausalLM.from_base(str(base), head=head, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    export_linear(tmp_path / "model", tmp_path / "plain")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto").eval()
+    assert native.dtype == torch.bfloat16
+    model = HarmonicForCausalLM.from_pretrained(tmp_path / "model").eval()
+    rows = torch.randint(V, (4, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = model.model(input_ids=rows).last_hidden_state.flatten(0, 1)
+        first = model.dist_head(states.double()).argmax(-1)
+        logits = native.lm_head(states)
+    swapped = int((logits.gather(1, first[:, None])[:, 0] < logits.amax(-1)).sum())
+    readme = (tmp_path / "plain" / "README.md").read_text()
+    assert "rounding to bfloat16" in readme or "rounded to bfloat16" in readme
+    assert f"another one in\n{swapped} of 64 rankings" in readme
 
 
 def test_a_head_with_a_bias_has_no_ordinary_place(base, tmp_path):
