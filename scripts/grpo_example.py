@@ -77,12 +77,17 @@ def train(
         penalty: "w2" or "kl".
         weight: Of the penalty.
         steps: Updates.
-        group_size: Samples of each prompt.
+        group_size: Samples of each prompt, at least 2.
         learning_rate: Of AdamW, over all parameters that are trained.
 
     Returns:
         What each step saw.
+
+    Raises:
+        ValueError: Groups of one sample, which has no advantage over others.
     """
+    if group_size < 2:
+        raise ValueError(f"group_size: expected at least 2, got {group_size}")
     reference = copy.deepcopy(model).requires_grad_(False).eval()
     prototypes = _prototypes(reference)  # [V, D]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -120,9 +125,14 @@ def _prototypes(model: Any) -> Tensor:
 
 @torch.no_grad()
 def _sample(model: Any, prompts: Tensor) -> Tensor:
-    count = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    mask = torch.ones_like(prompts)
-    return model.generate(prompts, attention_mask=mask, do_sample=True, top_k=0, **count)
+    """Sample from the policy itself; `generate` would follow the model's own settings for it."""
+    samples, new, cache = prompts, prompts, None
+    for _ in range(NEW_TOKENS):
+        outputs = model(input_ids=new, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        new = outputs.logits[:, -1].float().softmax(-1).multinomial(1)
+        samples = torch.cat([samples, new], 1)
+    return samples
 
 
 def _answer_logits(model: Any, samples: Tensor) -> Tensor:
@@ -134,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Step]:
     """Run the loop and print what it saw.
 
     Raises:
-        ValueError: WORD is not one token of the model's vocabulary, or prompts are of different
-            lengths.
+        ValueError: WORD is not one token of the model's vocabulary.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder or Hub id of a causal language model")
@@ -152,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Step]:
         raise ValueError(f"word: expected one token, got {options.word!r}, which is {len(word)}")
     rows = [tokenizer(text).input_ids for text in PROMPTS]
     shortest = min(map(len, rows))
-    prompts = torch.tensor([row[:shortest] for row in rows])
+    prompts = torch.tensor([row[:shortest] for row in rows])  # cut to the length of the shortest
     torch.manual_seed(options.seed)
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     seen = train(

@@ -40,10 +40,12 @@ In its place stands a linear head, for software that knows no other.
 **Only the order of the tokens is kept**: a softmax over these logits does not give the
 probabilities of the trained model.
 
-The order is the same up to rounding to float32. Measured on {num_states} hidden states of this
+The order is the same up to rounding to {dtype}. {measured}"""
+ROUNDED = """The head of this model was linear already. Here it is rounded to {dtype}. {measured}"""
+MEASURED = """Measured on {num_states} hidden states of this
 model (of random tokens), against the trained head in float64: the first token was another one in
 {num_first} of {num_states} rankings, and {num_swapped} of {num_pairs} pairs of neighbors
-in the rankings had changed places. In 16 bits more of them will."""
+in the rankings had changed places. In fewer bits more of them will."""
 NATIVE = """# A {architecture} with the head of a harmonic model
 
 {text}
@@ -57,7 +59,8 @@ model = AutoModelForCausalLM.from_pretrained("./")
 tokenizer = AutoTokenizer.from_pretrained("./")
 ```
 
-Greedy decoding gives what the trained model gives, and so does any search that looks at the order
+Greedy decoding gives what the trained model gives, up to the first tokens counted above if there
+are any, and so does any search that looks at the order
 alone; sampling, beam search and perplexity do not.
 """
 README = """# A harmonic model with a linear head
@@ -118,7 +121,7 @@ def export_linear(folder: Path, target: Path) -> Path:
         exported.save_pretrained(draft)
         if not is_decoder:
             save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
-        (draft / "README.md").write_text(_readme(model, head, type(exported).__name__))
+        (draft / "README.md").write_text(_readme(model, head, exported))
         for pattern in TOKENIZER:
             for path in folder.glob(pattern):
                 shutil.copyfile(path, draft / path.name)
@@ -256,16 +259,16 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
 
 
 @torch.no_grad()
-def _count_swaps(model: HarmonicHeadModel, head: LinearHead) -> dict[str, int]:
-    """Compare the order of the float32 logits with that of the head itself in float64."""
+def _count_swaps(model: HarmonicHeadModel, head: nn.Module) -> dict[str, int]:
+    """Compare the order of an exported head's logits with that of the model's own in float64."""
     generator = torch.Generator().manual_seed(0)
-    num_classes = len(head.weight)
-    input_ids = torch.randint(num_classes, (NUM_TEXTS, NUM_TOKENS), generator=generator)
+    weight = head.get_parameter("weight")
+    input_ids = torch.randint(len(weight), (NUM_TEXTS, NUM_TOKENS), generator=generator)
     outputs = model.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
     hidden_states = outputs.last_hidden_state.flatten(0, 1)  # [N, D]
     exact = model.dist_head(hidden_states.double())  # a head computes as exactly as its input
     order = exact.argsort(-1, descending=True)
-    logits = head(hidden_states).gather(-1, order)  # [N, V]
+    logits = head(hidden_states.to(weight.dtype)).gather(-1, order)  # [N, V]
     swapped = logits[:, :-1] < logits[:, 1:]
     return {
         "num_states": len(logits),
@@ -275,11 +278,21 @@ def _count_swaps(model: HarmonicHeadModel, head: LinearHead) -> dict[str, int]:
     }
 
 
-def _readme(model: HarmonicHeadModel, head: LinearHead, architecture: str) -> str:
+def _readme(
+    model: HarmonicHeadModel, head: LinearHead, exported: PreTrainedModel | HarmonicHeadModel
+) -> str:
+    architecture = type(exported).__name__
+    ranks = exported.get_output_embeddings() or head  # the former of a decoder
+    dtype = ranks.get_parameter("weight").dtype
     text = COPIED
-    if type(model.dist_head) is not LinearHead:
-        settings = json.dumps(model.dist_head.settings())
-        text = REPLACED.format(settings=settings, **_count_swaps(model, head))
+    was_linear = type(model.dist_head) is LinearHead
+    if not was_linear or dtype != torch.float32:
+        measured = MEASURED.format(**_count_swaps(model, ranks))
+        text = (ROUNDED if was_linear else REPLACED).format(
+            settings=json.dumps(model.dist_head.settings()),
+            dtype=str(dtype).removeprefix("torch."),
+            measured=measured,
+        )
     if isinstance(model, HarmonicForCausalLM):
         return NATIVE.format(architecture=architecture, text=text)
     num_classes, hidden_size = head.weight.shape

@@ -124,11 +124,14 @@ class _Distillation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = upstream
+        found: Any
         arguments = Arguments(*ctx.saved_tensors[:7], *ctx.settings)
-        if len(grad) and is_uniform(grad):
-            factor = grad[0]
-            found = [None if part is None else part * factor for part in ctx.found]
-        else:  # made again, weighted
+        found, ctx.found = ctx.found, None
+        if found is not None and len(grad) and is_uniform(grad):
+            for part in found:
+                if part is not None:
+                    part.mul_(grad[0].to(part.dtype))
+        else:  # made again, weighted; also for a second pass
             weighted = arguments._replace(token_weights=grad)
             found = _differentiate(weighted, Teacher(*ctx.saved_tensors[7:]), ctx.share)[1]
         gradients: list[Tensor | None] = [None] * (2 + len(Arguments._fields))

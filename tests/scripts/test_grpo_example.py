@@ -57,6 +57,11 @@ def test_rewards_rise_and_the_penalty_holds_back(folder, wrapped):
     assert held[-1].reward < free[-1].reward
 
 
+def test_groups_of_one_are_refused(folder):
+    with pytest.raises(ValueError, match="group_size: expected at least 2, got 1"):
+        run(LlamaForCausalLM.from_pretrained(folder), group_size=1)
+
+
 def test_kl_against_torch():
     policy, reference = torch.randn(2, 5, 7).unbind()
     expected = torch.nn.functional.kl_div(
