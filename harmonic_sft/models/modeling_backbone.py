@@ -2,13 +2,13 @@
 
 import functools
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from .backbones import blocks_without_graph, build_backbone, find_blocks, trains
@@ -79,6 +79,10 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         )
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.partial = False  # saved again, it is a whole checkpoint
+        if model.can_generate():
+            with suppress(OSError):  # there is none
+                found = GenerationConfig.from_pretrained(str(name), **where, **hub)
+                model.generation_config = found
         model.config.name_or_path = model.name_or_path = str(name)
         return loaded
 

@@ -10,8 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, HarmonicModel, NeoBERTConfig
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForCausalLM,
+    HarmonicForMaskedLM,
+    HarmonicModel,
+    NeoBERTConfig,
+)
 from harmonic_sft.models.modeling_neobert import NeoBERTForMaskedLM
+from tests.decoders import save_decoder
 
 SIZES = {
     "vocab_size": 60,
@@ -115,6 +122,22 @@ def test_a_completed_model_equals_the_full_one(make_pair, family, dtype):
         assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
     assert found.name_or_path == str(part)
     assert not found.training
+
+
+def test_a_decoder_generates_as_the_full_one_does(tmp_path):
+    cache_repo("me/base", save_decoder("llama", tmp_path / "base"))
+    model = train_last_block(HarmonicForCausalLM.from_base("me/base"))
+    model.generation_config.repetition_penalty = 1.7
+    model.save_pretrained(tmp_path / "full")
+    write_partial(tmp_path / "full", tmp_path / "part")
+    full, part = (HarmonicForCausalLM.from_pretrained(tmp_path / f) for f in ("full", "part"))
+    assert part.generation_config.to_dict() == full.generation_config.to_dict()
+    assert part.generation_config.repetition_penalty == 1.7
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    assert torch.equal(full.generate(INPUTS, **options), part.generate(INPUTS, **options))
+    (tmp_path / "part" / "generation_config.json").unlink()
+    part = HarmonicForCausalLM.from_pretrained(tmp_path / "part")
+    assert part.generation_config.repetition_penalty != 1.7
 
 
 def test_the_backbone_alone_is_completed_too(make_pair):
