@@ -147,7 +147,7 @@ class _Taught:
     """What the teacher says of a chunk.
 
     Attributes:
-        log_shares: `[tiles, T]`, what the kept weights are e ** -of: q = weight * exp(log_share).
+        log_shares: `[tiles, T]`, of which the exponential makes e of a tile q.
         cross: `[T]`, sum of q * log(d2 / unit), or of q * logit of a linear head, without pairs.
         negative_entropy: `[T]`, sum of q * log q over all classes.
         pairs: `[T, S]`, q of the pairs, 0 where there is none.
