@@ -35,7 +35,6 @@ SOFT_CAPPED = {  # at a field of the configuration, if that is a number
     "gemma4_text": "final_logit_softcapping",
     "gemma4_unified_text": "final_logit_softcapping",
     "nanochat": "final_logit_softcapping",
-    "recurrent_gemma": "logits_soft_cap",
     "vaultgemma": "final_logit_softcapping",
 }
 TRIED = 8  # tokens of a trial
