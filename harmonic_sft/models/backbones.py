@@ -134,14 +134,14 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
     """Set every dropout probability of a configuration.
 
     Raises:
-        ValueError: It has none.
+        ValueError: It has none, and the probability is not 0.
     """
     names = [
         name
         for name, value in config.to_dict().items()
         if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
     ]
-    if not names:
+    if probability and not names:
         raise ValueError(
             f"model.dropout: expected a model with dropout, got one of type {config.model_type!r}. "
             "Leave model.dropout out"

@@ -366,6 +366,9 @@ def test_dropout_is_replaced_everywhere(bases, family):
     if family == "bert":
         model = HarmonicForMaskedLM.from_base(str(bases / family), dropout=0.3).train()
         assert not torch.equal(model(**inputs).loss, model(**inputs).loss)
+    if family == "neobert":
+        with pytest.raises(ValueError, match=r"model\.dropout: expected a model with dropout"):
+            HarmonicForMaskedLM.from_base(str(bases / family), dropout=0.3)
 
 
 def test_embeddings_narrower_than_the_hidden_states_are_refused(tmp_path):
