@@ -21,6 +21,7 @@ from harmonic_sft.ops.rows import (
     pair_gradients,
     target_log_probs,
 )
+from harmonic_sft.ops.tiles import finite_peaks
 from harmonic_sft.ops.workers import cpu_workers
 
 FAR = 80.0  # what stands for the logarithm of an excluded pair's distance, where its weight is 0
@@ -216,7 +217,7 @@ class _TaughtTiles(ChunkedTiles):
                     torch.mul(logs, self.request.h_exp, out=own)
                     logs.clamp_max_(FAR)
                 torch.amax(own, 1, out=log_scale[k])
-                own.sub_(_finite(log_scale[k])).exp_()
+                own.sub_(finite_peaks(log_scale[k])).exp_()
                 torch.sum(own, 1, out=sums[k])
                 torch.linalg.vecdot(weights, logs, out=taught[3, k])
                 if moments is not None:
@@ -283,11 +284,6 @@ def _read(teacher: Teacher, states: Tensor, pairs: Pairs, taught: Tensor) -> _Ta
         logits += teacher.bias[known].to(states.dtype)
     of_pairs = (logits - log_normalizer.unsqueeze(1)).exp().where(pairs.columns >= 0, 0)
     return _Taught(log_shares, (shares * cross).sum(0), mean_logit - log_normalizer, of_pairs)
-
-
-def _finite(peaks: Tensor) -> Tensor:
-    """Return `[T, 1]`, 0 for rows with nothing left, whose logits stay -inf then."""
-    return peaks.masked_fill(peaks == -torch.inf, 0).unsqueeze(1)
 
 
 def _divergence(request: Request, pairs: Pairs, rows: Rows, taught: _Taught) -> Tensor:

@@ -109,7 +109,7 @@ def linear_statistics(
     else:
         torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
         arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
-    logits.sub_(_finite(arrays.log_scale))
+    logits.sub_(finite_peaks(arrays.log_scale))
     weights = torch.exp(logits, out=out)
     torch.sum(weights, 1, out=arrays.sums)
     if arrays.moments is not None:
@@ -144,7 +144,7 @@ def distance_statistics(
         torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
         arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
         arrays.moments[3] = logs.masked_fill(squared == torch.inf, 0).sum(1)
-    logits -= _finite(arrays.log_scale)
+    logits -= finite_peaks(arrays.log_scale)
     power = torch.exp(logits)
     torch.sum(power, 1, out=arrays.sums)
     if out is not None:
@@ -154,7 +154,7 @@ def distance_statistics(
         arrays.moments[1] = _weighted_sum(power, logs)
 
 
-def _finite(log_scale: Tensor) -> Tensor:
+def finite_peaks(log_scale: Tensor) -> Tensor:
     """Return `[T, 1]`, 0 for rows with nothing left, whose logits stay -inf then."""
     return log_scale.masked_fill(log_scale == -torch.inf, 0).unsqueeze(1)
 
