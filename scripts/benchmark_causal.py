@@ -4,9 +4,9 @@
 
 For every vocabulary a small Llama is built with random weights, and its arms take turns on the same
 rows: transformers' LlamaForCausalLM with its own loss (logits of all positions), our distance and
-linear heads with fused losses, and distillation from the old head. The last block and the head
-train, on every position. Printed are median seconds, the median of the ratios of neighboring steps,
-and the peak of bytes allocated in a step, also for rows of half the length.
+linear heads with fused losses, and distillation from the model as it was. The last block and the
+head train, on every position. Printed are median seconds, the median of the ratios of neighboring
+steps, and the peak of bytes allocated in a step, also for rows of half the length.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harmonic_sft.experiments.head_cost import allocated_peak
-from harmonic_sft.losses import CrossEntropyLoss, DistillLoss, HarmonicLoss
+from harmonic_sft.losses import CrossEntropyLoss, Distillation, DistillLoss, HarmonicLoss
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.decoders import old_head
 from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.freezing import frozen_copy
 
 OWN = "transformers, its own loss"
 VOCAB_SIZES = (50_257, 128_256)
@@ -59,9 +60,13 @@ def stepper(model: Any, num_layers: int) -> Step:
     """Return what makes one optimizer step on rows `[B, T]`."""
     parameters = unfreeze(model.train(), num_layers)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    distills = isinstance(getattr(model, "loss_fn", None), Distillation)
 
     def step(rows: Tensor) -> None:
-        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        batch = {"input_ids": rows, "labels": rows}
+        if distills:
+            model.loss_fn.read(batch)
+        model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if isinstance(model, HarmonicForCausalLM):
@@ -80,7 +85,8 @@ def build_arms(folder: str, num_layers: int) -> dict[str, Step]:
     )
     linear.loss_fn = CrossEntropyLoss().prepare(linear.dist_head)
     distilled = HarmonicForCausalLM.from_base(folder)
-    distilled.loss_fn = DistillLoss().prepare(old_head(own))
+    unfreeze(distilled, num_layers)
+    distilled.loss_fn = DistillLoss().prepare(old_head(own), frozen_copy(distilled.model))
     distilled.loss_fn.anneal(0.1)
     models = {
         OWN: own,

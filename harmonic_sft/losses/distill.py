@@ -1,12 +1,13 @@
 """Distillation from the head that the base had, annealed into the new head's own loss."""
 
 import copy
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.chunks import by_chunks, chunk_rows
@@ -20,14 +21,15 @@ class DistillLoss:
     """KL divergence from the old head's distribution, annealed into the cross-entropy.
 
     The loss is weight * KL(q || p) + (1 - weight) * -log p_y, with p of the head that is trained
-    (its cross-entropy is harmonic loss where it measures distances) and q of a frozen copy of the
-    old head on the same hidden states, through which no gradient flows. The weight goes from 1 at
-    the first step to 0 after `until` of the run, linearly.
+    (its cross-entropy is harmonic loss where it measures distances) and q of the model as it was: a
+    frozen copy of the old head on the hidden states of a frozen body. The weight goes from 1 at the
+    first step to 0 after `until` of the run, linearly.
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
-    cross-entropy's three; then it is the cross-entropy. On the CPU it goes by the fused losses'
-    tiles if both heads' logits are products or distances; elsewhere, and for other heads, it is
-    made densely, a chunk of tokens at a time.
+    cross-entropy's three, and where the body trains too a forward pass of the old one; then it is
+    the cross-entropy. On the CPU it goes by the fused losses' tiles if both heads' logits are
+    products or distances; elsewhere, and for other heads, it is made densely, a chunk of tokens at
+    a time.
 
     Source:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
@@ -40,9 +42,16 @@ class DistillLoss:
     def check(self, head: Head) -> None:
         """Accept every head: each has a distribution."""
 
-    def prepare(self, head: Head) -> "Distillation":
-        """Return the loss with a frozen copy of `head`, the old one, as the teacher."""
-        return Distillation(self, head)
+    def prepare(self, head: Head, body: nn.Module | None = None) -> "Distillation":
+        """Return the loss with a frozen copy of `head`, the old one, as the teacher.
+
+        Args:
+            head: The old head.
+            body: What gave it its hidden states, if that changes in training: not copied here, see
+                `training.freezing.frozen_copy`. Without one the teacher reads those it is called
+                with.
+        """
+        return Distillation(self, head, body)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Refuse to work without a teacher.
@@ -61,19 +70,37 @@ class Distillation:
     Args:
         loss: The settings.
         teacher: The old head; a frozen copy is kept.
+        body: The old body, or None if it is the one that is trained on top of.
 
     Attributes:
         weight: Of the divergence now, from 0 to 1.
     """
 
-    def __init__(self, loss: DistillLoss, teacher: Head):
+    def __init__(self, loss: DistillLoss, teacher: Head, body: nn.Module | None = None):
         self.loss = loss
         self.teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
+        self.body = body
         self.weight = 1.0
+        self._states: Tensor | None = None
 
     def anneal(self, progress: float) -> None:
         """Set the weight after this share of the run, from 0 to 1."""
         self.weight = max(0.0, 1.0 - progress / self.loss.until)
+
+    def read(self, batch: Mapping[str, Tensor]) -> None:
+        """Let the old body read a batch, right before a causal model computes its loss on it.
+
+        Args:
+            batch: What the model gets, with `labels` `[B, T]`.
+        """
+        self._states = None
+        if self.body is None or self.weight == 0:
+            return
+        inputs = dict(batch)
+        scored = inputs.pop("labels")[:, 1:] != -100
+        with torch.no_grad():
+            outputs = self.body.to(scored.device)(**inputs, use_cache=False)
+        self._states = outputs.last_hidden_state[:, :-1][scored]  # [N, E]
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token.
@@ -85,20 +112,43 @@ class Distillation:
 
         Returns:
             `[N]`, in nats.
+
+        Raises:
+            ValueError: The old body has not read these tokens.
         """
         if self.weight == 0:
             return CrossEntropyLoss()(head, hidden_states, labels)
+        states = self._taken(hidden_states)
         self.teacher.to(hidden_states.device)
-        form, taught = head.form(hidden_states), self.teacher.form(hidden_states.detach())
+        form, taught = head.form(hidden_states), self.teacher.form(states)
         plain = isinstance(form, AffineForm | DistanceForm) and isinstance(taught, AffineForm)
         if plain and hidden_states.device.type == "cpu":
             return form_distillation(form, taught, labels, share=self.weight)
         rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
-        return by_chunks(self._dense, head, hidden_states, labels, rows=rows)
 
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        def dense(head: Head, hidden_states: Tensor, tokens: Tensor) -> Tensor:
+            return self._dense(head, hidden_states, labels[tokens], states[tokens])
+
+        return by_chunks(
+            dense, head, hidden_states, torch.arange(len(labels), device=labels.device), rows=rows
+        )
+
+    def _taken(self, hidden_states: Tensor) -> Tensor:
+        """Return what the teacher reads `[N, E]`, and forget what the old body made."""
+        if self.body is None:
+            return hidden_states.detach()
+        states, self._states = self._states, None
+        if states is None or len(states) != len(hidden_states):
+            raise ValueError(
+                f"loss distill: expected the old body to have read these {len(hidden_states)} "
+                f"tokens, got {'none' if states is None else len(states)}. Call read(batch) before "
+                "the model, or train with HarmonicTrainer"
+            )
+        return states
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, states: Tensor) -> Tensor:
         with torch.no_grad():
-            log_target = self.teacher(hidden_states).log_softmax(-1)  # [n, V]
+            log_target = self.teacher(states).log_softmax(-1)  # [n, V]
             target = log_target.exp()
             entropy = -torch.linalg.vecdot(target, log_target)
             target.mul_(self.weight)

@@ -1,5 +1,6 @@
 """What trains and what stays: unfreezing blocks, their precision, and the table that shows it."""
 
+import copy
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -50,6 +51,12 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
                 f"{unfreeze.patterns}. Set model.dtype: float32, or leave the embeddings frozen"
             )
         model.config.float32_modules = sorted(kept)
+
+
+def frozen_copy(module: nn.Module) -> nn.Module:
+    """Return a copy in eval mode that never trains; it shares what does not train in `module`."""
+    shared = {id(p): p for p in module.parameters() if not p.requires_grad}
+    return copy.deepcopy(module, shared).requires_grad_(False).eval()
 
 
 def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from harmonic_sft.losses import CrossEntropyLoss
+from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.adapters import add_lora_
@@ -27,7 +27,7 @@ class MemoryEstimate(NamedTuple):
     """Bytes of one training step at its peak.
 
     Attributes:
-        weights: Of all parameters.
+        weights: Of all parameters, those of a teacher too.
         training: Gradients and optimizer state.
         activations: What the backward pass needs.
         workspace: The chunk of the loss at work.
@@ -132,6 +132,8 @@ def estimate_step(
         num_scored = _num_scored(run, batch_size)
         workspace = workspace_bytes(num_scored, vocab_size, hidden_size, "cuda")
     weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
+    if isinstance(run.loss, DistillLoss):
+        weights += _teacher_bytes(model)
     return rows, MemoryEstimate(weights, training, activations, workspace)
 
 
@@ -149,6 +151,16 @@ def _activation_peak(model: HarmonicHeadModel, run: RunConfig, batch_size: int) 
         hidden_states = hidden_states.flatten(0, 1)[positions]  # [N, D]
         CrossEntropyLoss()(model.dist_head, hidden_states, labels).sum().backward()
     return live.peak
+
+
+def _teacher_bytes(model: HarmonicHeadModel) -> int:
+    """Return what the old model adds: its head, and a copy of what trains in the body, bar LoRA."""
+    copied = [
+        parameter.nbytes
+        for name, parameter in model.model.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name
+    ]
+    return sum(copied) + model.dist_head.weight.nbytes
 
 
 def _num_scored(run: RunConfig, batch_size: int) -> int:

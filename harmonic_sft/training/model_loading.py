@@ -27,9 +27,10 @@ from harmonic_sft.models import (
     load_base,
     random_base,
 )
+from harmonic_sft.models.backbones import trains
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.class_means import class_means
-from harmonic_sft.training.freezing import unfreeze_
+from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.sections import ModelConfig, Task
 
@@ -219,12 +220,14 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
         old_head: What the base predicted with: the teacher, if the loss has one.
     """
     unfreeze_(model, run.model.unfreeze)
+    changes = run.peft is not None or trains(model.model)
+    old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
     if run.peft is not None:
         add_lora_(model, run.peft)
     if isinstance(run.loss, DistillLoss):
         if old_head is None:
             raise ValueError("loss distill: expected a base with a head of its own, got none")
-        model.loss_fn = run.loss.prepare(old_head)
+        model.loss_fn = run.loss.prepare(old_head, old_body)
     else:
         model.loss_fn = run.loss.prepare(model.dist_head)
 

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from harmonic_sft.data import EpochSampler, LabeledRows, MaskedRows, StreamedRows
 from harmonic_sft.data.streams import PlacedCollator, Snapshot, StreamState, advance, merge
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
@@ -207,6 +208,15 @@ class HarmonicTrainer(Trainer):
             step = self.state.global_step - 1
             logs = {**logs, "h_exp": h_exp_at(step, self.state.max_steps, start=start, end=end)}
         super().log(logs, start_time)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let the old body read the batch first, if the loss distills from the old model."""
+        if isinstance(self.model.loss_fn, Distillation):
+            with self.accelerator.autocast():
+                self.model.loss_fn.read(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(
         self,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
 from harmonic_sft.models import build_head
@@ -105,7 +106,45 @@ def large_parts(settings, *, tokens=300, dtype=torch.float64):
 
 
 def dense(loss, head, hidden_states, labels):
-    return loss._dense(head, hidden_states, labels)
+    return loss._dense(head, hidden_states, labels, hidden_states.detach())
+
+
+class OldBody(torch.nn.Module):
+    """Other hidden states than those that the head is trained on."""
+
+    def __init__(self, states):
+        super().__init__()
+        self.states = states
+
+    def forward(self, input_ids, use_cache):
+        assert not torch.is_grad_enabled()
+        return BaseModelOutput(last_hidden_state=self.states)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])  # by tiles, densely
+def test_the_old_body_gives_the_teacher_its_hidden_states(parts, softcap):
+    _, head, hidden_states, labels = parts
+    settings = {"name": "linear"} | ({"softcap": softcap} if softcap else {})
+    old = build_head(settings, hidden_size=D, vocab_size=V).double()
+    rows = torch.full((2, 5), -100)
+    rows[0, 1:], rows[1, 2:] = labels[:4], labels[4:]
+    states = torch.randn(2, 5, D).double()
+    loss = DistillLoss().prepare(old, OldBody(states))
+    loss.anneal(0.2)
+    loss.read({"input_ids": rows, "labels": rows})
+    found = loss(head, hidden_states, labels)
+    read = torch.cat([states[0, :4], states[1, 1:4]])
+    q = old(read).log_softmax(-1)
+    p = head(hidden_states).log_softmax(-1)
+    target = torch.nn.functional.one_hot(labels, V)
+    expected = 0.6 * (q.exp() * (q - p)).sum(-1) - 0.4 * (target * p).sum(-1)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="to have read these 7 tokens, got none"):
+        loss(head, hidden_states, labels)  # every batch is read anew
+    loss.anneal(0.5)
+    loss.read({"input_ids": rows, "labels": rows})
+    plain = CrossEntropyLoss()(head, hidden_states, labels)
+    assert torch.equal(loss(head, hidden_states, labels), plain)
 
 
 @pytest.mark.parametrize("upstream", ["sum", "uneven"])

@@ -15,6 +15,7 @@ from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.results import read_results
 from harmonic_sft.training import load_run_config, train
 from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.run import prepare
 from tests.decoders import V, save_decoder
 
 ALL = {"patterns": ["*"]}
@@ -159,8 +160,6 @@ def test_a_calibrated_run_goes_on_where_it_stopped(write, tmp_path):
 
 def test_distillation_is_annealed_over_its_share(write):
     run = load_run_config(write(loss={"name": "distill", "until": 0.5}))
-    from harmonic_sft.training.run import prepare
-
     ready = prepare(run)
     seen = []
     loss_fn = ready.trainer.model.loss_fn
@@ -174,6 +173,38 @@ def test_distillation_is_annealed_over_its_share(write):
         patch.setattr(type(loss_fn), "__call__", spy)
         ready.trainer.train()
     assert seen == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
+
+
+@pytest.mark.parametrize("recipe", ["plan", "lora", "full"])
+def test_the_teacher_stays_the_base(base, write, recipe):
+    fields = dict(RECIPES[recipe])
+    peft = fields.pop("peft", None)
+    loss = {"name": "distill", "until": 1.0}
+    ready = prepare(
+        load_run_config(write(model=model_section(base, **fields), peft=peft, loss=loss))
+    )
+    model = ready.trainer.model
+    ready.trainer.train()
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    model.loss_fn.anneal(0.0)
+    model.loss_fn.read({"input_ids": input_ids, "labels": input_ids})
+    native = AutoModelForCausalLM.from_pretrained(base).eval().model
+    with torch.no_grad():
+        expected = native(input_ids).last_hidden_state[0, :-1]
+        moved = model.model(input_ids=input_ids).last_hidden_state[0, :-1]
+    torch.testing.assert_close(model.loss_fn._states, expected)
+    assert (moved - expected).abs().max() > 1e-4
+    # What is frozen exists once.
+    own = {id(p) for p in model.model.parameters() if not p.requires_grad}
+    assert own <= {id(p) for p in model.loss_fn.body.parameters()}
+    assert not any(name.startswith("loss_fn") for name in model.state_dict())
+
+
+def test_a_frozen_body_is_not_read_twice(base, write):
+    section = model_section(base, unfreeze={"last_blocks": 0})
+    ready = prepare(load_run_config(write(model=section, loss={"name": "distill"})))
+    assert ready.trainer.model.loss_fn.body is None
+    assert ready.trainer.train().global_step == 6
 
 
 def test_only_decoders_distill(make_yaml):

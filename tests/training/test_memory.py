@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import yaml
 
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.memory import LiveBytes, estimate_step
 from harmonic_sft.training.model_loading import load_base_config
 from harmonic_sft.training.run import prepare
+from tests.decoders import save_decoder
 
 
 def test_live_bytes_count_what_is_alive():
@@ -52,3 +54,19 @@ def test_checkpointing_lowers_the_estimate(make_yaml):
         )
         peaks.append(estimate_step(run, load_base_config(run.model), batch_size=8)[1].activations)
     assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_a_teacher_is_counted(tmp_path, run_settings):
+    base = save_decoder("llama", tmp_path / "base")
+    estimates = []
+    for loss in ("harmonic", "distill"):
+        settings = run_settings(base, tmp_path / "run")
+        settings["model"]["task"] = "causal_lm"
+        path = tmp_path / f"{loss}.yaml"
+        path.write_text(yaml.safe_dump(settings | {"loss": {"name": loss}}))
+        run = load_run_config(path)
+        estimates.append(estimate_step(run, load_base_config(run.model), batch_size=2))
+    parts, plain = estimates[0]
+    trained = sum(4 * part.trainable for part in parts if part.name.startswith("block"))
+    head = next(part.bytes for part in parts if part.name == "head")
+    assert estimates[1][1].weights - plain.weights == trained + head
