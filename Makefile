@@ -32,7 +32,7 @@ check: $(INSTALLED)
 clean:
 	rm -rf .venv
 
-$(INSTALLED): pyproject.toml constraints.txt requirements-demo.txt
+$(INSTALLED): pyproject.toml constraints.txt requirements-demo.txt requirements-quantized.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "PYTHON: expected Python >= 3.11, got $$($(PYTHON) --version 2>&1)." \
 			"Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -40,5 +40,6 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev]'
 	$(BIN)/python -m pip install --no-deps -r requirements-demo.txt
+	$(BIN)/python -m pip install --no-deps --target .venv/quantized -r requirements-quantized.txt
 	@touch $@
 	@echo "Installed."

@@ -24,6 +24,7 @@ from harmonic_sft.models import (
     LinearHead,
     load_checked,
 )
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED
 
 HEAD_FILE = "linear_head.safetensors"
@@ -112,6 +113,11 @@ def export_linear(folder: Path, target: Path) -> Path:
         raise ValueError(f"target: expected an empty folder or none, got {str(target)!r}")
     model_class = LANGUAGE_MODELS[_architecture(folder)]
     model = load_checked(model_class, str(folder), HarmonicConfig.from_pretrained(folder))
+    method = quantization_method(model.config)
+    if method is not None:
+        raise ValueError(
+            f"export: expected a base in a floating dtype, got one quantized by {method}"
+        )
     head = linear_head(model.dist_head)
     is_decoder = isinstance(model, HarmonicForCausalLM)
     exported = _native(model, head) if is_decoder else _with_head(model, head)

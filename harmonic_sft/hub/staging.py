@@ -23,6 +23,7 @@ from harmonic_sft.hub.run_folder import (
     weight_files,
 )
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, max_positions
+from harmonic_sft.models.configuration_harmonic import quantization_method
 
 Form = Literal["full", "head", "peft"]
 FIGURE = "training.png"
@@ -78,6 +79,12 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
     """
     if form == "full":
         return
+    method = quantization_method(config)
+    if method is not None:
+        raise ValueError(
+            f"--form {form}: expected a base in a floating dtype, got one quantized by {method}. "
+            "Use --form full"
+        )
     if config.base_vocab_size is not None:
         raise ValueError(
             f"--form {form}: expected the base's vocabulary, got {config.text_config.vocab_size} "

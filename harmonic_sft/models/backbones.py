@@ -70,6 +70,7 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
     finally:
         logging.set_verbosity(verbosity)
     check_loaded(model, report, name)
+    keep_packing_(model)
     return model
 
 
@@ -151,9 +152,26 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
 
 
 def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters; buffers (rotary frequencies) stay, as they do when a model is loaded."""
+    """Cast the parameters; buffers (rotary frequencies) stay, as they do when a model is loaded.
+
+    Quantized ones stay too.
+    """
     for parameter in backbone.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if not is_quantized(parameter):
+            parameter.data = parameter.data.to(dtype)
+
+
+def keep_packing_(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew for some CPUs: it saves them wrong then."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether a weight is quantized: whole numbers (bitsandbytes), or a class of torchao's."""
+    packed = type(parameter.data).__module__.startswith("torchao.")
+    return packed or not parameter.is_floating_point()
 
 
 def trains(module: nn.Module) -> bool:

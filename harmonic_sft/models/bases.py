@@ -1,5 +1,6 @@
 """Bases: what a new head is put on."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +11,20 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from .backbones import (
     build_backbone,
     cast_parameters_,
+    is_quantized,
     load_backbone,
     load_checked,
     set_dropout_,
 )
+from .configuration_harmonic import quantization_method
 from .decoders import load_decoder
 from .head import Head
 from .linear_heads import LinearHead
 from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
 from .modeling_neobert import NeoBERTForMaskedLM
 from .partial import commit_of
+
+QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 
 
 class Base(NamedTuple):
@@ -53,11 +58,11 @@ def load_base(
         is_causal: Load a decoder, with the head that it was published with.
 
     Raises:
-        ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized,
-            or has no token embeddings.
+        ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized
+            otherwise than by bitsandbytes or torchao, or has no token embeddings.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    _check_not_quantized(name, config)
+    _check_quantization(name, config)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     source = {"config": config, "revision": revision, "dtype": dtype}
@@ -69,9 +74,12 @@ def load_base(
     if config.model_type == "harmonic" and architecture in (config.architectures or []):
         loaded = load_checked(head_class, name, **source)
         backbone, head = loaded.model.backbone, loaded.dist_head
+        backbone.hf_quantizer = getattr(loaded, "hf_quantizer", None)
         generation_config = loaded.generation_config if is_causal else None
     elif config.model_type == "harmonic":
-        backbone = load_checked(HarmonicModel, name, **source).backbone
+        loaded = load_checked(HarmonicModel, name, **source)
+        backbone = loaded.backbone
+        backbone.hf_quantizer = getattr(loaded, "hf_quantizer", None)
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
         loaded = load_checked(NeoBERTForMaskedLM, name, **source)
         backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
@@ -102,16 +110,22 @@ def _check_embeddings(name: str, backbone: PreTrainedModel) -> None:
         raise ValueError(
             f"base {name}: expected token embeddings, got none in a {type(backbone).__name__}"
         )
+    if is_quantized(weight):
+        raise ValueError(f"base {name}: expected token embeddings that are not quantized")
 
 
-def _check_not_quantized(name: str, config: PreTrainedConfig) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+def _check_quantization(name: str, config: PreTrainedConfig) -> None:
+    method = quantization_method(config)
+    if method is not None and method not in QUANTIZED:
         raise ValueError(
-            f"base {name}: expected weights in a floating dtype, got quantized ones "
-            f"({method or type(quantization).__name__}), which cannot be saved with a new head. "
-            "Take the model that they were made of; dtype: bfloat16 halves what a frozen body takes"
+            f"base {name}: expected weights in a floating dtype or quantized by one of "
+            f"{list(QUANTIZED)}, got {method!r}. Take the model that they were made of; "
+            "dtype: bfloat16 halves what a frozen body takes"
+        )
+    if method is not None and importlib.util.find_spec(method) is None:
+        raise ValueError(
+            f"base {name}: expected package {method}, which its weights are quantized with, got "
+            f"none. Install it: pip install {method}"
         )
 
 
@@ -128,6 +142,7 @@ def random_base(
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     config = config.get_text_config()
+    vars(config).pop("quantization_config", None)
     if dropout is not None:
         set_dropout_(config, dropout)
     backbone = build_backbone(config)

@@ -67,3 +67,14 @@ class HarmonicConfig(PreTrainedConfig):
         while "inner" in head:  # a head around another one
             head = head["inner"]
         return head.get("h_exp")
+
+
+def quantization_method(config: PreTrainedConfig) -> str | None:
+    """Return what a model's frozen weights are quantized with, None if they are not."""
+    own = getattr(config, "quantization_config", None)
+    found = own or getattr(config.get_text_config(), "quantization_config", None)
+    if not found:
+        return None
+    fields = found if isinstance(found, dict) else found.to_dict()
+    method = fields.get("quant_method")
+    return str(getattr(method, "value", method))

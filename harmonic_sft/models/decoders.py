@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .backbones import load_checked
+from .backbones import is_quantized, load_checked
 from .linear_heads import LinearHead
 
 # What stands between the old head's dot products and its logits. Every other decoder is taken to
@@ -78,6 +78,7 @@ def load_decoder(name: str, config: PreTrainedConfig, **options: Any) -> Decoder
         raise ValueError(
             f"base {name}: expected a backbone below the head, got none in {type(model).__name__}"
         )
+    model.base_model.hf_quantizer = getattr(model, "hf_quantizer", None)
     decoder = Decoder(model.base_model, old_head(model), model.generation_config)
     if model.device.type != "meta" and not isinstance(decoder.head.weight, FakeTensor):
         _try(model, decoder.head, name)
@@ -135,6 +136,8 @@ def old_head(model: PreTrainedModel) -> LinearHead:
     if not isinstance(output, nn.Linear):
         kind = "none" if output is None else f"a {type(output).__name__}"
         raise ValueError(f"base: expected a linear output layer, got {kind}")
+    if is_quantized(output.weight):
+        raise ValueError("base: expected an output layer that is not quantized")
     vocab_size, hidden_size = output.weight.shape
     field = SOFT_CAPPED.get(config.model_type)
     softcap = None if field is None else getattr(config, field)

@@ -11,8 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .backbones import blocks_without_graph, build_backbone, find_blocks, trains
-from .configuration_harmonic import HarmonicConfig
+from .backbones import (
+    blocks_without_graph,
+    build_backbone,
+    find_blocks,
+    is_quantized,
+    keep_packing_,
+    trains,
+)
+from .configuration_harmonic import HarmonicConfig, quantization_method
 from .head import Head
 from .packing import decoder_arguments, document_arguments
 from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
@@ -67,7 +74,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
             partial = fields.get("partial", False)
         if not partial:
-            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+            loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
+            keep_packing_(loaded[0] if isinstance(loaded, tuple) else loaded)
+            return loaded
         # A branch may move on between two files.
         where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
         rest = {k: v for k, v in kwargs.items() if k not in (*hub, *where, "state_dict")}
@@ -93,6 +102,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             "AutoModel": "modeling_backbone.HarmonicModel",
             **self._auto_map,
         }
+        if quantization_method(self.config) is not None:  # packed weights have no original form
+            kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def gradient_checkpointing_enable(
@@ -196,7 +207,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
             shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
             attention_mask = shown.pop("attention_mask")
             kwargs |= shown
-        floating = (p for p in self.backbone.parameters() if p.is_floating_point())
+        floating = (p for p in self.backbone.parameters() if not is_quantized(p))
         dtypes = {parameter.dtype for parameter in floating}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
         autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()

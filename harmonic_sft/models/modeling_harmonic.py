@@ -87,6 +87,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         with torch.device("meta"):
             model = cls(config)
         model.model.backbone = base.backbone
+        quantizer = getattr(base.backbone, "hf_quantizer", None)
+        if quantizer is not None:
+            model.hf_quantizer = quantizer  # writes what it has packed
         model.dist_head = build_head(
             head, hidden_size=config.text_config.hidden_size, vocab_size=cls.num_classes(config)
         )

@@ -3,13 +3,16 @@
 import copy
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
+from harmonic_sft.models.backbones import is_quantized
 from harmonic_sft.training.sections import UnfreezeConfig
 
 
@@ -32,17 +35,25 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
         unfreeze: Blocks from the top, or patterns of parameter names.
 
     Raises:
-        ValueError: More blocks than there are, or a pattern without a parameter.
+        ValueError: More blocks than there are, a pattern without a parameter, or weights that are
+            quantized.
     """
     backbone = model.model.backbone
     model.requires_grad_(False)
     parameters = dict(backbone.named_parameters())
     for name in _trained_names(backbone, unfreeze):
+        if is_quantized(parameters[name]):
+            raise ValueError(
+                f"model.unfreeze: expected weights that are not quantized, got {name}. Leave them "
+                "frozen (last_blocks: 0, or patterns of other parameters), or take the model that "
+                "they were made of"
+            )
         parameters[name].requires_grad_(True)
         parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
     model.config.trained_parameters = [n for n, p in model.named_parameters() if p.requires_grad]
-    kept = [name for name, p in backbone.named_parameters() if p.dtype == torch.float32]
+    parameters = {name: p for name, p in parameters.items() if not is_quantized(p)}
+    kept = [name for name, parameter in parameters.items() if parameter.dtype == torch.float32]
     if len(kept) < len(parameters):
         # Loading casts to the dtype of the first parameter, except what is named here.
         if next(backbone.parameters()).dtype == torch.float32:
@@ -57,6 +68,27 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     """Return a copy in eval mode that never trains; it shares what does not train in `module`."""
     shared = {id(p): p for p in module.parameters() if not p.requires_grad}
     return copy.deepcopy(module, shared).requires_grad_(False).eval()
+
+
+def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
+    """Load what trains, and all of the head, from a saved model; the rest stays as it is.
+
+    Args:
+        model: Of the same form. Changed in place.
+        folder: With `model.safetensors`, or its shards.
+
+    Raises:
+        ValueError: Some of it is not there.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained |= {name for name in model.state_dict() if name.startswith("dist_head.")}
+    state = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            state |= {name: file.get_tensor(name) for name in trained.intersection(file.keys())}
+    if missing := sorted(trained - state.keys()):
+        raise ValueError(f"resume: expected {missing[0]} in {str(folder)!r}, got none")
+    model.load_state_dict(state, strict=False)
 
 
 def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils.memory import release_memory, should_reduce_batch_size
+from accelerate.utils.memory import release_memory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -22,6 +22,7 @@ from harmonic_sft.data.streams import PlacedCollator, Snapshot, StreamState, adv
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.callbacks import (
     DistillCallback,
@@ -32,7 +33,9 @@ from harmonic_sft.training.callbacks import (
     StoppedError,
     check_finite,
 )
+from harmonic_sft.training.freezing import load_trained_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
+from harmonic_sft.training.out_of_memory import is_out_of_memory, split_batch
 from harmonic_sft.training.run_config import Recipe
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
 from harmonic_sft.training.sections import HExpConfig
@@ -84,6 +87,8 @@ class HarmonicTrainer(Trainer):
         ]
         if recipe.h_exp is not None:
             own.append(HExpCallback(recipe.h_exp))
+        if getattr(model, "is_quantized", False):  # the Trainer would refuse it
+            vars(model)["is_quantized"] = False  # what trains is not: see `unfreeze_`
         low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
         options = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
         super().__init__(
@@ -332,17 +337,25 @@ class HarmonicTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights; LoRA from its own file, since the checkpoint's model has it merged."""
-        if has_lora(self.model):
-            load_adapter_(self.model, Path(resume_from_checkpoint))
-        else:
+        """Load weights; of a quantized body it is only what trains, of LoRA its own file."""
+        if not self._load_part(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_part(self, folder: str | None) -> bool:
+        """Load what trains from a checkpoint whose body is merged or packed; False: it is not."""
+        if folder is None:
+            return False
+        if has_lora(self.model):
+            load_adapter_(self.model, Path(folder))
+        elif quantization_method(self.model.config) is not None:
+            load_trained_(self.model, Path(folder))
+        else:
+            return False
+        return True
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's exponent with its weights: they belong together."""
-        if has_lora(self.model) and self.state.best_model_checkpoint is not None:
-            load_adapter_(self.model, Path(self.state.best_model_checkpoint))
-        else:
+        if not self._load_part(self.state.best_model_checkpoint):
             super()._load_best_model()
         if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
             best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
@@ -379,15 +392,3 @@ def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     kept = ("loss", "accuracy", "tokens", "error_cosine", "ece", "h_exp", "post_hoc")
     plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
     return {key: value for key, value in plain.items() if key.startswith(kept)}
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a RuntimeError says that the device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
-def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
-    """Split every tensor of a batch along its rows into at most `num_chunks` parts."""
-    size = math.ceil(len(batch["input_ids"]) / num_chunks)
-    parts = {key: value.split(size) for key, value in batch.items()}
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

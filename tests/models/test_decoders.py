@@ -94,11 +94,18 @@ def test_dropout_of_gpt2_is_replaced_and_runs_where_it_trains(tmp_path):
     assert not any(layer.training for layer in layers if model.train())
 
 
-def test_a_quantized_base_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("gptq", r"quantized by one of \['bitsandbytes', 'torchao'\], got 'gptq'"),
+        ("torchao", "expected package torchao, which its weights are quantized with, got none"),
+    ],
+)
+def test_what_quantized_bases_are_refused(tmp_path, method, message):
     folder = save_decoder("llama", tmp_path)
     path = folder / "config.json"
     fields = json.loads(path.read_text())
-    fields["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    fields["quantization_config"] = {"quant_method": method}
     path.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"expected weights in a floating dtype, got .*bitsand"):
+    with pytest.raises(ValueError, match=message):
         HarmonicForCausalLM.from_base(str(folder))

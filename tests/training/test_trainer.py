@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from harmonic_sft.training import StoppedError, load_run_config, train
+from harmonic_sft.training.out_of_memory import split_batch
 from harmonic_sft.training.run import prepare
-from harmonic_sft.training.trainer import HarmonicTrainer, split_batch
+from harmonic_sft.training.trainer import HarmonicTrainer
 
 
 def weights(folder):
