@@ -1,11 +1,13 @@
 """Backbones: build one from a configuration, load one from a checkpoint, find its blocks."""
 
+import copy
 import inspect
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from .configuration_neobert import NeoBERTConfig
@@ -25,7 +27,7 @@ def load_backbone(
     name: str,
     config: PreTrainedConfig,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a backbone and make sure that the checkpoint fills it.
@@ -33,7 +35,7 @@ def load_backbone(
     Args:
         name: A folder or a name on the Hub.
         config: The checkpoint's configuration.
-        dtype: Of all weights.
+        dtype: Of all weights; "auto" is that of the checkpoint.
         options: Further arguments of `from_pretrained`, such as `revision` and `token`.
 
     Raises:
@@ -70,7 +72,7 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
     finally:
         logging.set_verbosity(verbosity)
     check_loaded(model, report, name)
-    keep_packing_(model)
+    settle_quantized_(model)
     return model
 
 
@@ -161,17 +163,33 @@ def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def keep_packing_(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew for some CPUs: it saves them wrong then."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
+def settle_quantized_(model: PreTrainedModel) -> None:
+    """Let a quantized model be saved as it is now; do nothing to another.
+
+    Its configuration names the linear layers that are not packed, as they are called here. And
+    bitsandbytes is kept from packing 4-bit weights anew for some CPUs: it saves them wrong then.
+    """
+    quantizer = vars(model).get("hf_quantizer")
+    if quantizer is None:
+        return
+    plain = ["dist_head"]
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            module.hf_quantizer = quantizer
+        if isinstance(module, nn.Linear | Conv1D) and not is_quantized(module.weight):
+            plain.append(name.removeprefix("model."))  # an ending, also where the body is alone
+        if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
+    quantization = copy.deepcopy(quantizer.quantization_config)
+    for field in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if field in vars(quantization):
+            setattr(quantization, field, plain)
+    model.config.quantization_config = quantization
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Whether a weight is quantized: whole numbers (bitsandbytes), or a class of torchao's."""
-    packed = type(parameter.data).__module__.startswith("torchao.")
-    return packed or not parameter.is_floating_point()
+    """Whether a weight is quantized: a class of bitsandbytes' or torchao's."""
+    return type(parameter).__module__.startswith(("bitsandbytes.", "torchao."))
 
 
 def trains(module: nn.Module) -> bool:

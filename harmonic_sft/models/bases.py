@@ -62,10 +62,13 @@ def load_base(
             otherwise than by bitsandbytes or torchao, or has no token embeddings.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    _check_quantization(name, config)
+    check_quantization(name, config, is_causal=is_causal)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
-    source = {"config": config, "revision": revision, "dtype": dtype}
+    # Beside packed weights, transformers casts some of the others and leaves some: later then.
+    source: dict[str, Any] = {"config": config, "revision": revision, "dtype": dtype}
+    if quantization_method(config) is not None:
+        source["dtype"] = "auto"
     head = generation_config = None
     if config.model_type == "harmonic" and config.is_causal != is_causal:
         kind = "a decoder" if is_causal else "an encoder"
@@ -74,12 +77,9 @@ def load_base(
     if config.model_type == "harmonic" and architecture in (config.architectures or []):
         loaded = load_checked(head_class, name, **source)
         backbone, head = loaded.model.backbone, loaded.dist_head
-        backbone.hf_quantizer = getattr(loaded, "hf_quantizer", None)
         generation_config = loaded.generation_config if is_causal else None
     elif config.model_type == "harmonic":
-        loaded = load_checked(HarmonicModel, name, **source)
-        backbone = loaded.backbone
-        backbone.hf_quantizer = getattr(loaded, "hf_quantizer", None)
+        backbone = load_checked(HarmonicModel, name, **source).backbone
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
         loaded = load_checked(NeoBERTForMaskedLM, name, **source)
         backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
@@ -88,7 +88,7 @@ def load_base(
         backbone, head, generation_config = load_decoder(name, **source)
     else:
         backbone = load_backbone(name, **source)
-    _check_embeddings(name, backbone)
+    check_embeddings(name, backbone)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""  # a local path is nobody's business
     origin = {
@@ -101,7 +101,12 @@ def load_base(
     return Base(name, backbone, head, labels, origin, generation_config)
 
 
-def _check_embeddings(name: str, backbone: PreTrainedModel) -> None:
+def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
+    """Refuse a backbone without token embeddings that prototypes could be taken from.
+
+    Raises:
+        ValueError: It has none, or quantized ones.
+    """
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # what transformers raises where it finds none
@@ -114,15 +119,28 @@ def _check_embeddings(name: str, backbone: PreTrainedModel) -> None:
         raise ValueError(f"base {name}: expected token embeddings that are not quantized")
 
 
-def _check_quantization(name: str, config: PreTrainedConfig) -> None:
+def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
+    """Refuse a base whose weights are quantized in a way that could not be loaded again.
+
+    Args:
+        name: Of the base.
+        config: Its configuration.
+        is_causal: It is to be a decoder.
+
+    Raises:
+        ValueError: By something else than bitsandbytes and torchao, or that is not installed; or
+            an encoder.
+    """
     method = quantization_method(config)
-    if method is not None and method not in QUANTIZED:
+    if method is None:
+        return
+    if not is_causal or method not in QUANTIZED:
+        known = f" or quantized by one of {list(QUANTIZED)}" if is_causal else ""
         raise ValueError(
-            f"base {name}: expected weights in a floating dtype or quantized by one of "
-            f"{list(QUANTIZED)}, got {method!r}. Take the model that they were made of; "
-            "dtype: bfloat16 halves what a frozen body takes"
+            f"base {name}: expected weights in a floating dtype{known}, got {method!r}. Take the "
+            "model that they were made of; dtype: bfloat16 halves what a frozen body takes"
         )
-    if method is not None and importlib.util.find_spec(method) is None:
+    if importlib.util.find_spec(method) is None:
         raise ValueError(
             f"base {name}: expected package {method}, which its weights are quantized with, got "
             f"none. Install it: pip install {method}"

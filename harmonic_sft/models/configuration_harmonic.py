@@ -76,5 +76,6 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     if not found:
         return None
     fields = found if isinstance(found, dict) else found.to_dict()
-    method = fields.get("quant_method")
+    packed = fields.get("load_in_4bit") or fields.get("load_in_8bit")  # before methods had names
+    method = fields.get("quant_method", "bitsandbytes" if packed else "an unknown method")
     return str(getattr(method, "value", method))

@@ -78,7 +78,6 @@ def load_decoder(name: str, config: PreTrainedConfig, **options: Any) -> Decoder
         raise ValueError(
             f"base {name}: expected a backbone below the head, got none in {type(model).__name__}"
         )
-    model.base_model.hf_quantizer = getattr(model, "hf_quantizer", None)
     decoder = Decoder(model.base_model, old_head(model), model.generation_config)
     if model.device.type != "meta" and not isinstance(decoder.head.weight, FakeTensor):
         _try(model, decoder.head, name)

@@ -15,8 +15,7 @@ from .backbones import (
     blocks_without_graph,
     build_backbone,
     find_blocks,
-    is_quantized,
-    keep_packing_,
+    settle_quantized_,
     trains,
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
@@ -75,7 +74,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             partial = fields.get("partial", False)
         if not partial:
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
-            keep_packing_(loaded[0] if isinstance(loaded, tuple) else loaded)
+            settle_quantized_(loaded[0] if isinstance(loaded, tuple) else loaded)
             return loaded
         # A branch may move on between two files.
         where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
@@ -207,9 +206,9 @@ class HarmonicModel(HarmonicPreTrainedModel):
             shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
             attention_mask = shown.pop("attention_mask")
             kwargs |= shown
-        floating = (p for p in self.backbone.parameters() if not is_quantized(p))
-        dtypes = {parameter.dtype for parameter in floating}
+        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
-        autocast = torch.autocast(self.device.type, low) if len(dtypes) > 1 else nullcontext()
+        mixed = len(dtypes) > 1 and quantization_method(self.config) is None  # packed layers cast
+        autocast = torch.autocast(self.device.type, low) if mixed else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)

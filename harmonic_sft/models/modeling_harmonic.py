@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
+from .backbones import settle_quantized_
 from .bases import Base, copy_head_, load_base
 from .configuration_harmonic import HarmonicConfig
 from .head import Head
@@ -87,12 +88,11 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         with torch.device("meta"):
             model = cls(config)
         model.model.backbone = base.backbone
-        quantizer = getattr(base.backbone, "hf_quantizer", None)
-        if quantizer is not None:
-            model.hf_quantizer = quantizer  # writes what it has packed
         model.dist_head = build_head(
             head, hidden_size=config.text_config.hidden_size, vocab_size=cls.num_classes(config)
-        )
+        ).to(base.backbone.device)
+        vars(model)["hf_quantizer"] = vars(base.backbone).get("hf_quantizer")
+        settle_quantized_(model)
         model.config.head = model.dist_head.settings()
         return model.eval()
 

@@ -22,7 +22,7 @@ from harmonic_sft.hub.adapter import (
     save_peft,
 )
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
-from harmonic_sft.models.backbones import is_quantized, trains
+from harmonic_sft.models.backbones import trains
 from harmonic_sft.training.sections import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
@@ -162,11 +162,6 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
     ]
     if not linear:
         raise ValueError("peft: expected linear layers in the blocks of the base, got none")
-    if any(is_quantized(p) for p in blocks.parameters()):
-        raise ValueError(
-            "peft: expected weights that are not quantized, got a quantized base, into which LoRA "
-            "cannot be merged without loss. Leave peft out: the head trains on the frozen body"
-        )
     targets = linear
     if peft.target_modules != "all-linear":
         matched = {name for target in peft.target_modules for name in _matches(target, linear)}

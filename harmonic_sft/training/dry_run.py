@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from harmonic_sft.config import to_yaml
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.training.memory import estimate_step
-from harmonic_sft.training.model_loading import load_base_config
+from harmonic_sft.training.model_loading import check_frozen, load_base_config
 from harmonic_sft.training.report import show_estimate, show_parts
 from harmonic_sft.training.run import check_plan
 from harmonic_sft.training.run_config import RunConfig
@@ -24,6 +24,7 @@ def dry_run(run: RunConfig) -> None:
     """
     check_plan(run)
     config = _base_config(run)
+    check_frozen(run, config)
     longest = max_positions(config.get_text_config())
     if run.data.context_length > longest:
         raise ValueError(

@@ -35,19 +35,12 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
         unfreeze: Blocks from the top, or patterns of parameter names.
 
     Raises:
-        ValueError: More blocks than there are, a pattern without a parameter, or weights that are
-            quantized.
+        ValueError: More blocks than there are, or a pattern without a parameter.
     """
     backbone = model.model.backbone
     model.requires_grad_(False)
     parameters = dict(backbone.named_parameters())
     for name in _trained_names(backbone, unfreeze):
-        if is_quantized(parameters[name]):
-            raise ValueError(
-                f"model.unfreeze: expected weights that are not quantized, got {name}. Leave them "
-                "frozen (last_blocks: 0, or patterns of other parameters), or take the model that "
-                "they were made of"
-            )
         parameters[name].requires_grad_(True)
         parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
@@ -70,25 +63,22 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shared).requires_grad_(False).eval()
 
 
-def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
-    """Load what trains, and all of the head, from a saved model; the rest stays as it is.
+def load_head_(model: HarmonicHeadModel, folder: Path) -> None:
+    """Load the head from a saved model; the frozen rest stays as it is.
 
     Args:
-        model: Of the same form. Changed in place.
+        model: With the same head. Changed in place.
         folder: With `model.safetensors`, or its shards.
 
     Raises:
-        ValueError: Some of it is not there.
+        RuntimeError: The head in `folder` has other weights.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    trained |= {name for name in model.state_dict() if name.startswith("dist_head.")}
     state = {}
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
-            state |= {name: file.get_tensor(name) for name in trained.intersection(file.keys())}
-    if missing := sorted(trained - state.keys()):
-        raise ValueError(f"resume: expected {missing[0]} in {str(folder)!r}, got none")
-    model.load_state_dict(state, strict=False)
+            names = [name for name in file.keys() if name.startswith("dist_head.")]  # noqa: SIM118
+            state |= {name.removeprefix("dist_head."): file.get_tensor(name) for name in names}
+    model.dist_head.load_state_dict(state)
 
 
 def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:

@@ -28,6 +28,8 @@ from harmonic_sft.models import (
     random_base,
 )
 from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.bases import check_quantization
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.class_means import class_means
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
@@ -131,6 +133,7 @@ def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
+    check_frozen(run, load_base_config(run.model))
     head, init, old_head = run.head_settings(), run.head.init, None
     options: dict[str, Any] = {
         "dtype": getattr(torch, run.model.dtype),
@@ -149,6 +152,34 @@ def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
         model.config.base_model = run.model.base
     prepare_model_(model, run, old_head)
     return LoadedModel(model, old_head)
+
+
+def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
+    """Refuse to train more than the head on a quantized base.
+
+    Args:
+        run: The checked configuration.
+        config: Of the base.
+
+    Raises:
+        ValueError: Something else would train, or the base is quantized in another way.
+    """
+    method = quantization_method(config)
+    if method is None or run.model.from_scratch:
+        return
+    check_quantization(run.model.base, config, is_causal=run.model.task == "causal_lm")
+    unfreeze = run.model.unfreeze
+    if run.peft is not None:
+        raise ValueError(
+            f"peft: expected no section on a base quantized by {method}, got one. LoRA cannot be "
+            "merged into its weights without loss; the head trains on the frozen body"
+        )
+    if unfreeze.last_blocks or unfreeze.patterns:
+        raise ValueError(
+            f"model.unfreeze: expected {{last_blocks: 0}} on a base quantized by {method}, got "
+            f"{unfreeze.patterns or unfreeze.last_blocks}. To train more than the head take the "
+            "model that it was made of"
+        )
 
 
 def vocabulary_size(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:

@@ -33,7 +33,7 @@ from harmonic_sft.training.callbacks import (
     StoppedError,
     check_finite,
 )
-from harmonic_sft.training.freezing import load_trained_
+from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.out_of_memory import is_out_of_memory, split_batch
 from harmonic_sft.training.run_config import Recipe
@@ -88,7 +88,7 @@ class HarmonicTrainer(Trainer):
         if recipe.h_exp is not None:
             own.append(HExpCallback(recipe.h_exp))
         if getattr(model, "is_quantized", False):  # the Trainer would refuse it
-            vars(model)["is_quantized"] = False  # what trains is not: see `unfreeze_`
+            vars(model)["is_quantized"] = False  # but the head alone trains
         low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
         options = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
         super().__init__(
@@ -337,7 +337,7 @@ class HarmonicTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights; of a quantized body it is only what trains, of LoRA its own file."""
+        """Load weights; on a quantized body the head alone, of LoRA its own file."""
         if not self._load_part(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -348,7 +348,7 @@ class HarmonicTrainer(Trainer):
         if has_lora(self.model):
             load_adapter_(self.model, Path(folder))
         elif quantization_method(self.model.config) is not None:
-            load_trained_(self.model, Path(folder))
+            load_head_(self.model, Path(folder))
         else:
             return False
         return True

@@ -13,7 +13,7 @@ from transformers import (
     LlamaModel,
 )
 
-from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
 from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED, load_decoder
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 
@@ -109,3 +109,5 @@ def test_what_quantized_bases_are_refused(tmp_path, method, message):
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=message):
         HarmonicForCausalLM.from_base(str(folder))
+    with pytest.raises(ValueError, match=f"expected weights in a floating dtype, got '{method}'"):
+        HarmonicForMaskedLM.from_base(str(folder))

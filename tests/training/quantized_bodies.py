@@ -1,21 +1,28 @@
 """Runs on quantized bodies; test_quantized.py runs this file where their packages are."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    TorchAoConfig,
+)
+from transformers.quantizers import AutoQuantizationConfig
 
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.models.backbones import keep_packing_
+from harmonic_sft.models.backbones import is_quantized, settle_quantized_
+from harmonic_sft.models.bases import check_embeddings
 from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training.dry_run import dry_run
 from harmonic_sft.training.evaluation import evaluate_folder
 from tests import decoders
 from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
@@ -74,7 +81,7 @@ def test_a_published_folder_generates_without_this_package(base, write, tmp_path
     train(load_run_config(write(model=frozen(base))))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", trust_remote_code=True)
     native = AutoModelForCausalLM.from_pretrained(base)
-    keep_packing_(native)
+    settle_quantized_(native)
     input_ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         hidden_states = model.model(input_ids=input_ids).last_hidden_state
@@ -117,11 +124,15 @@ def test_distillation_from_the_quantized_model(base, write):
 
 
 def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_path):
-    with pytest.raises(ValueError, match=r"model.unfreeze: expected weights that are not quan"):
-        train(load_run_config(write("one", model=model_section(base))))
-    with pytest.raises(ValueError, match=r"peft: expected weights that are not quantized"):
-        train(load_run_config(write("two", model=frozen(base), peft={"r": 2})))
-    assert not list((tmp_path / "two").glob("checkpoint-*"))
+    one = load_run_config(write("one", model=model_section(base)))
+    two = load_run_config(write("two", model=frozen(base), peft={"r": 2}))
+    for start in (train, dry_run):
+        with pytest.raises(ValueError, match=r"model.unfreeze: expected {last_blocks: 0} on"):
+            start(one)
+        with pytest.raises(ValueError, match="peft: expected no section on a base quantized by"):
+            start(two)
+    assert not (tmp_path / "two").exists()
+    dry_run(load_run_config(write("run", model=frozen(base))))
     train(load_run_config(write("run", model=frozen(base))))
     with pytest.raises(ValueError, match="export: expected a base in a floating dtype"):
         export_linear(tmp_path / "run", tmp_path / "exported")
@@ -131,11 +142,53 @@ def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_p
             check_form(model.config, form)
 
 
-def test_norms_train_beside_packed_weights(base, write, tmp_path):
-    section = frozen(base, unfreeze={"patterns": ["norm.weight"]})
-    results = train(load_run_config(write(model=section)))
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["trained_parameters"] == ["model.backbone.norm.weight", "dist_head.weight"]
+def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):
+    """As in published models that leave sensitive layers out."""
+    config = AutoConfig.from_pretrained(base).quantization_config
+    field = "modules_to_not_convert" if "quant_type" in config else "llm_int8_skip_modules"
+    quantization = AutoQuantizationConfig.from_dict(
+        {**config, field: ["lm_head", "model.layers.1.mlp"]}
+    )
+    plain = base.parent / "plain"
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantization)
+    folder = tmp_path / "partly"
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    results = train(load_run_config(write(model=frozen(folder))))
+    loaded = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
+    assert type(loaded.model.backbone.layers[1].mlp.up_proj.weight) is torch.nn.Parameter
+    assert is_quantized(loaded.model.backbone.layers[0].mlp.up_proj.weight)
     evaluated = evaluate_folder(tmp_path / "run")
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["model"] == section
+    if field == "llm_int8_skip_modules":  # transformers finds torchao's only below a head
+        body = AutoModel.from_pretrained(tmp_path / "run")
+        assert type(body.backbone.layers[1].mlp.up_proj.weight) is torch.nn.Parameter
+
+
+def test_packed_embeddings_and_output_layers_are_refused(base, tmp_path):
+    if "torchao" not in base.parent.name:
+        pytest.skip("bitsandbytes packs neither")
+    quantization = TorchAoConfig(
+        Int8WeightOnlyConfig(version=2), include_input_output_embeddings=True
+    )
+    plain = base.parent / "plain"
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantization)
+    model.save_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match="base: expected an output layer that is not quantized"):
+        HarmonicForCausalLM.from_base(str(tmp_path / "packed"))
+    model.model.embed_tokens.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match="base x: expected token embeddings that are not quant"):
+        check_embeddings("x", model.base_model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_weights_are_not_cast(base, dtype):
+    packed = tensors(base)
+    model = HarmonicForCausalLM.from_base(str(base), dtype=dtype)
+    assert model.get_input_embeddings().weight.dtype == dtype
+    state = model.hf_quantizer.get_state_dict_and_metadata(model.model.backbone)[0]
+    state = model.model.backbone.state_dict() if state is None else state
+    for name, tensor in state.items():
+        kept = packed[f"model.{name}"]
+        plain = "norm" in name or "embed" in name
+        assert torch.equal(tensor, kept.to(dtype) if plain else kept), name
