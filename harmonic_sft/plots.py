@@ -176,8 +176,9 @@ def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Pa
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
             axes.legend(fontsize="small", **place)
         if title in DIFFERENCE_TITLES and payload.get("compared_with") is not None:
-            axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
-            axes.xaxis.set_major_formatter("{x:g}")
+            if max(abs(edge) for edge in axes.dataLim.intervalx) > DIFFERENCE_TITLES[title]:
+                axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
+                axes.xaxis.set_major_formatter("{x:g}")
             axes.axvline(0, color="#888888", linewidth=1)
             axes.set_xlabel(f"{title}\n- {fill(payload['compared_with'], 24)}")
         if title == COST_TITLE:

@@ -221,6 +221,11 @@ def test_a_family_is_drawn_next_to_the_row_it_is_compared_with(tmp_path, figures
     assert list(losses.containers[0].lines[0].get_xdata()) == [0.5, 0.0]
     ends = losses.containers[0].lines[2][0].get_segments()
     assert ends[0][:, 0].tolist() == [0.25, 0.75]
+    assert losses.get_xscale() == "symlog"
+    small = {"mean": 0.02, "standard_error": 0.01, "verdict": "undecided"}
+    rows[0]["difference"] = {"loss": small, "post_hoc_loss": small}
+    plot_family(payload, tmp_path / "small.png")
+    assert figures[1].axes[0].get_xscale() == "linear"
 
 
 @pytest.mark.parametrize("payload", [{}, {"rows": [FAMILY["rows"][1]]}])

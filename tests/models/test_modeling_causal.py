@@ -170,11 +170,15 @@ def test_logits_of_beams_are_those_of_the_head(bases):
         torch.testing.assert_close(scores, logits[:, 9 + step], atol=1e-4, rtol=1e-4)
 
 
-def test_generating_under_compile_changes_no_token(bases):
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_generating_under_compile_changes_no_token(bases, backend, cache):
     model = make(bases)
     greedy = model.generate(ROWS, **LENGTH)
-    model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(model.generate(ROWS, **LENGTH), greedy)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend=backend)  # the latter wants a C++ compiler
+    assert torch.equal(model.generate(ROWS, cache_implementation=cache, **LENGTH), greedy)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_the_pipeline_writes_text(bases, tmp_path):
