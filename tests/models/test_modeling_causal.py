@@ -170,6 +170,7 @@ def test_logits_of_beams_are_those_of_the_head(bases):
         torch.testing.assert_close(scores, logits[:, 9 + step], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own compiler
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_generating_under_compile_changes_no_token(bases, backend, cache):
