@@ -7,6 +7,7 @@ from harmonic_sft.data import LabeledData, LoadedData, load_data, load_labeled_d
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import max_positions
 from harmonic_sft.training.model_loading import (
+    check_frozen,
     load_base_config,
     load_tokenizer,
     vocabulary_size,
@@ -21,7 +22,9 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
     Raises:
         ValueError: Something is missing or does not fit together.
     """
-    config = load_base_config(run.model).get_text_config()
+    config = load_base_config(run.model)
+    check_frozen(run, config)  # before anything is fetched
+    config = config.get_text_config()
     tokenizer = load_tokenizer(run.model)
     options: dict[str, Any] = {
         "tokenizer": tokenizer,

@@ -133,7 +133,6 @@ def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
-    check_frozen(run, load_base_config(run.model))
     head, init, old_head = run.head_settings(), run.head.init, None
     options: dict[str, Any] = {
         "dtype": getattr(torch, run.model.dtype),
