@@ -38,6 +38,11 @@ def test_every_head_has_a_variant():
     assert {settings["name"] for settings in VARIANTS.values()} == set(HEADS)
 
 
+def close(found, expected):
+    """In the last digits of float32 some processors' products depend on where tensors lie."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @every_head
 def test_logits_are_those_of_a_distribution_over_all_classes(name):
     head, states, _ = make(name)
@@ -54,7 +59,7 @@ def test_logits_are_those_of_a_distribution_over_all_classes(name):
 def test_logits_are_float32_for_states_in_16_bits(name, dtype):
     head, states, labels = make(name)
     states = states.to(dtype)
-    assert torch.equal(head(states), head(states.float()))
+    close(head(states), head(states.float()))
     assert head.nll(states, labels).dtype == torch.float32
 
 
@@ -64,8 +69,8 @@ def test_logits_are_float32_under_autocast(name):
     expected = head(states), head.nll(states, labels)
     with torch.autocast("cpu", torch.bfloat16):
         found = head(states), head.nll(states, labels)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    close(found[0], expected[0])
+    close(found[1], expected[1])
 
 
 @every_head

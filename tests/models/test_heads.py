@@ -153,12 +153,13 @@ def test_logits_are_float32_under_autocast_and_after_a_cast():
         states = torch.randn(N, D)
         expected = head(states)
         with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(head(states), expected, rtol=0, atol=0)
+            torch.testing.assert_close(head(states), expected, rtol=1e-6, atol=1e-6)
         head = head.to(torch.bfloat16)
         assert head.weight.dtype == torch.float32
         logits = head(states.bfloat16())
         assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, head(states.bfloat16().float()), rtol=0, atol=0)
+        expected = head(states.bfloat16().float())
+        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_float64_states_are_not_rounded():
