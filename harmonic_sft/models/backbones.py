@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def load_backbone(
     name: str,
     config: PreTrainedConfig,
     *,
-    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a backbone and make sure that the checkpoint fills it.
@@ -35,7 +35,7 @@ def load_backbone(
     Args:
         name: A folder or a name on the Hub.
         config: The checkpoint's configuration.
-        dtype: Of all weights; "auto" is that of the checkpoint.
+        dtype: Of all weights.
         options: Further arguments of `from_pretrained`, such as `revision` and `token`.
 
     Raises:
