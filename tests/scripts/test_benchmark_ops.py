@@ -59,7 +59,6 @@ def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     assert (tmp_path / "ops.png").is_file()
 
 
-@pytest.mark.slow
 def test_memory_error_and_contention_are_measured(monkeypatch, capsys):
     monkeypatch.setattr(benchmark_ops, "ACCURACY_SIZES", Sizes(8, 32, 64))
     only = "^harmonic, (chunked|full logits)$"

@@ -2,12 +2,9 @@
 
 import json
 
-import pytest
-
 from scripts import benchmark_step
 
 
-@pytest.mark.slow
 def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     path = tmp_path / "step.json"
     results = benchmark_step.main(["--steps", "3", "--json", str(path)])

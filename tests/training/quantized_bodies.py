@@ -36,10 +36,10 @@ METHODS = {
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nested", "int8")]
-
-
-@pytest.fixture(scope="module", params=["nf4", "torchao", *SLOW])
+@pytest.fixture(
+    scope="module",
+    params=["nf4", pytest.param("nested", marks=pytest.mark.slow), "int8", "torchao"],
+)
 def base(request, tmp_path_factory):
     """Save a quantized Llama, of a width that blocks of 64 weights divide."""
     root = tmp_path_factory.mktemp(request.param)

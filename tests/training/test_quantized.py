@@ -20,4 +20,4 @@ def test_quantized_bodies():
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "17 passed, 1 skipped" in done.stdout
+    assert "25 passed, 2 skipped" in done.stdout
