@@ -17,6 +17,7 @@ os.environ |= {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",  # test processes side by side would wait for cores in busy loops
     "TRITON_INTERPRET": "1",  # transformers imports triton; kernels run on CPU tensors then
 }
 
