@@ -78,15 +78,9 @@ class ChunkedTiles:
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
         self.linear = frame.kind == "linear"
-        wanted = request.gemm if self.on_cpu else "mm"
-        backend = choose_backend(wanted, frame.dtype, request.hidden_states.shape[1])
-        # Small tiles stay in the cache of a core; an accelerator wants large ones. MKL adds a
-        # product in place, so that wider ones cost it no memory.
-        width = (768 if backend == "mm" else 384) if self.on_cpu else 8192
+        width = self._choose_products()
         starts = range(0, request.num_classes, width)
         self.edges = [(start, min(start + width, request.num_classes)) for start in starts]
-        self.gemm, self.add_gemm = product(backend), accumulated_product(backend)
-        self.store_gemm = stored_product(backend)
         self.gain = frame.gain if frame.center is None else None
         self.columns = None  # [V], |w|^2 + eps, and |x|^2 on the sphere
         if frame.center is None and frame.norms is not None:
@@ -230,6 +224,18 @@ class ChunkedTiles:
     def unit(self, hidden_states: Tensor) -> Tensor:
         """Return the unit of squared distances `[T, 1]`."""
         return self.request.frame.unit(hidden_states)
+
+    def _choose_products(self) -> int:
+        """Choose the matrix products, and return how many classes a tile has."""
+        request = self.request
+        wanted = "auto" if request.gemm == "native" else request.gemm
+        size = request.hidden_states.shape[1]
+        backend = choose_backend(wanted if self.on_cpu else "mm", request.frame.dtype, size)
+        self.gemm, self.add_gemm = product(backend), accumulated_product(backend)
+        self.store_gemm = stored_product(backend)
+        # Small tiles stay in the cache of a core; an accelerator wants large ones. MKL adds a
+        # product in place, so that wider ones cost it no memory.
+        return (768 if backend == "mm" else 384) if self.on_cpu else 8192
 
     @property
     def _leaves_rest(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harmonic_sft.ops.chunked import ChunkedTiles
 from harmonic_sft.ops.gradients import Gradients, add_pairs, finish_hidden_states
+from harmonic_sft.ops.native_tiles import NativeTiles, serve
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import (
@@ -77,7 +78,8 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
     found: list[TokenMetrics] = []
     smoothing = request.label_smoothing > 0
     gradients = empty_gradients(request, needs if with_gradients else Needs())
-    with _tiles(request) as tiles:
+    plain = not (with_metrics or needs.h_exp or smoothing) and request.class_bias is None
+    with _tiles(request, plain=plain) as tiles:
         for chunk in chunks_of(request, stored=with_gradients):
             placed, norms = frame.place(hidden_states[chunk])  # [T, D]
             labels = request.labels[chunk]  # [T, K]
@@ -114,7 +116,8 @@ def backward(
     frame = request.frame
     gradients = empty_gradients(request, needs)
     floor = request.label_smoothing / request.vocab_size
-    with _tiles(request) as tiles:
+    plain = not request.label_smoothing and request.class_bias is None
+    with _tiles(request, plain=plain) as tiles:
         for chunk in chunks_of(request, stored=False):
             placed, norms = frame.place(request.hidden_states[chunk])
             labels, normalizer = request.labels[chunk], log_normalizer[chunk]
@@ -174,7 +177,7 @@ def empty_gradients(request: Request, needs: Needs) -> Gradients:
 
 
 @contextmanager
-def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
+def _tiles(request: Request, *, plain: bool) -> Generator["ChunkedTiles | TritonTiles"]:
     device = request.hidden_states.device.type
     workers = cpu_workers() if device == "cpu" else nullcontext(Workers(1))
     with torch.no_grad(), torch.autocast(device, enabled=False), workers as threads:
@@ -182,6 +185,8 @@ def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
             from harmonic_sft.ops.triton_engine import TritonTiles  # not on every system
 
             yield TritonTiles(request)
+        elif plain and serve(request):
+            yield NativeTiles(request, threads)
         else:
             yield ChunkedTiles(request, threads)
 

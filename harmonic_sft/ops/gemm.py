@@ -54,7 +54,9 @@ def choose_backend(wanted: str, dtype: torch.dtype, hidden_size: int) -> str:
         return wanted if wanted != "auto" else "mm"
     key = (dtype, max(hidden_size - 1, 0).bit_length())
     if key not in _FASTEST:
-        seconds = {name: _trial(product(name), dtype, hidden_size) for name in ("mm", "mkldnn")}
+        seconds = {
+            name: trial_seconds(product(name), dtype, hidden_size) for name in ("mm", "mkldnn")
+        }
         _FASTEST[key] = "mkldnn" if seconds["mkldnn"] < 0.9 * seconds["mm"] else "mm"
     return _FASTEST[key]
 
@@ -95,8 +97,8 @@ def _put(target: Tensor, found: Tensor, add: bool) -> None:
     target.add_(found) if add else target.copy_(found)
 
 
-def _trial(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:
-    """Seconds of the three products of one tile, the best of four."""
+def trial_seconds(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:
+    """Return the seconds of the three products of one tile, the best of four."""
     hidden_states = torch.zeros(192, hidden_size, dtype=dtype)
     prototypes = torch.zeros(512, hidden_size, dtype=dtype)
     weights = torch.zeros(192, 512, dtype=dtype)

@@ -28,8 +28,11 @@ class LossOptions:
             distance loss and an upstream gradient that differs between tokens recompute anyway.
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products where the
             processor has it, at an error of some 1e-4; None keeps float32 or better.
-        gemm: Matrix product on the CPU: "mm" (torch.mm), "mkldnn" (oneDNN), or "auto", the
-            faster one in a trial of some milliseconds, once per dtype and size class.
+        gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
+            wants them; float32), "mkldnn" (oneDNN), "mm" (torch.mm), or "auto", the fastest in a
+            trial of some milliseconds, once per dtype and size class. Without a C compiler "auto"
+            does without "native". Where the C tiles do not go (metrics, moments, biases,
+            recomputation), "native" means the faster of the others.
         group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
             the same hidden states and global labels on each. The loss and the gradient of the
             hidden states come out complete on every rank.
@@ -42,7 +45,7 @@ class LossOptions:
     z_loss: float = 0.0
     gradients: Literal["forward", "recompute"] = "forward"
     gradient_dtype: torch.dtype | None = None
-    gemm: Literal["auto", "mm", "mkldnn"] = "auto"
+    gemm: Literal["auto", "native", "mkldnn", "mm"] = "auto"
     group: ProcessGroup | None = None
 
 
@@ -122,7 +125,7 @@ def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: Lo
 def _check_settings(options: LossOptions) -> None:
     choices = {
         "gradients": (options.gradients, ("forward", "recompute")),
-        "gemm": (options.gemm, ("auto", "mm", "mkldnn")),
+        "gemm": (options.gemm, ("auto", "native", "mkldnn", "mm")),
         "gradient_dtype": (options.gradient_dtype, (None, torch.bfloat16)),
     }
     for name, (value, allowed) in choices.items():

@@ -105,7 +105,7 @@ REFUSED = {
     ),
     "gemm": (
         {"gemm": "cublas"},
-        r"^gemm: expected one of \['auto', 'mm', 'mkldnn'\], got 'cublas'$",
+        r"^gemm: expected one of \['auto', 'native', 'mkldnn', 'mm'\], got 'cublas'$",
     ),
     "gradient_dtype": (
         {"gradient_dtype": torch.float16},

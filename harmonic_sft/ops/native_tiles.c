@@ -1,0 +1,313 @@
+/* The tiles of the fused losses on one CPU core: scores, weights, products of the gradients.
+ *
+ * Scores are kept with one row per class and one column per token, [W, P] with P tokens padded to
+ * whole vectors: prototypes are then read as they lie in memory, and what is summed, divided or
+ * compared per token runs down the columns, a vector of tokens at a time. `native.py` compiles
+ * this file for the machine at hand and is its only caller; arrays are float32 and contiguous.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 8 }; /* 24 of 32 registers hold sums */
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 4 }; /* 12 of 16 */
+#else
+enum { LANES = 4, ROWS = 8 }; /* 24 of 32, as ARM has them */
+#endif
+enum { PANEL = 3 * LANES, DEPTH = 1024, SUMMED = 32 };
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline long least(long a, long b) { return a < b ? a : b; }
+static inline vec load(const float *from) { return *(const anywhere *)from; }
+static inline void store(float *to, vec value) { *(anywhere *)to = value; }
+static inline vec all(float value) { return value - (vec){0}; }
+static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+/* ---- Products ---------------------------------------------------------------------------- */
+
+/* c[i, j] (+)= sum over k of a[offset[i] + k * step] * b[k, j], for `vectors` vectors of columns,
+ * of which `columns` floats are stored, and the first `rows` of ROWS rows. */
+static inline __attribute__((always_inline)) void
+multiply(int vectors, long depth, const float *a, const long *offset, long step, const float *b,
+         float *c, long stride, int rows, long columns, int add)
+{
+    vec sums[ROWS][3];
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < vectors; j++) {
+            sums[i][j] = (vec){0};
+            if (i < rows) __builtin_prefetch(c + i * stride + j * LANES, 1);
+        }
+    for (long k = 0; k < depth; k++, a += step, b += vectors * LANES) {
+        vec right[3];
+#pragma GCC unroll 3
+        for (int j = 0; j < vectors; j++) right[j] = load(b + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            const float left = a[offset[i]];
+#pragma GCC unroll 3
+            for (int j = 0; j < vectors; j++) sums[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) {
+        if (i >= rows) continue;
+        float *row = c + i * stride;
+        if (columns == vectors * LANES) {
+#pragma GCC unroll 3
+            for (int j = 0; j < vectors; j++) {
+                float *to = row + j * LANES;
+                store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+            }
+        } else {
+            float found[PANEL];
+#pragma GCC unroll 3
+            for (int j = 0; j < vectors; j++) store(found + j * LANES, sums[i][j]);
+            for (long j = 0; j < columns; j++) row[j] = add ? row[j] + found[j] : found[j];
+        }
+    }
+}
+
+static void multiply_panel(long depth, const float *a, const long *offset, long step,
+                           const float *b, float *c, long stride, int rows, long columns, int add)
+{
+    if (columns > 2 * LANES)
+        multiply(3, depth, a, offset, step, b, c, stride, rows, columns, add);
+    else if (columns > LANES)
+        multiply(2, depth, a, offset, step, b, c, stride, rows, columns, add);
+    else
+        multiply(1, depth, a, offset, step, b, c, stride, rows, columns, add);
+}
+
+static inline long padded(long count, long multiple)
+{
+    return (count + multiple - 1) / multiple * multiple;
+}
+
+/* Columns `from` on of x [rows, width] as one panel [rows, vectors], zeros at the end. */
+static void pack_panel(const float *x, long rows, long width, long from, float *panel)
+{
+    const long there = least(width - from, PANEL), wide = padded(there, LANES);
+    for (long r = 0; r < rows; r++, panel += wide) {
+        const float *row = x + r * width + from;
+        if (there == PANEL) {
+            for (int j = 0; j < 3; j++) store(panel + j * LANES, load(row + j * LANES));
+        } else {
+            memset(panel, 0, wide * sizeof(float));
+            memcpy(panel, row, there * sizeof(float));
+        }
+    }
+}
+
+/* What tokens must be padded to. */
+long token_multiple(void) { return LANES > ROWS ? LANES : ROWS; }
+long panel_width(void) { return PANEL; }
+
+/* Put tokens x [T, D] where the products want them: `across`, panels of tokens [D, tokens] times
+ * `scale`, padded to P tokens of zeros, and `along`, panels of dimensions [T, dimensions]. */
+void pack_tokens(const float *x, long T, long P, long D, float scale, float *across, float *along)
+{
+    for (long from = 0; from < P; from += PANEL) {
+        const long wide = least(P - from, PANEL);
+        float *panel = across + from * D;
+        for (long j = 0; j < wide; j++)
+            for (long d = 0; d < D; d++)
+                panel[d * wide + j] = from + j < T ? scale * x[(from + j) * D + d] : 0;
+    }
+    for (long from = 0; from < D; from += PANEL) pack_panel(x, T, D, from, along + from * T);
+}
+
+/* ---- Scores and weights ------------------------------------------------------------------ */
+
+/* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
+ * (each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
+ * become `fill`. best [P] gets the largest of each token if `linear`, else the least. */
+void score_tile(const float *prototypes, long W, long D, const float *across, long P,
+                const float *gain, const float *column, const float *row,
+                const int64_t *excluded, long num_excluded, long first, int linear,
+                float *scores, float *best)
+{
+    const float fill = linear ? -__builtin_inff() : __builtin_inff();
+    for (long t = 0; t < P; t++) best[t] = fill;
+    for (long c = 0; c < W; c += ROWS) {
+        const int rows = (int)least(W - c, ROWS);
+        float *block = scores + c * P;
+        long offset[ROWS];
+        for (int i = 0; i < ROWS; i++) offset[i] = least(i, rows - 1) * D;
+        for (long k = 0; k < D; k += DEPTH)
+            for (long from = 0; from < P; from += PANEL) {
+                const long wide = least(P - from, PANEL);
+                multiply_panel(least(D - k, DEPTH), prototypes + c * D + k, offset, 1,
+                               across + from * D + k * wide, block + from, P, rows, wide, k > 0);
+            }
+        if (!linear)
+            for (int i = 0; i < rows; i++) {
+                const vec factor = all(gain ? gain[c + i] : 1), term = all(column[c + i]);
+                for (long t = 0; t < P; t += LANES) {
+                    vec found = load(block + i * P + t) * factor + term;
+                    if (row) found += load(row + t);
+                    store(block + i * P + t, found);
+                }
+            }
+        for (; num_excluded && excluded[0] - first < c + rows; num_excluded--, excluded += 2)
+            scores[(excluded[0] - first) * P + excluded[1]] = fill;
+        for (int i = 0; i < rows; i++)
+            for (long t = 0; t < P; t += LANES) {
+                const vec found = load(block + i * P + t), old = load(best + t);
+                const ivec better = linear ? found > old : found < old;
+                store(best + t, choose(better | (found != found), found, old)); /* NaN stays */
+            }
+    }
+}
+
+/* e^x for x <= 0; 0 below the least normal number. */
+static inline vec exponential(vec x, vec whole, ivec bits)
+{
+    /* x is what is left of the argument, in nats, after `whole` powers of two (`bits` its code). */
+    vec sum = all(1.0f / 5040);
+    sum = sum * x + 1.0f / 720;
+    sum = sum * x + 1.0f / 120;
+    sum = sum * x + 1.0f / 24;
+    sum = sum * x + 1.0f / 6;
+    sum = sum * x + 0.5f;
+    sum = sum * x * x + x + 1.0f;
+    const vec scaled = (vec)((ivec)sum + (bits << 23));
+    return choose(whole < -126.0f, (vec){0}, scaled);
+}
+
+#define ROUNDING 12582912.0f /* adding 1.5 * 2^23 leaves a whole number in the last bits */
+
+static inline vec exp_nats(vec x)
+{
+    x = choose(x < -100.0f, all(-100.0f), x);
+    const vec shifted = x * 1.44269504f + ROUNDING, whole = shifted - ROUNDING;
+    const vec rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    return exponential(rest, whole, (ivec)shifted);
+}
+
+static inline vec exp_bits(vec x)
+{
+    x = choose(x < -140.0f, all(-140.0f), x);
+    const vec shifted = x + ROUNDING, whole = shifted - ROUNDING;
+    return exponential((x - whole) * 0.693147181f, whole, (ivec)shifted);
+}
+
+/* log2 of a normal number. */
+static inline vec log_bits(vec x)
+{
+    const ivec exponent = ((ivec)x - 0x3f3504f3) >> 23; /* of x over the root of a half */
+    const vec mantissa = (vec)((ivec)x - (exponent << 23));
+    const vec s = (mantissa - 1.0f) / (mantissa + 1.0f), s2 = s * s;
+    vec sum = all(2.88539008f / 11);
+    sum = sum * s2 + 2.88539008f / 9;
+    sum = sum * s2 + 2.88539008f / 7;
+    sum = sum * s2 + 2.88539008f / 5;
+    sum = sum * s2 + 2.88539008f / 3;
+    sum = sum * s2 + 2.88539008f;
+    return __builtin_convertvector(exponent, vec) + s * sum;
+}
+
+static inline vec power(vec ratio, float exponent, int whole)
+{
+    if (!whole) {
+        const vec found = exp_bits(exponent * log_bits(ratio));
+        return choose(ratio < 1.17549435e-38f, (vec){0}, found);
+    }
+    vec result = ratio;
+    for (int bit = 30 - __builtin_clz(whole); bit >= 0; bit--) {
+        result *= result;
+        if (whole >> bit & 1) result *= ratio;
+    }
+    return result;
+}
+
+/* From scores [W, P] and what is best of each token [P]: sums [P] of exp(score - best) if
+ * `linear`, else of (best / score) ^ exponent (`whole` is the exponent if it is a whole number,
+ * else 0). With `keep` the scores are replaced by these weights, for distances times best / score.
+ */
+void weigh_tile(float *scores, long W, long P, const float *best, float exponent, int whole,
+                int linear, int keep, float *sums)
+{
+    memset(sums, 0, P * sizeof(float));
+    for (long t = 0; t < P; t += LANES) {
+        const vec worst = all(linear ? -__builtin_inff() : __builtin_inff());
+        const vec peak = choose(load(best + t) == worst, (vec){0}, load(best + t));
+        vec total = {0};
+        for (long from = 0; from < W; from += SUMMED) { /* sums of sums, for their last digits */
+            const long stop = least(from + SUMMED, W);
+            vec part = {0};
+            for (long c = from; c < stop; c++) {
+                float *score = scores + c * P + t;
+                const vec ratio = linear ? load(score) - peak : peak / load(score);
+                const vec weight = linear ? exp_nats(ratio) : power(ratio, exponent, whole);
+                part += weight;
+                if (keep) store(score, linear ? weight : weight * ratio);
+            }
+            total += part;
+        }
+        store(sums + t, total);
+    }
+}
+
+/* ---- Gradients --------------------------------------------------------------------------- */
+
+/* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
+ * [W] and rows [P] (or null both). Add their products to those of the prototypes [W, D] (stored,
+ * unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds W * (P + PANEL). */
+void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
+                     const float *gain, const float *prototypes, const float *along,
+                     float *to_prototypes, int add, float *to_tokens, float *columns, float *rows,
+                     float *scratch)
+{
+    float *part = scratch; /* of the rows: the sums of a tile have more digits than those of all */
+    if (rows) memset(part, 0, P * sizeof(float));
+    for (long c = 0; c < W; c++) {
+        const vec scale = all(gain ? gain[c] : 1);
+        float column = 0, *weight = weights + c * P;
+        for (long t = 0; t < P; t += LANES) {
+            const vec found = load(weight + t) * load(factor + t) * scale;
+            store(weight + t, found);
+            if (rows) store(part + t, load(part + t) + found);
+        }
+        if (columns) {
+            for (long t = 0; t < T; t++) column += weight[t];
+            columns[c] += column;
+        }
+    }
+    if (rows)
+        for (long t = 0; t < P; t += LANES) store(rows + t, load(rows + t) + load(part + t));
+    if (to_prototypes)
+        for (long c = 0; c < W; c += ROWS) {
+            const int height = (int)least(W - c, ROWS);
+            long offset[ROWS];
+            for (int i = 0; i < ROWS; i++) offset[i] = least(i, height - 1) * P;
+            for (long from = 0; from < D; from += PANEL)
+                multiply_panel(T, weights + c * P, offset, 1, along + from * T,
+                               to_prototypes + c * D + from, D, height, least(D - from, PANEL),
+                               add);
+        }
+    if (to_tokens) {
+        static const long offset[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+        float *packed = scratch, *panel = scratch + W * P;
+        for (long t = 0; t < P; t += ROWS) /* [W, ROWS] of one block of tokens after another */
+            for (long c = 0; c < W; c++)
+                memcpy(packed + t * W + c * ROWS, weights + c * P + t, ROWS * sizeof(float));
+        for (long from = 0; from < D; from += PANEL) {
+            pack_panel(prototypes, W, D, from, panel);
+            const long next = least(D - from - PANEL, PANEL);
+            for (long t = 0, c = 0; t < P; t += ROWS) {
+                for (; c < W * (t + ROWS) / P; c++) /* meanwhile the next panel comes */
+                    for (long d = 0; d < next; d += 16)
+                        __builtin_prefetch(prototypes + c * D + from + PANEL + d, 0, 2);
+                multiply_panel(W, packed + t * W, offset, ROWS, panel, to_tokens + t * D + from, D,
+                               ROWS, least(D - from, PANEL), 1);
+            }
+        }
+    }
+}
