@@ -295,6 +295,9 @@ ARMS = {
     "harmonic sphere, chunked": Arm(build_fn=_distance(unit_sphere=True), head="sphere"),
     "harmonic h_exp=-7.3, chunked": Arm(build_fn=_distance(-7.3), h_exp=-7.3),
     "harmonic, recompute": Arm(build_fn=_distance(options=LossOptions(gradients="recompute"))),
+    "harmonic, oneDNN": Arm(
+        build_fn=_distance(options=LossOptions(gemm="mkldnn")), devices=("cpu",)
+    ),
     "harmonic, MKL": Arm(build_fn=_distance(options=LossOptions(gemm="mm")), devices=("cpu",)),
     "harmonic, bfloat16 gradients": Arm(
         build_fn=_distance(options=LossOptions(gradient_dtype=torch.bfloat16))

@@ -68,7 +68,10 @@ class Frame:
         rounding it costs a relative error of 1e-5 in p. Equal on all ranks of a group.
         """
         squared = torch.linalg.vecdot(hidden_states, hidden_states).unsqueeze(1)
-        return torch.ones_like(squared) if self.spread is None else squared + self.spread
+        if self.spread is None:
+            return torch.ones_like(squared)
+        # Not 0 either where all prototypes are one, and the hidden state is too.
+        return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
 
     def rows(self, classes: Tensor) -> Tensor:
         """Return the prototypes of `classes` `[P]` in this frame, `[P, D]`."""

@@ -1,0 +1,245 @@
+"""The tiles in C: against float64, for every width of vectors, and how they are compiled."""
+
+import platform
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harmonic_sft.ops import (
+    LossOptions,
+    distance_cross_entropy,
+    fused,
+    linear_cross_entropy,
+    native,
+    native_tiles,
+)
+from tests.ops.test_cross_entropy import EPS, Inputs, assert_near, gradients_of
+
+KINDS = ["euclidean", "sphere", "linear"]
+OPTIONS = ["plain", "token_weights", "z_loss", "soft target", "recompute"]
+# Tokens, classes, dimensions: none, one, less than a vector, several tiles and chunks, several
+# panels of tokens and dimensions with a rest, more dimensions than a product takes at once.
+SHAPES = [
+    *[(0, 7, 3), (1, 1, 1), (5, 2, 3), (20, 1600, 8), (77, 500, 50)],
+    *[(49, 385, 97), (6, 130, 1100)],
+]
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+TARGETS = ["native", *(["x86-64", "x86-64-v3"] if ON_X86 else [])]  # vectors of 128 and 256 bits
+
+
+def compile_for(monkeypatch, target):
+    flags = tuple(flag for flag in native.FLAGS if not flag.startswith("-march"))
+    monkeypatch.setattr(native, "FLAGS", (*flags, f"-march={target}"))
+    native.library.cache_clear()
+    try:
+        native.library()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """Tiles for this machine, or for the instructions that a test is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        compile_for(patch, getattr(request, "param", "native"))
+        yield
+    native.library.cache_clear()
+
+
+def run(inputs, **settings):
+    """The plain loss `[N]` of the C tiles."""
+    tensors = (inputs.hidden_states, inputs.prototypes, inputs.labels)
+    options = replace(inputs.options, gemm="native", **settings)
+    if inputs.kind == "linear":
+        return linear_cross_entropy(*tensors, options=options)
+    sphere = inputs.kind == "sphere"
+    return distance_cross_entropy(
+        *tensors, h_exp=inputs.h_exp, unit_sphere=sphere, eps=EPS, options=options
+    )
+
+
+def assert_exact(inputs, upstream=None, **settings):
+    loss = run(inputs, **settings)
+    assert_near(loss, inputs.dense()[0], 1e-5)
+    found = gradients_of(loss, inputs.leaves, upstream)
+    for pair in zip(found, inputs.dense_gradients(upstream), strict=True):
+        assert_near(*pair, 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("compiled", TARGETS, indirect=True)
+def test_they_equal_dense_float64(compiled, shape, option, kind, monkeypatch):
+    monkeypatch.setattr(fused, "STORED_ROWS", 32)
+    monkeypatch.setattr(fused, "TILE_ROWS", 32)
+    turn = SHAPES.index(shape) + OPTIONS.index(option)
+    h_exp = (-14.0, -7.3, -1.0, -0.5, -37.0)[turn % 5]
+    assert_exact(Inputs(option, shape, kind, h_exp, torch.float32, seed=turn))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_upstream_gradients_that_differ_are_followed(kind):
+    inputs = Inputs("token_weights", (20, 600, 5), kind, -3.0, torch.float32)
+    assert_exact(inputs, upstream=torch.linspace(-1, 2, 20))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("frozen", ["hidden_states", "prototypes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_side_gets_no_gradient(kind, frozen):
+    inputs = Inputs("plain", (20, 600, 5), kind, -3.0, torch.float32)
+    getattr(inputs, frozen).requires_grad_(False)
+    assert len(inputs.leaves) == 1
+    assert_exact(inputs)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", ["euclidean", "sphere"])
+def test_prototypes_about_a_mean_are_recentred(kind):
+    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.float32)
+    with torch.no_grad():
+        inputs.hidden_states += 4
+        inputs.prototypes += 4
+    assert_exact(inputs)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_are_not_one_and_bfloat16_are_served(kind):
+    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.bfloat16)
+    loss = run(inputs)
+    assert_near(loss, inputs.dense()[0], 1e-5)
+    for pair in zip(gradients_of(loss, inputs.leaves), inputs.dense_gradients(), strict=True):
+        assert_near(*pair, 2**-7)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("kind", ["euclidean", "sphere"])
+def test_near_prototypes_are_measured_by_difference(kind, gradients):
+    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.float32)
+    with torch.no_grad():
+        noise = torch.randn(20, 16, generator=torch.Generator().manual_seed(1))
+        inputs.hidden_states[:] = inputs.prototypes[inputs.labels - 1] + 2e-2 * noise
+    assert_exact(inputs, gradients=gradients)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("h_exp", [-28.0, -200.0, -768.0, -7.3])
+def test_far_tokens_underflow_to_zero(h_exp):
+    inputs = Inputs("plain", (8, 400, 4), "euclidean", h_exp, torch.float32)
+    with torch.no_grad():
+        inputs.prototypes[::2] *= 1e4
+    loss = run(inputs)
+    assert_near(loss, inputs.dense()[0], 1e-4)
+    assert all(gradient.isfinite().all() for gradient in gradients_of(loss, inputs.leaves))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("poisoned", ["hidden_states", "prototypes"])
+def test_not_a_number_comes_out_where_it_went_in(kind, poisoned):
+    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.float32)
+    with torch.no_grad():
+        getattr(inputs, poisoned)[3, 2] = torch.nan
+    loss = run(inputs)
+    expected = torch.ones(20, dtype=torch.bool)
+    if poisoned == "hidden_states":
+        expected = torch.arange(20) == 3
+    assert torch.equal(loss.isnan(), expected)
+    assert gradients_of(loss, inputs.leaves)[0][3].isnan().all()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_are_equal_to_the_last_bit(kind):
+    inputs = Inputs("plain", (300, 2000, 24), kind, -7.3, torch.float32)
+    first, second = (
+        (loss.detach(), *gradients_of(loss, inputs.leaves)) for loss in (run(inputs), run(inputs))
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_loss_without_gradients_is_the_same():
+    inputs = Inputs("plain", (40, 1000, 24), "sphere", -7.3, torch.float32)
+    expected = run(inputs).detach()
+    with torch.no_grad():
+        assert_near(run(inputs), expected, 1e-6)
+
+
+def small():
+    return Inputs("plain", (5, 7, 3), "sphere", -3.0, torch.float32)
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """Nothing compiled yet, and nothing tried."""
+    monkeypatch.setattr(native_tiles, "_FASTER", {})
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_without_a_compiler_pytorch_does_the_tiles(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    inputs = small()
+    assert_near(
+        distance_cross_entropy(
+            *(inputs.hidden_states, inputs.prototypes, inputs.labels),
+            h_exp=-3.0,
+            unit_sphere=True,
+            eps=EPS,
+        ),
+        inputs.dense()[0],
+        1e-5,
+    )
+    with pytest.raises(OSError, match=r"^gemm: native needs a C compiler, and none is there"):
+        run(small())
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_what_the_compiler_says_is_passed_on(monkeypatch, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'no such instruction' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(OSError, match=r"^gemm: .* failed:\nno such instruction$"):
+        run(small())
+    assert not native_tiles._faster(768)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_it_is_compiled_once(monkeypatch):
+    commands, compile_ = [], subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: (commands.append(a), compile_(*a, **k))[1]
+    )
+    compile_for(monkeypatch, "native")
+    for _ in range(3):
+        run(small())
+    assert len(commands) == 1
+
+
+@pytest.mark.parametrize("settings", [{"gradient_dtype": torch.bfloat16}, {}], ids=str)
+def test_what_they_do_not_serve_is_refused(settings):
+    inputs = Inputs(
+        "plain", (5, 7, 3), "sphere", -3.0, torch.float32 if settings else torch.float64
+    )
+    message = "^gemm: expected auto or mm: native serves nothing but float32$"
+    with pytest.raises(ValueError, match=message):
+        run(inputs, **settings)
+
+
+def test_a_slow_compilation_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(native_tiles, "_FASTER", {})
+    monkeypatch.setattr(native_tiles, "_trial", lambda size: 1.0)
+    assert not native_tiles._faster(768)
+    assert LossOptions().gemm == "auto"
