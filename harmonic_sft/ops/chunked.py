@@ -219,7 +219,7 @@ class ChunkedTiles:
 
     def finish_prototypes(self, gradients: Gradients) -> None:
         """Turn the accumulated products into the gradient of the prototypes, in place."""
-        finish_prototypes(self.request.frame, gradients, self.edges, self.workers)
+        finish_prototypes(self.request.frame, gradients, self.workers)
 
     def unit(self, hidden_states: Tensor) -> Tensor:
         """Return the unit of squared distances `[T, 1]`."""

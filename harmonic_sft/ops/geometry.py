@@ -77,7 +77,7 @@ class Frame:
         """Return the prototypes of `classes` `[P]` in this frame, `[P, D]`."""
         prototypes = self.prototypes[classes].to(self.dtype)
         if self.kind == "sphere" and self.norms is not None:
-            prototypes = prototypes / self.norms[classes].unsqueeze(-1)
+            prototypes /= self.norms[classes].unsqueeze(-1)
         return self._centered(prototypes)
 
     def tile(self, start: int, stop: int) -> Tensor:

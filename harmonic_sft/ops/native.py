@@ -135,6 +135,11 @@ def weigh_tile(
     )
 
 
+def scratch_size(packed: Packed, width: int) -> int:
+    """Return how many floats `accumulate_tile` works in, for tiles of at most `width` classes."""
+    return width * (packed.padded + library().panel_width())
+
+
 class Totals(NamedTuple):
     """What the gradients of a tile are added to; None where nobody needs it.
 
@@ -157,6 +162,7 @@ def accumulate_tile(
     factors: tuple[Tensor, Tensor | None],
     prototypes: Tensor,
     totals: Totals,
+    scratch: Tensor,
     *,
     add: bool,
 ) -> None:
@@ -168,10 +174,10 @@ def accumulate_tile(
         factors: Of the tokens `[P]`, and of the classes `[W]` or None.
         prototypes: `[W, D]`.
         totals: Accumulated in place.
+        scratch: `scratch_size` floats of this thread.
         add: Whether `totals.prototypes` holds something already; it is written otherwise.
     """
     width, padded = weights.shape
-    scratch = weights.new_empty(width * (padded + library().panel_width()))
     library().accumulate_tile(
         _at(weights), width, packed.count, padded, prototypes.shape[1],
         _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along),

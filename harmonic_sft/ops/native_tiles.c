@@ -16,7 +16,7 @@ enum { LANES = 8, ROWS = 4 }; /* 12 of 16 */
 #else
 enum { LANES = 4, ROWS = 8 }; /* 24 of 32, as ARM has them */
 #endif
-enum { PANEL = 3 * LANES, DEPTH = 1024, SUMMED = 32 };
+enum { PANEL = 3 * LANES, DEPTH = 1024, SUMMED = 32, KEPT = 1 << 17 }; /* KEPT floats: of a cache */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -135,34 +135,33 @@ void score_tile(const float *prototypes, long W, long D, const float *across, lo
 {
     const float fill = linear ? -__builtin_inff() : __builtin_inff();
     for (long t = 0; t < P; t++) best[t] = fill;
-    for (long c = 0; c < W; c += ROWS) {
-        const int rows = (int)least(W - c, ROWS);
-        float *block = scores + c * P;
-        long offset[ROWS];
-        for (int i = 0; i < ROWS; i++) offset[i] = least(i, rows - 1) * D;
-        for (long k = 0; k < D; k += DEPTH)
-            for (long from = 0; from < P; from += PANEL) {
-                const long wide = least(P - from, PANEL);
+    for (long k = 0; k < D; k += DEPTH)
+        for (long from = 0; from < P; from += PANEL) { /* a panel at a time stays in the cache */
+            const long wide = least(P - from, PANEL);
+            for (long c = 0; c < W; c += ROWS) {
+                const int rows = (int)least(W - c, ROWS);
+                long offset[ROWS];
+                for (int i = 0; i < ROWS; i++) offset[i] = least(i, rows - 1) * D;
                 multiply_panel(least(D - k, DEPTH), prototypes + c * D + k, offset, 1,
-                               across + from * D + k * wide, block + from, P, rows, wide, k > 0);
+                               across + from * D + k * wide, scores + c * P + from, P, rows, wide,
+                               k > 0);
             }
+        }
+    for (long c = 0; c < W; c++) {
+        float *score = scores + c * P;
         if (!linear)
-            for (int i = 0; i < rows; i++) {
-                const vec factor = all(gain ? gain[c + i] : 1), term = all(column[c + i]);
-                for (long t = 0; t < P; t += LANES) {
-                    vec found = load(block + i * P + t) * factor + term;
-                    if (row) found += load(row + t);
-                    store(block + i * P + t, found);
-                }
-            }
-        for (; num_excluded && excluded[0] - first < c + rows; num_excluded--, excluded += 2)
-            scores[(excluded[0] - first) * P + excluded[1]] = fill;
-        for (int i = 0; i < rows; i++)
             for (long t = 0; t < P; t += LANES) {
-                const vec found = load(block + i * P + t), old = load(best + t);
-                const ivec better = linear ? found > old : found < old;
-                store(best + t, choose(better | (found != found), found, old)); /* NaN stays */
+                vec found = load(score + t) * all(gain ? gain[c] : 1) + all(column[c]);
+                if (row) found += load(row + t);
+                store(score + t, found);
             }
+        for (; num_excluded && excluded[0] == first + c; num_excluded--, excluded += 2)
+            score[excluded[1]] = fill;
+        for (long t = 0; t < P; t += LANES) {
+            const vec found = load(score + t), old = load(best + t);
+            const ivec better = linear ? found > old : found < old;
+            store(best + t, choose(better | (found != found), found, old)); /* NaN stays */
+        }
     }
 }
 
@@ -282,16 +281,19 @@ void accumulate_tile(float *weights, long W, long T, long P, long D, const float
     }
     if (rows)
         for (long t = 0; t < P; t += LANES) store(rows + t, load(rows + t) + load(part + t));
-    if (to_prototypes)
-        for (long c = 0; c < W; c += ROWS) {
-            const int height = (int)least(W - c, ROWS);
-            long offset[ROWS];
-            for (int i = 0; i < ROWS; i++) offset[i] = least(i, height - 1) * P;
-            for (long from = 0; from < D; from += PANEL)
-                multiply_panel(T, weights + c * P, offset, 1, along + from * T,
-                               to_prototypes + c * D + from, D, height, least(D - from, PANEL),
-                               add);
-        }
+    if (to_prototypes) {
+        const long group = (KEPT / (T * PANEL) > 0 ? KEPT / (T * PANEL) : 1) * PANEL;
+        for (long first = 0; first < D; first += group)
+            for (long c = 0; c < W; c += ROWS) {
+                const int height = (int)least(W - c, ROWS);
+                long offset[ROWS];
+                for (int i = 0; i < ROWS; i++) offset[i] = least(i, height - 1) * P;
+                for (long from = first; from < least(first + group, D); from += PANEL)
+                    multiply_panel(T, weights + c * P, offset, 1, along + from * T,
+                                   to_prototypes + c * D + from, D, height,
+                                   least(D - from, PANEL), add);
+            }
+    }
     if (to_tokens) {
         static const long offset[8] = {0, 1, 2, 3, 4, 5, 6, 7};
         float *packed = scratch, *panel = scratch + W * P;

@@ -71,6 +71,10 @@ class NativeTiles(ChunkedTiles):
 
     packed: native.Packed  # of the chunk whose weights `score` kept
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scratch = self.parts = torch.empty(0, 0)  # of each worker, for one chunk after another
+
     def score(
         self, hidden_states: Tensor, labels: Tensor, *, store: bool, moments: bool
     ) -> TileSums:
@@ -113,6 +117,7 @@ class NativeTiles(ChunkedTiles):
             return self._kept(k), factors[k]
 
         self._add(self.packed, hidden_states, weights, gradients, chunk, kept=True)
+        del self.packed  # before the next chunk's is made
 
     def recompute(
         self,
@@ -153,12 +158,14 @@ class NativeTiles(ChunkedTiles):
 
         It may use the memory `[WIDTH, P]` that it is given, unless the weights are `kept`.
         """
-        frame = self.request.frame
-        shape = (self.workers.count, packed.padded)
-        sums = hidden_states.new_zeros(shape) if frame.with_sums else None
-        parts = None
+        frame, workers = self.request.frame, self.workers.count
+        sums = hidden_states.new_zeros(workers, packed.padded) if frame.with_sums else None
+        if self.scratch.shape[1] < native.scratch_size(packed, WIDTH):
+            self.scratch = hidden_states.new_empty(workers, native.scratch_size(packed, WIDTH))
+            self.parts = hidden_states.new_empty(workers, packed.padded, hidden_states.shape[1])
+        scratch, parts = self.scratch, None
         if gradients.hidden_states is not None:
-            parts = hidden_states.new_zeros(*shape, hidden_states.shape[1])
+            parts = self.parts[:, : packed.padded].zero_()
 
         def work(worker: int) -> None:
             factors = hidden_states.new_zeros(packed.padded)
@@ -179,15 +186,17 @@ class NativeTiles(ChunkedTiles):
                     (factors, self._gain(k)),
                     frame.tile(tile.start, tile.stop).contiguous(),
                     totals,
+                    scratch[worker],
                     add=chunk.start > 0,
                 )
 
         self.workers.run(work)
         if parts is not None and gradients.hidden_states is not None:
-            total = sum(parts[1:], parts[0])[: packed.count]
+            target = gradients.hidden_states[chunk]
+            torch.sum(parts[:, : packed.count], 0, out=target)
             if sums is not None:
-                total -= hidden_states * sums.sum(0)[: packed.count, None]
-            gradients.hidden_states[chunk] = total
+                total = sums[:, : packed.count].sum(0).unsqueeze(1)
+                target.addcmul_(hidden_states, total, value=-1)
 
     def _scoring(self, hidden_states: Tensor, labels: Tensor) -> _Scoring:
         frame = self.request.frame
@@ -286,6 +295,9 @@ def _trial(hidden_size: int) -> float:
         factor.fill_(1)
         found = tokens.new_zeros(packed.padded, hidden_size)
         all_totals = native.Totals(totals, found, None, None)
-        native.accumulate_tile(packed, scores, (factor, None), prototypes, all_totals, add=True)
+        scratch = torch.empty(native.scratch_size(packed, 512))
+        native.accumulate_tile(
+            packed, scores, (factor, None), prototypes, all_totals, scratch, add=True
+        )
         best = min(best, time.perf_counter() - start)
     return best

@@ -133,9 +133,7 @@ class TritonTiles:
 
     def finish_prototypes(self, gradients: Gradients) -> None:
         """Turn the accumulated products into the gradient of the prototypes, in place."""
-        size = self.request.num_classes
-        edges = [(start, min(start + 8192, size)) for start in range(0, size, 8192)]
-        finish_prototypes(self.request.frame, gradients, edges, Workers(1))
+        finish_prototypes(self.request.frame, gradients, Workers(1))
 
     def _add_coefficients(
         self,
