@@ -18,9 +18,8 @@ from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.tiles import near_count, take_near
 
 WIDTH = 384  # classes of a tile
-# What the tiles may take of the time of PyTorch's bare products. They do the passes besides, and an
-# even race must not be decided anew by each process, since results would differ in the last bits.
-HANDICAP = 1.4
+# What products and passes may take of the time of PyTorch's products, which take passes besides.
+HANDICAP = 1.2
 _FASTER: dict[int, bool] = {}
 
 
@@ -267,7 +266,7 @@ class NativeTiles(ChunkedTiles):
 
 def _faster(hidden_size: int) -> bool:
     """Return whether the C tiles are to be preferred; tried once per size class."""
-    size = max(hidden_size, 512)  # below, calls cost more than what they compute
+    size = min(max(hidden_size, 512), 1024)  # elsewhere a trial is mostly calls, or takes a second
     key = (size - 1).bit_length()
     if key not in _FASTER:
         try:
@@ -276,7 +275,10 @@ def _faster(hidden_size: int) -> bool:
             _FASTER[key] = False
         else:
             peer = product(choose_backend("auto", torch.float32, size))
-            _FASTER[key] = _trial(size) < HANDICAP * trial_seconds(peer, torch.float32, size)
+            # Turn by turn: what slows one down for a while slows the other down.
+            turns = [(_trial(size), trial_seconds(peer, torch.float32, size)) for _ in range(3)]
+            own, theirs = map(min, zip(*turns, strict=True))
+            _FASTER[key] = own < HANDICAP * theirs
     return _FASTER[key]
 
 
