@@ -197,7 +197,9 @@ def chunks_of(request: Request, *, stored: bool) -> Iterator[slice]:
     """Yield even chunks of the tokens, as long as their memory allows."""
     num_tokens, hidden_size = request.hidden_states.shape
     device = request.hidden_states.device.type
-    rows = _chunk_rows(request.num_classes, hidden_size, stored=stored, device=device)
+    ranks = 1 if request.group is None else request.group.size()
+    share = -(-request.vocab_size // ranks)  # all ranks must make the same chunks
+    rows = _chunk_rows(share, hidden_size, stored=stored, device=device)
     count = -(-num_tokens // rows)
     for index in range(count):
         yield slice(index * num_tokens // count, (index + 1) * num_tokens // count)

@@ -99,9 +99,9 @@ def _put(target: Tensor, found: Tensor, add: bool) -> None:
 
 def trial_seconds(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:
     """Return the seconds of the three products of one tile, the best of four."""
-    hidden_states = torch.zeros(192, hidden_size, dtype=dtype)
-    prototypes = torch.zeros(512, hidden_size, dtype=dtype)
-    weights = torch.zeros(192, 512, dtype=dtype)
+    hidden_states = torch.zeros(192, hidden_size, dtype=dtype, device="cpu")
+    prototypes = hidden_states.new_zeros(512, hidden_size)
+    weights = hidden_states.new_zeros(192, 512)
     best = math.inf
     for _ in range(4):
         start = time.perf_counter()

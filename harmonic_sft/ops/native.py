@@ -7,16 +7,19 @@ a pass over memory. In C they are part of the product, and no tile is allocated.
 import ctypes
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native_tiles.c")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fno-fast-math", "-march=native", "-shared", "-fPIC")
+SECONDS = 60  # of a compiler that does not come back
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 _FUNCTIONS = {  # a letter for each argument
@@ -39,17 +42,29 @@ def library() -> ctypes.CDLL:
     Raises:
         OSError: There is no C compiler (`CC`, cc or gcc), or it cannot compile for this machine.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", ""))
+    compiler = compiler or [name for name in ("cc", "gcc") if shutil.which(name)][:1]
+    if not compiler or shutil.which(compiler[0]) is None:
         raise OSError(
-            "gemm: native needs a C compiler, and none is there. Install one, or name it in CC"
+            f"gemm: expected a C compiler for native, got {' '.join(compiler) or 'none'}. "
+            "Install one, name it in CC, or take auto"
         )
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "native_tiles.so")
-        command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"gemm: {' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(target)]
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS,
+                check=True,
+            )
+        except subprocess.SubprocessError as error:
+            output = getattr(error, "stderr", None) or ""
+            raise OSError(f"gemm: {error}\n{output.strip()[-2000:]}") from error
         loaded = ctypes.CDLL(str(target))
     for name, arguments in _FUNCTIONS.items():
         function = getattr(loaded, name)
@@ -147,7 +162,7 @@ class Totals(NamedTuple):
         prototypes: `[W, D]`.
         tokens: `[P, D]`.
         columns: `[W]`, sums of the weights of each class.
-        rows: `[P]`, sums of the weights of each token; None if `columns` is.
+        rows: `[P]`, sums of the weights of each token.
     """
 
     prototypes: Tensor | None
@@ -187,7 +202,12 @@ def accumulate_tile(
 
 
 def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    assert tensor.dtype in (torch.float32, torch.int64), f"C would misread {tensor.dtype}"
+    assert tensor.device.type == "cpu", f"C would misread memory of {tensor.device}"
+    assert tensor.is_contiguous(), "C reads memory as it lies"
+    return tensor.data_ptr()
 
 
 def _up(count: int, multiple: int) -> int:

@@ -28,8 +28,6 @@ static inline void store(float *to, vec value) { *(anywhere *)to = value; }
 static inline vec all(float value) { return value - (vec){0}; }
 static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* ---- Products ---------------------------------------------------------------------------- */
-
 /* c[i, j] (+)= sum over k of a[offset[i] + k * step] * b[k, j], for `vectors` vectors of columns,
  * of which `columns` floats are stored, and the first `rows` of ROWS rows. */
 static inline __attribute__((always_inline)) void
@@ -123,8 +121,6 @@ void pack_tokens(const float *x, long T, long P, long D, float scale, float *acr
     for (long from = 0; from < D; from += PANEL) pack_panel(x, T, D, from, along + from * T);
 }
 
-/* ---- Scores and weights ------------------------------------------------------------------ */
-
 /* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
  * (each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
  * become `fill`. best [P] gets the largest of each token if `linear`, else the least. */
@@ -165,10 +161,9 @@ void score_tile(const float *prototypes, long W, long D, const float *across, lo
     }
 }
 
-/* e^x for x <= 0; 0 below the least normal number. */
+/* 2^whole * e^x for |x| <= 0.35 and whole <= 0; 0 below 2^-126. `bits` ends in the bits of whole. */
 static inline vec exponential(vec x, vec whole, ivec bits)
 {
-    /* x is what is left of the argument, in nats, after `whole` powers of two (`bits` its code). */
     vec sum = all(1.0f / 5040);
     sum = sum * x + 1.0f / 720;
     sum = sum * x + 1.0f / 120;
@@ -254,10 +249,8 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
     }
 }
 
-/* ---- Gradients --------------------------------------------------------------------------- */
-
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
- * [W] and rows [P] (or null both). Add their products to those of the prototypes [W, D] (stored,
+ * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D] (stored,
  * unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds W * (P + PANEL). */
 void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
                      const float *gain, const float *prototypes, const float *along,

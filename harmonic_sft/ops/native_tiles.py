@@ -28,16 +28,14 @@ def serve(request: Request) -> bool:
 
     Raises:
         OSError: They are wanted and cannot be compiled.
-        ValueError: They are wanted and do not serve the dtype.
     """
-    on_cpu = request.hidden_states.device.type == "cpu" and request.impl == "chunked"
-    known = request.frame.dtype == torch.float32 and request.gradient_dtype is None
-    if request.gemm == "native" and on_cpu:
-        if not known:
-            raise ValueError("gemm: expected auto or mm: native serves nothing but float32")
+    hidden_states, dtypes = request.hidden_states, (request.frame.dtype, request.gradient_dtype)
+    known = hidden_states.device.type == "cpu" and dtypes == (torch.float32, None)
+    if not known or not hidden_states.shape[1]:
+        return False
+    if request.gemm == "native":
         native.library()
-        return True
-    return request.gemm == "auto" and on_cpu and known and _faster(request.hidden_states.shape[1])
+    return request.gemm == "native" or (request.gemm == "auto" and _faster(hidden_states.shape[1]))
 
 
 class _Scoring(NamedTuple):
@@ -250,8 +248,8 @@ class NativeTiles(ChunkedTiles):
         """Return pairs (class, token) `[S, 2]` of labels `[T, K]`, and where each tile's begin."""
         tokens, slots = torch.nonzero(labels >= 0, as_tuple=True)
         classes, order = labels[tokens, slots].sort(stable=True)
-        starts = torch.tensor([start for start, _ in self.edges] + [self.request.num_classes])
-        bounds = torch.searchsorted(classes, starts).tolist()
+        starts = [start for start, _ in self.edges] + [self.request.num_classes]
+        bounds = torch.searchsorted(classes, classes.new_tensor(starts)).tolist()
         return torch.stack([classes, tokens[order]], 1), bounds
 
     def _near(self, squared: Tensor, limits: Tensor, nearest: Tensor, start: int) -> Tensor | None:
@@ -284,20 +282,22 @@ def _faster(hidden_size: int) -> bool:
 
 def _trial(hidden_size: int) -> float:
     """Return the seconds of products and passes of the tile of `trial_seconds`, best of four."""
-    prototypes = torch.zeros(512, hidden_size)
-    tokens, totals = torch.zeros(192, hidden_size), torch.zeros_like(prototypes)
-    column, nobody = torch.ones(512), torch.zeros(0, 2, dtype=torch.int64)
+    # Of a dtype and device of their own, whatever the defaults are.
+    prototypes = torch.zeros(512, hidden_size, dtype=torch.float32, device="cpu")
+    tokens, totals = prototypes[:192], torch.zeros_like(prototypes)
+    column = prototypes.new_ones(512)
+    nobody = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
     best = math.inf
     for _ in range(4):
         start = time.perf_counter()
         packed = native.pack_tokens(tokens, -2.0)
-        scores, nearest, sums, factor = torch.empty(512 + 3, packed.padded).split([512, 1, 1, 1])
+        scores = tokens.new_empty(512, packed.padded)
+        nearest, sums, factor = tokens.new_ones(3, packed.padded)
         native.score_tile(packed, prototypes, (None, column, None), (nobody, 0), scores, nearest)
         native.weigh_tile(scores, nearest, -14.0, sums, keep=True)
-        factor.fill_(1)
         found = tokens.new_zeros(packed.padded, hidden_size)
         all_totals = native.Totals(totals, found, None, None)
-        scratch = torch.empty(native.scratch_size(packed, 512))
+        scratch = tokens.new_empty(native.scratch_size(packed, 512))
         native.accumulate_tile(
             packed, scores, (factor, None), prototypes, all_totals, scratch, add=True
         )

@@ -30,9 +30,9 @@ class LossOptions:
             processor has it, at an error of some 1e-4; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
             wants them; float32), "mkldnn" (oneDNN), "mm" (torch.mm), or "auto", the fastest in a
-            trial of some milliseconds, once per dtype and size class. Without a C compiler "auto"
-            does without "native". Where the C tiles do not go (metrics, moments, biases,
-            recomputation), "native" means the faster of the others.
+            trial of a tenth of a second, once per dtype and size class. Without a C compiler
+            "auto" does without "native". Where the C tiles do not go (metrics, a learned h_exp,
+            label smoothing, `class_bias`, other dtypes), "native" means the faster of the others.
         group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
             the same hidden states and global labels on each. The loss and the gradient of the
             hidden states come out complete on every rank.
