@@ -37,8 +37,8 @@ def distance_cross_entropy(
     | impl      | what it is                                              | "auto" takes it      |
     |-----------|---------------------------------------------------------|----------------------|
     | reference | the definition: dense logits, autograd, any derivative  | never                |
-    | chunked   | token chunks x vocabulary tiles, on a CPU in C if it is | CPU, other devices   |
-    |           | faster, else in PyTorch (`LossOptions.gemm`)            |                      |
+    | chunked   | token chunks x vocabulary tiles, on a CPU in C if there | CPU, other devices   |
+    |           | is a compiler, else in PyTorch (`LossOptions.gemm`)     |                      |
     | triton    | kernels that keep 16-bit or float32 weights of a chunk  | CUDA with Triton     |
 
     With `loss.sum()` (and, on the CPU, any reduction that treats tokens alike, like `mean`) the

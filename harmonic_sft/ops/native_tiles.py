@@ -1,4 +1,4 @@
-"""The tiles of a chunk in C, where a compiler is found and a trial finds them faster."""
+"""The tiles of a chunk in C, where there is a compiler and they are not clearly slower."""
 
 import math
 import time
@@ -18,13 +18,14 @@ from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.tiles import near_count, take_near
 
 WIDTH = 384  # classes of a tile
-# What products and passes may take of the time of PyTorch's products, which take passes besides.
-HANDICAP = 1.2
-_FASTER: dict[int, bool] = {}
+# What products and passes may take of the time of PyTorch's products, which take passes besides. An
+# even race must not be decided anew by each process, since results would differ in the last bits.
+HANDICAP = 1.5
+_FAST: dict[int, bool] = {}
 
 
 def serve(request: Request) -> bool:
-    """Return whether the C tiles are to do a call: they can, and are wanted or found faster.
+    """Return whether the C tiles are to do a call: they can, and are wanted or not slow.
 
     Raises:
         OSError: They are wanted and cannot be compiled.
@@ -35,7 +36,7 @@ def serve(request: Request) -> bool:
         return False
     if request.gemm == "native":
         native.library()
-    return request.gemm == "native" or (request.gemm == "auto" and _faster(hidden_states.shape[1]))
+    return request.gemm == "native" or (request.gemm == "auto" and _fast(hidden_states.shape[1]))
 
 
 class _Scoring(NamedTuple):
@@ -262,22 +263,22 @@ class NativeTiles(ChunkedTiles):
         return torch.where(columns >= 0, columns + start, -1)
 
 
-def _faster(hidden_size: int) -> bool:
-    """Return whether the C tiles are to be preferred; tried once per size class."""
+def _fast(hidden_size: int) -> bool:
+    """Return whether the C tiles are taken: not where they are clearly slower. Tried once."""
     size = min(max(hidden_size, 512), 1024)  # elsewhere a trial is mostly calls, or takes a second
     key = (size - 1).bit_length()
-    if key not in _FASTER:
+    if key not in _FAST:
         try:
             native.library()
         except OSError:
-            _FASTER[key] = False
+            _FAST[key] = False
         else:
             peer = product(choose_backend("auto", torch.float32, size))
             # Turn by turn: what slows one down for a while slows the other down.
             turns = [(_trial(size), trial_seconds(peer, torch.float32, size)) for _ in range(3)]
             own, theirs = map(min, zip(*turns, strict=True))
-            _FASTER[key] = own < HANDICAP * theirs
-    return _FASTER[key]
+            _FAST[key] = own < HANDICAP * theirs
+    return _FAST[key]
 
 
 def _trial(hidden_size: int) -> float:

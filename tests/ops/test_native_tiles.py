@@ -236,7 +236,7 @@ def small():
 @pytest.fixture
 def forgotten(monkeypatch):
     """Nothing compiled yet, and nothing tried."""
-    monkeypatch.setattr(native_tiles, "_FASTER", {})
+    monkeypatch.setattr(native_tiles, "_FAST", {})
     native.library.cache_clear()
     yield
     native.library.cache_clear()
@@ -272,7 +272,7 @@ def test_what_the_compiler_says_is_passed_on(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(OSError, match=r"^gemm: Command .*\nno such instruction$"):
         run(small())
-    assert not native_tiles._faster(768)
+    assert not native_tiles._fast(768)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -310,9 +310,9 @@ def test_what_they_do_not_serve_pytorch_does(option):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("seconds", "chosen"), [(1e-9, True), (1e9, False)])
 def test_a_trial_decides(monkeypatch, seconds, chosen):
-    monkeypatch.setattr(native_tiles, "_FASTER", {})
+    monkeypatch.setattr(native_tiles, "_FAST", {})
     monkeypatch.setattr(native_tiles, "_trial", lambda size: seconds)
-    assert native_tiles._faster(768) is chosen
+    assert native_tiles._fast(768) is chosen
 
 
 @pytest.mark.usefixtures("compiled")
