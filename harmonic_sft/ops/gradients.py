@@ -73,7 +73,7 @@ def finish_hidden_states(
     found = all_reduce_(gradients.hidden_states[chunk], request.group)
     if norms is not None:
         units = placed if request.frame.center is None else placed + request.frame.center
-        found -= units * torch.linalg.vecdot(units, found).unsqueeze(1)
+        found.addcmul_(units, torch.linalg.vecdot(units, found).unsqueeze(1), value=-1)
         found /= norms
 
 
@@ -89,7 +89,7 @@ def finish_prototypes(frame: Frame, gradients: Gradients, workers: Workers) -> N
     if target is None or frame.kind == "linear":
         return
 
-    size = 128 if target.device.type == "cpu" else 8192  # little enough for a core's cache
+    size = 64 if target.device.type == "cpu" else 8192  # little enough for a core's cache
     starts = range(0, len(target), size)
 
     def work(worker: int) -> None:
