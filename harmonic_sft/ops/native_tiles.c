@@ -26,7 +26,10 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 static inline vec load(const float *from) { return *(const anywhere *)from; }
 static inline void store(float *to, vec value) { *(anywhere *)to = value; }
 static inline vec all(float value) { return value - (vec){0}; }
-static inline vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+static inline vec choose(ivec mask, vec yes, vec no)
+{
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
+}
 
 /* c[i, j] (+)= sum over k of a[offset[i] + k * step] * b[k, j], for `vectors` vectors of columns,
  * of which `columns` floats are stored, and the first `rows` of ROWS rows. */
@@ -161,7 +164,7 @@ void score_tile(const float *prototypes, long W, long D, const float *across, lo
     }
 }
 
-/* 2^whole * e^x for |x| <= 0.35 and whole <= 0; 0 below 2^-126. `bits` ends in the bits of whole. */
+/* 2^whole * e^x for |x| <= 0.35, whole <= 0; 0 below 2^-126. `bits` ends in the bits of whole. */
 static inline vec exponential(vec x, vec whole, ivec bits)
 {
     vec sum = all(1.0f / 5040);
@@ -250,8 +253,8 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
 }
 
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
- * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D] (stored,
- * unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds W * (P + PANEL). */
+ * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D]
+ * (stored, unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds W * (P + PANEL). */
 void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
                      const float *gain, const float *prototypes, const float *along,
                      float *to_prototypes, int add, float *to_tokens, float *columns, float *rows,
