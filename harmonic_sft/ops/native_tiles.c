@@ -231,7 +231,6 @@ static inline vec power(vec ratio, float exponent, int whole)
 void weigh_tile(float *scores, long W, long P, const float *best, float exponent, int whole,
                 int linear, int keep, float *sums)
 {
-    memset(sums, 0, P * sizeof(float));
     for (long t = 0; t < P; t += LANES) {
         const vec worst = all(linear ? -__builtin_inff() : __builtin_inff());
         const vec peak = choose(load(best + t) == worst, (vec){0}, load(best + t));
@@ -254,7 +253,8 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
 
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
  * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D]
- * (stored, unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds W * (P + PANEL). */
+ * (stored, unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds
+ * W * (P + PANEL). */
 void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
                      const float *gain, const float *prototypes, const float *along,
                      float *to_prototypes, int add, float *to_tokens, float *columns, float *rows,

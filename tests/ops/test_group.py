@@ -174,10 +174,8 @@ def test_ranks_with_slices_of_any_size_make_the_same_chunks(device):
     for stored in (True, False):
         chunks = []
         for rows in (1400, 113):  # of 1,513 prototypes
-            frame = SimpleNamespace(prototypes=torch.empty(rows, 4096, device=device))
             request = SimpleNamespace(
                 hidden_states=torch.empty(1000, 4096, device=device),
-                frame=frame,
                 num_classes=rows * 30,
                 vocab_size=1513 * 30,
                 group=Group(),

@@ -264,12 +264,22 @@ def test_without_a_compiler_pytorch_does_the_tiles(monkeypatch):
         run(small())
 
 
+@pytest.fixture
+def compile_by(monkeypatch, tmp_path):
+    """Make a line of shell the compiler."""
+
+    def replace_compiler(line):
+        compiler = tmp_path / "cc"
+        compiler.write_text(f"#!/bin/sh\n{line}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+
+    return replace_compiler
+
+
 @pytest.mark.usefixtures("forgotten")
-def test_what_the_compiler_says_is_passed_on(monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho 'no such instruction' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
+def test_what_the_compiler_says_is_passed_on(compile_by):
+    compile_by("echo 'no such instruction' >&2; exit 1")
     with pytest.raises(OSError, match=r"^gemm: Command .*\nno such instruction$"):
         run(small())
     assert not native_tiles._fast(768)
@@ -288,11 +298,8 @@ def test_it_is_compiled_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_compiler_that_hangs_is_stopped(monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
+def test_a_compiler_that_hangs_is_stopped(monkeypatch, compile_by):
+    compile_by("exec sleep 60")
     monkeypatch.setattr(native, "SECONDS", 0.1)
     with pytest.raises(OSError, match=r"^gemm: Command .* timed out after"):
         native.library()
