@@ -25,10 +25,10 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_long, "i": ctypes.c_int, "f": ctyp
 _FUNCTIONS = {  # a letter for each argument
     "token_multiple": "",
     "panel_width": "",
-    "pack_tokens": "pnnnfpp",
+    "pack_tokens": "pnnnfipp",
     "score_tile": "pnnpnppppnnipp",
     "weigh_tile": "pnnpfiiip",
-    "accumulate_tile": "pnnnnpppppipppp",
+    "accumulate_tile": "pnnnnppppipipppp",
 }
 
 
@@ -81,24 +81,27 @@ class Packed(NamedTuple):
         along: `[T * D]` and the zeros of its last vectors, for the gradient of the prototypes.
         count: T.
         padded: P, the number of tokens up to the next whole vector.
+        narrow: Whether the products of the gradients are of bfloat16; `along` is half as large.
     """
 
     across: Tensor
     along: Tensor
     count: int
     padded: int
+    narrow: bool
 
 
-def pack_tokens(tokens: Tensor, scale: float) -> Packed:
-    """Pack tokens `[T, D]`, those for the scores times `scale`."""
+def pack_tokens(tokens: Tensor, scale: float, *, narrow: bool = False) -> Packed:
+    """Pack tokens `[T, D]`, those for the scores times `scale`; see `Packed.narrow`."""
     tokens = tokens.contiguous()
     count, size = tokens.shape
     multiple = library().token_multiple()
     padded = _up(count, multiple)
     across = tokens.new_empty(padded * size)
-    along = tokens.new_empty(count * _up(size, multiple))
-    library().pack_tokens(_at(tokens), count, padded, size, scale, _at(across), _at(along))
-    return Packed(across, along, count, padded)
+    depth = _up(count, 2) // 2 if narrow else count
+    along = tokens.new_empty(depth * _up(size, multiple))
+    library().pack_tokens(_at(tokens), count, padded, size, scale, narrow, _at(across), _at(along))
+    return Packed(across, along, count, padded, narrow)
 
 
 def score_tile(
@@ -195,7 +198,7 @@ def accumulate_tile(
     width, padded = weights.shape
     library().accumulate_tile(
         _at(weights), width, packed.count, padded, prototypes.shape[1],
-        _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along),
+        _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along), packed.narrow,
         _at(totals.prototypes), add, _at(totals.tokens), _at(totals.columns), _at(totals.rows),
         _at(scratch),
     )  # fmt: skip

@@ -8,6 +8,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 enum { LANES = 16, ROWS = 8 }; /* 24 of 32 registers hold sums */
@@ -20,7 +23,9 @@ enum { PANEL = 3 * LANES, DEPTH = 1024, SUMMED = 32, KEPT = 1 << 17 }; /* KEPT f
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t word __attribute__((may_alias));
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 static inline vec load(const float *from) { return *(const anywhere *)from; }
@@ -31,11 +36,45 @@ static inline vec choose(ivec mask, vec yes, vec no)
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
+/* A pair is two bfloat16 in the place of a float, the first in its lower half. */
+#if defined(__AVX512BF16__)
+static inline vec pair(vec first, vec second)
+{
+    const ivec both = (ivec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    const ivec turns = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
+                        0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
+                        0x1e000e, 0x1f000f};
+    return (vec)_mm512_permutexvar_epi16((__m512i)turns, (__m512i)both);
+}
+
+static inline vec add_pairs(vec sum, const float *left, vec right)
+{
+    const __m512i pairs = _mm512_set1_epi32((int)*(const word *)left);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)right);
+}
+#else /* as fast as float32 */
+static inline uvec upper(vec x)
+{
+    const uvec bits = (uvec)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (uvec)choose(x != x, x, (vec)rounded) & 0xffff0000u; /* a quiet NaN stays one */
+}
+
+static inline vec pair(vec first, vec second) { return (vec)(upper(first) >> 16 | upper(second)); }
+
+static inline vec add_pairs(vec sum, const float *left, vec right)
+{
+    const uvec pairs = *(const word *)left - (uvec){0}, others = (uvec)right;
+    sum += (vec)(pairs << 16) * (vec)(others << 16);
+    return sum + (vec)(pairs & 0xffff0000u) * (vec)(others & 0xffff0000u);
+}
+#endif
+
 /* c[i, j] (+)= sum over k of a[offset[i] + k * step] * b[k, j], for `vectors` vectors of columns,
- * of which `columns` floats are stored, and the first `rows` of ROWS rows. */
+ * of which `columns` floats are stored, and the first `rows` of ROWS rows. With `narrow` a and b
+ * are pairs, and so are the terms. */
 static inline __attribute__((always_inline)) void
-multiply(int vectors, long depth, const float *a, const long *offset, long step, const float *b,
-         float *c, long stride, int rows, long columns, int add)
+multiply(int vectors, int narrow, long depth, const float *a, const long *offset, long step,
+         const float *b, float *c, long stride, int rows, long columns, int add)
 {
     vec sums[ROWS][3];
 #pragma GCC unroll 8
@@ -51,9 +90,11 @@ multiply(int vectors, long depth, const float *a, const long *offset, long step,
         for (int j = 0; j < vectors; j++) right[j] = load(b + j * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; i++) {
-            const float left = a[offset[i]];
+            const float *left = a + offset[i];
 #pragma GCC unroll 3
-            for (int j = 0; j < vectors; j++) sums[i][j] += left * right[j];
+            for (int j = 0; j < vectors; j++)
+                sums[i][j] = narrow ? add_pairs(sums[i][j], left, right[j])
+                                    : sums[i][j] + *left * right[j];
         }
     }
 #pragma GCC unroll 8
@@ -75,15 +116,17 @@ multiply(int vectors, long depth, const float *a, const long *offset, long step,
     }
 }
 
-static void multiply_panel(long depth, const float *a, const long *offset, long step,
+static void multiply_panel(int narrow, long depth, const float *a, const long *offset, long step,
                            const float *b, float *c, long stride, int rows, long columns, int add)
 {
-    if (columns > 2 * LANES)
-        multiply(3, depth, a, offset, step, b, c, stride, rows, columns, add);
-    else if (columns > LANES)
-        multiply(2, depth, a, offset, step, b, c, stride, rows, columns, add);
+#define CASE(VECTORS, NARROW) \
+    multiply(VECTORS, NARROW, depth, a, offset, step, b, c, stride, rows, columns, add)
+    const int vectors = columns > 2 * LANES ? 3 : columns > LANES ? 2 : 1;
+    if (narrow)
+        vectors == 3 ? CASE(3, 1) : vectors == 2 ? CASE(2, 1) : CASE(1, 1);
     else
-        multiply(1, depth, a, offset, step, b, c, stride, rows, columns, add);
+        vectors == 3 ? CASE(3, 0) : vectors == 2 ? CASE(2, 0) : CASE(1, 0);
+#undef CASE
 }
 
 static inline long padded(long count, long multiple)
@@ -91,19 +134,27 @@ static inline long padded(long count, long multiple)
     return (count + multiple - 1) / multiple * multiple;
 }
 
-/* Columns `from` on of x [rows, width] as one panel [rows, vectors], zeros at the end. */
-static void pack_panel(const float *x, long rows, long width, long from, float *panel)
+static inline vec load_first(const float *from, long count)
+{
+    if (count >= LANES) return load(from);
+    float found[LANES] = {0};
+    memcpy(found, from, count * sizeof(float));
+    return load(found);
+}
+
+/* Columns `from` on of x [rows, width] as one panel [rows, vectors], zeros at the end; with
+ * `narrow` pairs of rows [rows / 2, vectors]. */
+static void pack_panel(const float *x, long rows, long width, long from, int narrow, float *panel)
 {
     const long there = least(width - from, PANEL), wide = padded(there, LANES);
-    for (long r = 0; r < rows; r++, panel += wide) {
-        const float *row = x + r * width + from;
-        if (there == PANEL) {
-            for (int j = 0; j < 3; j++) store(panel + j * LANES, load(row + j * LANES));
-        } else {
-            memset(panel, 0, wide * sizeof(float));
-            memcpy(panel, row, there * sizeof(float));
+    for (long r = 0; r < rows; r += 1 + narrow, panel += wide)
+        for (long j = 0; j < wide; j += LANES) {
+            const float *row = x + r * width + from + j;
+            vec found = load_first(row, there - j);
+            if (narrow)
+                found = pair(found, r + 1 < rows ? load_first(row + width, there - j) : (vec){0});
+            store(panel + j, found);
         }
-    }
 }
 
 /* What tokens must be padded to. */
@@ -111,8 +162,10 @@ long token_multiple(void) { return LANES > ROWS ? LANES : ROWS; }
 long panel_width(void) { return PANEL; }
 
 /* Put tokens x [T, D] where the products want them: `across`, panels of tokens [D, tokens] times
- * `scale`, padded to P tokens of zeros, and `along`, panels of dimensions [T, dimensions]. */
-void pack_tokens(const float *x, long T, long P, long D, float scale, float *across, float *along)
+ * `scale`, padded to P tokens of zeros, and `along`, panels of dimensions [T, dimensions], or of
+ * pairs of tokens [T / 2, dimensions] if `narrow`. */
+void pack_tokens(const float *x, long T, long P, long D, float scale, int narrow, float *across,
+                 float *along)
 {
     for (long from = 0; from < P; from += PANEL) {
         const long wide = least(P - from, PANEL);
@@ -121,7 +174,9 @@ void pack_tokens(const float *x, long T, long P, long D, float scale, float *acr
             for (long d = 0; d < D; d++)
                 panel[d * wide + j] = from + j < T ? scale * x[(from + j) * D + d] : 0;
     }
-    for (long from = 0; from < D; from += PANEL) pack_panel(x, T, D, from, along + from * T);
+    const long depth = narrow ? (T + 1) / 2 : T;
+    for (long from = 0; from < D; from += PANEL)
+        pack_panel(x, T, D, from, narrow, along + from * depth);
 }
 
 /* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
@@ -141,7 +196,7 @@ void score_tile(const float *prototypes, long W, long D, const float *across, lo
                 const int rows = (int)least(W - c, ROWS);
                 long offset[ROWS];
                 for (int i = 0; i < ROWS; i++) offset[i] = least(i, rows - 1) * D;
-                multiply_panel(least(D - k, DEPTH), prototypes + c * D + k, offset, 1,
+                multiply_panel(0, least(D - k, DEPTH), prototypes + c * D + k, offset, 1,
                                across + from * D + k * wide, scores + c * P + from, P, rows, wide,
                                k > 0);
             }
@@ -251,12 +306,40 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
     }
 }
 
+/* Pairs of tokens [W, P / 2] of weights [W, P]. */
+static const float *pack_pairs(const float *weights, long W, long P, float *pairs)
+{
+    const word *bits = (const word *)weights;
+    word *to = (word *)pairs;
+    for (long k = 0; k < W * P / 2; k++)
+        to[k] = bits[2 * k] >> 16 | (bits[2 * k + 1] & 0xffff0000u);
+    return pairs;
+}
+
+/* Blocks of tokens [P / ROWS, W, ROWS] of weights [W, P], or [P / ROWS, W / 2, ROWS] of pairs of
+ * classes if `narrow`. */
+static void pack_blocks(const float *weights, long W, long P, int narrow, float *blocks)
+{
+    for (long t = 0; t < P; t += ROWS)
+        for (long c = 0; c < W; c += 1 + narrow, blocks += ROWS) {
+            const float *weight = weights + c * P + t;
+            if (!narrow) {
+                memcpy(blocks, weight, ROWS * sizeof(float));
+                continue;
+            }
+            const word *first = (const word *)weight, *second = first + P;
+            for (int i = 0; i < ROWS; i++)
+                ((word *)blocks)[i] = first[i] >> 16 | (c + 1 < W ? second[i] & 0xffff0000u : 0);
+        }
+}
+
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
  * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D]
- * (stored, unless `add`) and of the tokens [P, D]; either may be null. `scratch` holds
+ * (stored, unless `add`) and of the tokens [P, D]; either may be null. With `narrow` weights are
+ * rounded to bfloat16 before they are added up, and the products are of bfloat16. `scratch` holds
  * W * (P + PANEL). */
 void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
-                     const float *gain, const float *prototypes, const float *along,
+                     const float *gain, const float *prototypes, const float *along, int narrow,
                      float *to_prototypes, int add, float *to_tokens, float *columns, float *rows,
                      float *scratch)
 {
@@ -266,7 +349,8 @@ void accumulate_tile(float *weights, long W, long T, long P, long D, const float
         const vec scale = all(gain ? gain[c] : 1);
         float column = 0, *weight = weights + c * P;
         for (long t = 0; t < P; t += LANES) {
-            const vec found = load(weight + t) * load(factor + t) * scale;
+            vec found = load(weight + t) * load(factor + t) * scale;
+            if (narrow) found = (vec)((uvec)pair((vec){0}, found) & 0xffff0000u);
             store(weight + t, found);
             if (rows) store(part + t, load(part + t) + found);
         }
@@ -278,33 +362,35 @@ void accumulate_tile(float *weights, long W, long T, long P, long D, const float
     if (rows)
         for (long t = 0; t < P; t += LANES) store(rows + t, load(rows + t) + load(part + t));
     if (to_prototypes) {
-        const long group = (KEPT / (T * PANEL) > 0 ? KEPT / (T * PANEL) : 1) * PANEL;
+        const long depth = narrow ? (T + 1) / 2 : T, stride = narrow ? P / 2 : P;
+        const float *left = weights;
+        if (narrow) left = pack_pairs(weights, W, P, scratch);
+        const long group = (KEPT / (depth * PANEL) > 0 ? KEPT / (depth * PANEL) : 1) * PANEL;
         for (long first = 0; first < D; first += group)
             for (long c = 0; c < W; c += ROWS) {
                 const int height = (int)least(W - c, ROWS);
                 long offset[ROWS];
-                for (int i = 0; i < ROWS; i++) offset[i] = least(i, height - 1) * P;
+                for (int i = 0; i < ROWS; i++) offset[i] = least(i, height - 1) * stride;
                 for (long from = first; from < least(first + group, D); from += PANEL)
-                    multiply_panel(T, weights + c * P, offset, 1, along + from * T,
-                                   to_prototypes + c * D + from, D, height,
+                    multiply_panel(narrow, depth, left + c * stride, offset, 1,
+                                   along + from * depth, to_prototypes + c * D + from, D, height,
                                    least(D - from, PANEL), add);
             }
     }
     if (to_tokens) {
         static const long offset[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+        const long depth = narrow ? (W + 1) / 2 : W;
         float *packed = scratch, *panel = scratch + W * P;
-        for (long t = 0; t < P; t += ROWS) /* [W, ROWS] of one block of tokens after another */
-            for (long c = 0; c < W; c++)
-                memcpy(packed + t * W + c * ROWS, weights + c * P + t, ROWS * sizeof(float));
+        pack_blocks(weights, W, P, narrow, packed);
         for (long from = 0; from < D; from += PANEL) {
-            pack_panel(prototypes, W, D, from, panel);
+            pack_panel(prototypes, W, D, from, narrow, panel);
             const long next = least(D - from - PANEL, PANEL);
             for (long t = 0, c = 0; t < P; t += ROWS) {
                 for (; c < W * (t + ROWS) / P; c++) /* meanwhile the next panel comes */
                     for (long d = 0; d < next; d += 16)
                         __builtin_prefetch(prototypes + c * D + from + PANEL + d, 0, 2);
-                multiply_panel(W, packed + t * W, offset, ROWS, panel, to_tokens + t * D + from, D,
-                               ROWS, least(D - from, PANEL), 1);
+                multiply_panel(narrow, depth, packed + t * depth, offset, ROWS, panel,
+                               to_tokens + t * D + from, D, ROWS, least(D - from, PANEL), 1);
             }
         }
     }

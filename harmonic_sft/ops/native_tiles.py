@@ -21,7 +21,7 @@ WIDTH = 384  # classes of a tile
 # What products and passes may take of the time of PyTorch's products, which take passes besides. An
 # even race must not be decided anew by each process, since results would differ in the last bits.
 HANDICAP = 1.5
-_FAST: dict[int, bool] = {}
+_FAST: dict[tuple[int, bool], bool] = {}
 
 
 def serve(request: Request) -> bool:
@@ -30,13 +30,18 @@ def serve(request: Request) -> bool:
     Raises:
         OSError: They are wanted and cannot be compiled.
     """
-    hidden_states, dtypes = request.hidden_states, (request.frame.dtype, request.gradient_dtype)
-    known = hidden_states.device.type == "cpu" and dtypes == (torch.float32, None)
-    if not known or not hidden_states.shape[1]:
+    hidden_states, dtype = request.hidden_states, request.frame.dtype
+    size = hidden_states.shape[1]
+    if hidden_states.device.type != "cpu" or dtype != torch.float32 or not size:
         return False
     if request.gemm == "native":
         native.library()
-    return request.gemm == "native" or (request.gemm == "auto" and _fast(hidden_states.shape[1]))
+    wanted = request.gemm == "native"
+    return wanted or (request.gemm == "auto" and _fast(size, narrow=_narrow(request)))
+
+
+def _narrow(request: Request) -> bool:
+    return request.gradient_dtype == torch.bfloat16
 
 
 class _Scoring(NamedTuple):
@@ -198,7 +203,8 @@ class NativeTiles(ChunkedTiles):
 
     def _scoring(self, hidden_states: Tensor, labels: Tensor) -> _Scoring:
         frame = self.request.frame
-        packed = native.pack_tokens(hidden_states, 1.0 if self.linear else -2.0)
+        scale = 1.0 if self.linear else -2.0
+        packed = native.pack_tokens(hidden_states, scale, narrow=_narrow(self.request))
         excluded, bounds = self._excluded(labels)
         near: list[Tensor | None] = [None] * len(self.edges)
         if self.linear:
@@ -263,25 +269,33 @@ class NativeTiles(ChunkedTiles):
         return torch.where(columns >= 0, columns + start, -1)
 
 
-def _fast(hidden_size: int) -> bool:
+def _fast(hidden_size: int, *, narrow: bool) -> bool:
     """Return whether the C tiles are taken: not where they are clearly slower. Tried once."""
     size = min(max(hidden_size, 512), 1024)  # elsewhere a trial is mostly calls, or takes a second
-    key = (size - 1).bit_length()
+    key = (size - 1).bit_length(), narrow
     if key not in _FAST:
         try:
             native.library()
         except OSError:
             _FAST[key] = False
         else:
-            peer = product(choose_backend("auto", torch.float32, size))
             # Turn by turn: what slows one down for a while slows the other down.
-            turns = [(_trial(size), trial_seconds(peer, torch.float32, size)) for _ in range(3)]
+            turns = [(_trial(size, narrow=narrow), _peer(size, narrow=narrow)) for _ in range(3)]
             own, theirs = map(min, zip(*turns, strict=True))
             _FAST[key] = own < HANDICAP * theirs
     return _FAST[key]
 
 
-def _trial(hidden_size: int) -> float:
+def _peer(hidden_size: int, *, narrow: bool) -> float:
+    """Return the seconds of PyTorch's three products: two of them in bfloat16, if `narrow`."""
+    gemm = product(choose_backend("auto", torch.float32, hidden_size))
+    seconds = trial_seconds(gemm, torch.float32, hidden_size)
+    if not narrow:
+        return seconds
+    return (seconds + 2 * trial_seconds(gemm, torch.bfloat16, hidden_size)) / 3
+
+
+def _trial(hidden_size: int, *, narrow: bool) -> float:
     """Return the seconds of products and passes of the tile of `trial_seconds`, best of four."""
     # Of a dtype and device of their own, whatever the defaults are.
     prototypes = torch.zeros(512, hidden_size, dtype=torch.float32, device="cpu")
@@ -291,7 +305,7 @@ def _trial(hidden_size: int) -> float:
     best = math.inf
     for _ in range(4):
         start = time.perf_counter()
-        packed = native.pack_tokens(tokens, -2.0)
+        packed = native.pack_tokens(tokens, -2.0, narrow=narrow)
         scores = tokens.new_empty(512, packed.padded)
         nearest, sums, factor = tokens.new_ones(3, packed.padded)
         native.score_tile(packed, prototypes, (None, column, None), (nobody, 0), scores, nearest)

@@ -27,9 +27,9 @@ class LossOptions:
             product and tile-sized memory. Label smoothing, the gradient of `class_bias` of a
             distance loss and an upstream gradient that differs between tokens recompute anyway.
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products where the
-            processor has it, at an error of some 1e-4; None keeps float32 or better.
+            processor multiplies it, at an error of some 1e-4; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
-            wants them; float32), "mkldnn" (oneDNN), "mm" (torch.mm), or "auto": "native" where
+            wants them; float32, and bfloat16 gradient products), "mkldnn" (oneDNN), "mm" (torch.mm), or "auto": "native" where
             there is a C compiler and it is not clearly slower, else the faster of the others,
             after a trial of a tenth of a second, once per dtype and size class. Where the C tiles
             do not go (metrics, a learned h_exp, label smoothing, `class_bias`, other dtypes),

@@ -20,7 +20,7 @@ from harmonic_sft.ops.chunked import ChunkedTiles
 from tests.ops.test_cross_entropy import EPS, Inputs, assert_near, gradients_of
 
 KINDS = ["euclidean", "sphere", "linear"]
-OPTIONS = ["plain", "token_weights", "z_loss", "soft target", "recompute"]
+OPTIONS = ["plain", "token_weights", "z_loss", "soft target", "recompute", "bfloat16 products"]
 # Tokens, classes, dimensions: none, one, less than a vector, several tiles and chunks, several
 # panels of tokens and dimensions with a rest, more dimensions than a product takes at once.
 SHAPES = [
@@ -84,8 +84,9 @@ def assert_exact(inputs, upstream=None, **settings):
     loss = run(inputs, **settings)
     assert_near(loss, inputs.dense()[0], 1e-5)
     found = gradients_of(loss, inputs.leaves, upstream)
+    tolerance = 2**-6 if inputs.options.gradient_dtype else 1e-5
     for pair in zip(found, inputs.dense_gradients(upstream), strict=True):
-        assert_near(*pair, 1e-5)
+        assert_near(*pair, tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,6 +108,34 @@ def test_several_panels_of_tokens_equal_dense_float64(compiled, kind):
     if kind == "linear":
         inputs.hidden_states.data /= 16  # float32 rounds logits of 100 by 1e-5
     assert_exact(inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 50), (24, 96, 48), (37, 383, 131)], ids=str)
+@pytest.mark.parametrize("compiled", TARGETS, indirect=True)
+def test_bfloat16_products_are_of_what_pytorch_rounds(compiled, shape):
+    (tokens, classes, size), generator = shape, torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(tokens, size, generator=generator)
+    prototypes = torch.randn(classes, size, generator=generator)
+    packed = native.pack_tokens(hidden_states, -2.0, narrow=True)
+    weights = torch.rand(classes, packed.padded, generator=generator)
+    factor = torch.nn.functional.pad(torch.rand(tokens, generator=generator), (0, 64))
+    factor = factor[: packed.padded].contiguous()
+    gain = torch.rand(classes, generator=generator)
+    totals = native.Totals(
+        torch.ones(classes, size),
+        torch.ones(packed.padded, size),
+        torch.ones(classes),
+        torch.ones(packed.padded),
+    )
+    scratch = torch.empty(native.scratch_size(packed, classes))
+    scaled = (weights * factor * gain.unsqueeze(1))[:, :tokens].bfloat16().double()
+    native.accumulate_tile(packed, weights, (factor, gain), prototypes, totals, scratch, add=True)
+    by_class = 1 + scaled @ hidden_states.bfloat16().double()
+    by_token = 1 + scaled.T @ prototypes.bfloat16().double()
+    expected = (by_class, by_token, 1 + scaled.sum(1), 1 + scaled.sum(0))
+    found = (totals.prototypes, totals.tokens[:tokens], totals.columns, totals.rows[:tokens])
+    for pair in zip(found, expected, strict=True):
+        assert_near(*pair, 1e-6)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -197,9 +226,10 @@ def test_far_tokens_underflow_to_zero(h_exp):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", ["plain", "bfloat16 products"])
 @pytest.mark.parametrize("poisoned", ["hidden_states", "prototypes"])
-def test_not_a_number_comes_out_where_it_went_in(kind, poisoned):
-    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.float32)
+def test_not_a_number_comes_out_where_it_went_in(kind, option, poisoned):
+    inputs = Inputs(option, (20, 900, 16), kind, -7.0, torch.float32)
     with torch.no_grad():
         getattr(inputs, poisoned)[3, 2] = torch.nan
     loss = run(inputs)
@@ -282,7 +312,7 @@ def test_what_the_compiler_says_is_passed_on(compile_by):
     compile_by("echo 'no such instruction' >&2; exit 1")
     with pytest.raises(OSError, match=r"^gemm: Command .*\nno such instruction$"):
         run(small())
-    assert not native_tiles._fast(768)
+    assert not native_tiles._fast(768, narrow=False)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -306,7 +336,7 @@ def test_a_compiler_that_hangs_is_stopped(monkeypatch, compile_by):
 
 
 @pytest.mark.usefixtures("others")
-@pytest.mark.parametrize("option", ["bfloat16 products", "label_smoothing", "class_bias"])
+@pytest.mark.parametrize("option", ["label_smoothing", "class_bias"])
 def test_what_they_do_not_serve_pytorch_does(option):
     inputs = Inputs(option, (20, 600, 5), "sphere", -3.0, torch.float32)
     assert_near(run(inputs), inputs.dense()[0], 1e-5)
@@ -316,10 +346,11 @@ def test_what_they_do_not_serve_pytorch_does(option):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("seconds", "chosen"), [(1e-9, True), (1e9, False)])
-def test_a_trial_decides(monkeypatch, seconds, chosen):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_trial_decides(monkeypatch, narrow, seconds, chosen):
     monkeypatch.setattr(native_tiles, "_FAST", {})
-    monkeypatch.setattr(native_tiles, "_trial", lambda size: seconds)
-    assert native_tiles._fast(768) is chosen
+    monkeypatch.setattr(native_tiles, "_trial", lambda *_, narrow: seconds)
+    assert native_tiles._fast(768, narrow=narrow) is chosen
 
 
 @pytest.mark.usefixtures("compiled")
@@ -327,7 +358,8 @@ def test_a_trial_decides(monkeypatch, seconds, chosen):
 def test_the_default_dtype_is_nothing_to_them(dtype):
     torch.set_default_dtype(dtype)
     try:
-        assert native_tiles._trial(512) > 0
+        assert native_tiles._trial(512, narrow=False) > 0
+        assert native_tiles._trial(512, narrow=True) > 0
         inputs = Inputs("plain", (20, 600, 5), "euclidean", -3.0, torch.float32)
         loss = run(inputs)
         expected = inputs.dense()[0]
