@@ -29,11 +29,11 @@ class LossOptions:
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products where the
             processor multiplies it, at an error of some 1e-4; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
-            wants them; float32, and bfloat16 gradient products), "mkldnn" (oneDNN), "mm" (torch.mm), or "auto": "native" where
-            there is a C compiler and it is not clearly slower, else the faster of the others,
-            after a trial of a tenth of a second, once per dtype and size class. Where the C tiles
-            do not go (metrics, a learned h_exp, label smoothing, `class_bias`, other dtypes),
-            "native" means the faster of the others.
+            wants them; float32, and gradient products in bfloat16), "mkldnn" (oneDNN), "mm"
+            (torch.mm), or "auto": "native" where there is a C compiler and it is not clearly
+            slower, else the faster of the others, after a trial of a tenth of a second, once per
+            dtype and size class. Where the C tiles do not go (metrics, a learned h_exp, label
+            smoothing, `class_bias`, other dtypes), "native" means the faster of the others.
         group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
             the same hidden states and global labels on each. The loss and the gradient of the
             hidden states come out complete on every rank.
