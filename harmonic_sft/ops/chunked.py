@@ -12,6 +12,7 @@ from harmonic_sft.ops.gemm import (
     StoredGemm,
     accumulated_product,
     choose_backend,
+    multiplies_bfloat16,
     product,
     stored_product,
 )
@@ -78,6 +79,8 @@ class ChunkedTiles:
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
         self.linear = frame.kind == "linear"
+        narrow = request.gradient_dtype if not self.on_cpu or multiplies_bfloat16() else None
+        self.gradient_dtype = narrow or frame.dtype
         width = self._choose_products()
         starts = range(0, request.num_classes, width)
         self.edges = [(start, min(start + width, request.num_classes)) for start in starts]
@@ -316,7 +319,7 @@ class ChunkedTiles:
         parts = None
         if gradients.hidden_states is not None:
             parts = [torch.zeros_like(hidden_states) for _ in range(self.workers.count)]
-        dtype = self.request.gradient_dtype or frame.dtype
+        dtype = self.gradient_dtype
         operand = hidden_states.to(dtype).T
         first = chunk.start == 0
 

@@ -97,6 +97,12 @@ def _put(target: Tensor, found: Tensor, add: bool) -> None:
     target.add_(found) if add else target.copy_(found)
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN has bfloat16 products for this processor; PyTorch's own are a crawl."""
+    built = torch.backends.mkldnn.is_available()
+    return built and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def trial_seconds(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:
     """Return the seconds of the three products of one tile, the best of four."""
     hidden_states = torch.zeros(192, hidden_size, dtype=dtype, device="cpu")

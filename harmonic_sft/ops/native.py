@@ -78,10 +78,11 @@ class Packed(NamedTuple):
 
     Attributes:
         across: `[P * D]`, for the scores.
-        along: `[T * D]` and the zeros of its last vectors, for the gradient of the prototypes.
+        along: `[T * D]` and the zeros of its last vectors, for the gradient of the prototypes;
+            half of it if `narrow`, pairs of tokens.
         count: T.
         padded: P, the number of tokens up to the next whole vector.
-        narrow: Whether the products of the gradients are of bfloat16; `along` is half as large.
+        narrow: Whether the products of the gradients are of bfloat16.
     """
 
     across: Tensor
@@ -185,6 +186,8 @@ def accumulate_tile(
     add: bool,
 ) -> None:
     """Add the products of one tile's weights `[W, P]`, which are scaled in place.
+
+    With `packed.narrow` they are also rounded to bfloat16, before anything is added up.
 
     Args:
         packed: The tokens.

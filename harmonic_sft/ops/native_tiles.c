@@ -52,7 +52,7 @@ static inline vec add_pairs(vec sum, const float *left, vec right)
     const __m512i pairs = _mm512_set1_epi32((int)*(const word *)left);
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)right);
 }
-#else /* as fast as float32 */
+#else /* as much work as float32 */
 static inline uvec upper(vec x)
 {
     const uvec bits = (uvec)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
@@ -327,9 +327,9 @@ static void pack_blocks(const float *weights, long W, long P, int narrow, float 
                 memcpy(blocks, weight, ROWS * sizeof(float));
                 continue;
             }
-            const word *first = (const word *)weight, *second = first + P;
+            const word *bits = (const word *)weight;
             for (int i = 0; i < ROWS; i++)
-                ((word *)blocks)[i] = first[i] >> 16 | (c + 1 < W ? second[i] & 0xffff0000u : 0);
+                ((word *)blocks)[i] = bits[i] >> 16 | (c + 1 < W ? bits[P + i] & 0xffff0000u : 0);
         }
 }
 
@@ -354,6 +354,7 @@ void accumulate_tile(float *weights, long W, long T, long P, long D, const float
             store(weight + t, found);
             if (rows) store(part + t, load(part + t) + found);
         }
+        if (narrow && T < P) weight[T] = 0; /* the other half of the last pair */
         if (columns) {
             for (long t = 0; t < T; t++) column += weight[t];
             columns[c] += column;

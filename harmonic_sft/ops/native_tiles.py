@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harmonic_sft.ops import native
 from harmonic_sft.ops.chunked import ChunkedTiles
-from harmonic_sft.ops.gemm import choose_backend, product, trial_seconds
+from harmonic_sft.ops.gemm import choose_backend, multiplies_bfloat16, product, trial_seconds
 from harmonic_sft.ops.geometry import near_limits
 from harmonic_sft.ops.gradients import Gradients
 from harmonic_sft.ops.request import Request
@@ -288,6 +288,8 @@ def _fast(hidden_size: int, *, narrow: bool) -> bool:
 
 def _peer(hidden_size: int, *, narrow: bool) -> float:
     """Return the seconds of PyTorch's three products: two of them in bfloat16, if `narrow`."""
+    if narrow and not multiplies_bfloat16():
+        return math.inf
     gemm = product(choose_backend("auto", torch.float32, hidden_size))
     seconds = trial_seconds(gemm, torch.float32, hidden_size)
     if not narrow:

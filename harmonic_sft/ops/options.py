@@ -26,8 +26,8 @@ class LossOptions:
             `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth
             product and tile-sized memory. Label smoothing, the gradient of `class_bias` of a
             distance loss and an upstream gradient that differs between tokens recompute anyway.
-        gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products where the
-            processor multiplies it, at an error of some 1e-4; None keeps float32 or better.
+        gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products, at an error
+            of some 1e-4, where the processor multiplies it; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
             wants them; float32, and gradient products in bfloat16), "mkldnn" (oneDNN), "mm"
             (torch.mm), or "auto": "native" where there is a C compiler and it is not clearly

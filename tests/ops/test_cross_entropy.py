@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from harmonic_sft.ops import (
     LossOptions,
     TokenMetrics,
+    chunked,
     distance_cross_entropy_with_metrics,
     fused,
     linear_cross_entropy_with_metrics,
@@ -297,3 +298,14 @@ def test_bias_and_exponent_learn_beside_frozen_vectors(option):
     found = gradients_of(inputs.loss(), inputs.leaves)
     for pair in zip(found, inputs.dense_gradients(), strict=True):
         assert_near(*pair, 1e-10)
+
+
+@pytest.mark.parametrize("gemm", ["mm", "auto"])
+def test_products_stay_float32_where_nothing_multiplies_bfloat16(gemm, monkeypatch):
+    monkeypatch.setattr(chunked, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(fused, "serve", lambda _: False)
+    inputs = Inputs("bfloat16 products", (9, 700, 20), "sphere", -7.3, torch.float32)
+    inputs.options = replace(inputs.options, gemm=gemm)
+    found = gradients_of(inputs.loss(), inputs.leaves)
+    for pair in zip(found, inputs.dense_gradients(), strict=True):
+        assert_near(*pair, 2e-5)

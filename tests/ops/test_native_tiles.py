@@ -29,6 +29,7 @@ SHAPES = [
 ]
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 TARGETS = ["native", *(["x86-64", "x86-64-v3"] if ON_X86 else [])]  # vectors of 128 and 256 bits
+WIDE = ["x86-64-v4"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
 
 
 def compile_for(monkeypatch, target):
@@ -110,14 +111,19 @@ def test_several_panels_of_tokens_equal_dense_float64(compiled, kind):
     assert_exact(inputs)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 50), (24, 96, 48), (37, 383, 131)], ids=str)
-@pytest.mark.parametrize("compiled", TARGETS, indirect=True)
-def test_bfloat16_products_are_of_what_pytorch_rounds(compiled, shape):
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (7, 5, 50), (24, 96, 48), (37, 383, 131), (208, 9, 1300)], ids=str
+)
+@pytest.mark.parametrize("compiled", [*TARGETS, *WIDE], indirect=True)
+def test_products_are_of_what_pytorch_rounds(compiled, shape, dtype, add):
     (tokens, classes, size), generator = shape, torch.Generator().manual_seed(0)
     hidden_states = torch.randn(tokens, size, generator=generator)
     prototypes = torch.randn(classes, size, generator=generator)
-    packed = native.pack_tokens(hidden_states, -2.0, narrow=True)
+    packed = native.pack_tokens(hidden_states, -2.0, narrow=dtype == torch.bfloat16)
     weights = torch.rand(classes, packed.padded, generator=generator)
+    weights[:, tokens:] = torch.nan  # nobody may read these
     factor = torch.nn.functional.pad(torch.rand(tokens, generator=generator), (0, 64))
     factor = factor[: packed.padded].contiguous()
     gain = torch.rand(classes, generator=generator)
@@ -128,10 +134,10 @@ def test_bfloat16_products_are_of_what_pytorch_rounds(compiled, shape):
         torch.ones(packed.padded),
     )
     scratch = torch.empty(native.scratch_size(packed, classes))
-    scaled = (weights * factor * gain.unsqueeze(1))[:, :tokens].bfloat16().double()
-    native.accumulate_tile(packed, weights, (factor, gain), prototypes, totals, scratch, add=True)
-    by_class = 1 + scaled @ hidden_states.bfloat16().double()
-    by_token = 1 + scaled.T @ prototypes.bfloat16().double()
+    scaled = (weights * factor * gain.unsqueeze(1))[:, :tokens].to(dtype).double()
+    native.accumulate_tile(packed, weights, (factor, gain), prototypes, totals, scratch, add=add)
+    by_class = add + scaled @ hidden_states.to(dtype).double()
+    by_token = 1 + scaled.T @ prototypes.to(dtype).double()
     expected = (by_class, by_token, 1 + scaled.sum(1), 1 + scaled.sum(0))
     found = (totals.prototypes, totals.tokens[:tokens], totals.columns, totals.rows[:tokens])
     for pair in zip(found, expected, strict=True):
@@ -167,25 +173,28 @@ def test_an_exponent_that_is_learned_elsewhere_may_be_a_tensor():
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kind", KINDS)
-def test_upstream_gradients_that_differ_are_followed(kind):
-    inputs = Inputs("token_weights", (20, 600, 5), kind, -3.0, torch.float32)
-    assert_exact(inputs, upstream=torch.linspace(-1, 2, 20))
+@pytest.mark.parametrize("option", ["token_weights", "bfloat16 products"])
+def test_upstream_gradients_that_differ_are_followed(kind, option):
+    inputs = Inputs(option, (21, 600, 5), kind, -3.0, torch.float32)
+    assert_exact(inputs, upstream=torch.linspace(-1, 2, 21))
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("frozen", ["hidden_states", "prototypes"])
+@pytest.mark.parametrize("option", ["plain", "bfloat16 products"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_side_gets_no_gradient(kind, frozen):
-    inputs = Inputs("plain", (20, 600, 5), kind, -3.0, torch.float32)
+def test_a_frozen_side_gets_no_gradient(kind, option, frozen):
+    inputs = Inputs(option, (21, 600, 5), kind, -3.0, torch.float32)
     getattr(inputs, frozen).requires_grad_(False)
     assert len(inputs.leaves) == 1
     assert_exact(inputs)
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("option", ["plain", "bfloat16 products"])
 @pytest.mark.parametrize("kind", ["euclidean", "sphere"])
-def test_prototypes_about_a_mean_are_recentred(kind):
-    inputs = Inputs("plain", (20, 900, 16), kind, -7.0, torch.float32)
+def test_prototypes_about_a_mean_are_recentred(kind, option):
+    inputs = Inputs(option, (21, 900, 16), kind, -7.0, torch.float32)
     with torch.no_grad():
         inputs.hidden_states += 4
         inputs.prototypes += 4
@@ -237,7 +246,8 @@ def test_not_a_number_comes_out_where_it_went_in(kind, option, poisoned):
     if poisoned == "hidden_states":
         expected = torch.arange(20) == 3
     assert torch.equal(loss.isnan(), expected)
-    assert gradients_of(loss, inputs.leaves)[0][3].isnan().all()
+    gradient = gradients_of(loss, inputs.leaves)[0]
+    assert torch.equal(gradient.isnan(), expected.unsqueeze(1).expand(20, 16))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -350,7 +360,20 @@ def test_what_they_do_not_serve_pytorch_does(option):
 def test_a_trial_decides(monkeypatch, narrow, seconds, chosen):
     monkeypatch.setattr(native_tiles, "_FAST", {})
     monkeypatch.setattr(native_tiles, "_trial", lambda *_, narrow: seconds)
+    monkeypatch.setattr(native_tiles, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native_tiles, "trial_seconds", lambda *_: 1.0)
     assert native_tiles._fast(768, narrow=narrow) is chosen
+
+
+@pytest.mark.usefixtures("compiled")
+def test_pytorch_is_not_tried_in_bfloat16_where_it_crawls(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("tried")
+
+    monkeypatch.setattr(native_tiles, "_FAST", {})
+    monkeypatch.setattr(native_tiles, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(native_tiles, "trial_seconds", refuse)
+    assert native_tiles._fast(768, narrow=True)
 
 
 @pytest.mark.usefixtures("compiled")
