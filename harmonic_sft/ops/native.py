@@ -26,10 +26,11 @@ _FUNCTIONS = {  # a letter for each argument
     "token_multiple": "",
     "panel_width": "",
     "pack_tokens": "pnnnfipp",
-    "score_tile": "pnnpnppppnnipp",
     "weigh_tile": "pnnpfiiip",
-    "accumulate_tile": "pnnnnppppipipppp",
+    "weigh_tiles": "ppnnnpnnppppppnfiiippp",
+    "accumulate_tiles": "nnpnnnnnppppipipppp",
 }
+_COUNTS = ("token_multiple", "panel_width", "weigh_tiles")  # the others return nothing
 
 
 @functools.cache
@@ -69,7 +70,7 @@ def library() -> ctypes.CDLL:
     for name, arguments in _FUNCTIONS.items():
         function = getattr(loaded, name)
         function.argtypes = [_TYPES[kind] for kind in arguments]
-        function.restype = None if arguments else ctypes.c_long
+        function.restype = ctypes.c_long if name in _COUNTS else None
     return loaded
 
 
@@ -105,35 +106,6 @@ def pack_tokens(tokens: Tensor, scale: float, *, narrow: bool = False) -> Packed
     return Packed(across, along, count, padded, narrow)
 
 
-def score_tile(
-    packed: Packed,
-    prototypes: Tensor,
-    terms: tuple[Tensor | None, Tensor | None, Tensor | None],
-    excluded: tuple[Tensor, int],
-    scores: Tensor,
-    best: Tensor,
-) -> None:
-    """Write the scores of one tile, and the best of each token.
-
-    Args:
-        packed: The tokens, for distances times -2.
-        prototypes: `[W, D]`.
-        terms: Gain `[W]`, a factor of the products; column `[W]`, added; row `[P]`, added. No
-            column: a linear head, for which the largest score is the best.
-        excluded: Classes and tokens `[S, 2]`, in order of classes, whose scores are to be
-            infinite, and the class that the tile begins with.
-        scores: `[W, P]`, written.
-        best: `[P]`, written.
-    """
-    (width, size), (pairs, first) = prototypes.shape, excluded
-    gain, column, row = terms
-    library().score_tile(
-        _at(prototypes), width, size, _at(packed.across), packed.padded,
-        _at(gain), _at(column), _at(row), _at(pairs), len(pairs), first, column is None,
-        _at(scores), _at(best),
-    )  # fmt: skip
-
-
 def weigh_tile(
     scores: Tensor, best: Tensor, h_exp: float | None, sums: Tensor, *, keep: bool
 ) -> None:
@@ -146,26 +118,82 @@ def weigh_tile(
         sums: `[P]`, written.
         keep: Whether the weights are needed.
     """
-    exponent = -(h_exp or 0.0)
-    whole = int(exponent) if exponent == int(exponent) and exponent < 1024 else 0
     width, padded = scores.shape
+    power = _power(h_exp)
     library().weigh_tile(
-        _at(scores), width, padded, _at(best), exponent, whole, h_exp is None, keep, _at(sums)
+        _at(scores), width, padded, _at(best), *power, h_exp is None, keep, _at(sums)
     )
 
 
+class Terms(NamedTuple):
+    """What tiles' scores are made of, and which are left out.
+
+    Attributes:
+        prototypes: `[V, D]`.
+        gain: `[V]` or None, a factor of the products.
+        column: `[V]`, added; None for a linear head, for which the largest score is the best.
+        row: `[P]` or None, added.
+        limits: `[T]` or None; somebody must look at a tile with a score below.
+        excluded: Classes and tokens `[S, 2]`, in order of classes, whose scores are to be infinite.
+        bounds: `[tiles + 1]`, which of them belong to a tile.
+        first: The class that the prototypes begin with, as `excluded` counts.
+    """
+
+    prototypes: Tensor
+    gain: Tensor | None
+    column: Tensor | None
+    row: Tensor | None
+    limits: Tensor | None
+    excluded: Tensor
+    bounds: Tensor
+    first: int
+
+
+def weigh_tiles(
+    packed: Packed,
+    terms: Terms,
+    h_exp: float | None,
+    following: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+    *,
+    width: int,
+    keep: bool,
+) -> int:
+    """Score and weigh tiles, until one has a score below its token's limit.
+
+    Args:
+        packed: The tokens, for distances times -2.
+        terms: See there.
+        h_exp: As for `weigh_tile`.
+        following: `[1]` int64, the tile to go on with; shared by threads that share the tiles.
+        results: Scores `[V, P]`, or `[width, P]` unless they are kept; best and sums `[tiles, P]`.
+        width: Classes of a tile; the last may have fewer.
+        keep: As for `weigh_tile`.
+
+    Returns:
+        That tile, which `weigh_tile` must follow, or -1 when all are done.
+    """
+    vocab_size, size = terms.prototypes.shape
+    return library().weigh_tiles(
+        _at(following), _at(terms.prototypes), vocab_size, width, size,
+        _at(packed.across), packed.count, packed.padded, _at(terms.gain), _at(terms.column),
+        _at(terms.row), _at(terms.limits), _at(terms.excluded), _at(terms.bounds), terms.first,
+        *_power(h_exp), h_exp is None, keep, *map(_at, results),
+    )  # fmt: skip
+
+
 def scratch_size(packed: Packed, width: int) -> int:
-    """Return how many floats `accumulate_tile` works in, for tiles of at most `width` classes."""
+    """Return how many floats `accumulate_tiles` works in, for tiles of at most `width` classes."""
     return width * (packed.padded + library().panel_width())
 
 
 class Totals(NamedTuple):
-    """What the gradients of a tile are added to; None where nobody needs it.
+    """What the gradients of tiles are added to; None where nobody needs it.
 
     Attributes:
-        prototypes: `[W, D]`.
+        prototypes: `[V, D]`.
         tokens: `[P, D]`.
-        columns: `[W]`, sums of the weights of each class.
+        columns: `[V]`, sums of the weights of each class.
         rows: `[P]`, sums of the weights of each token.
     """
 
@@ -175,7 +203,7 @@ class Totals(NamedTuple):
     rows: Tensor | None
 
 
-def accumulate_tile(
+def accumulate_tiles(
     packed: Packed,
     weights: Tensor,
     factors: tuple[Tensor, Tensor | None],
@@ -183,28 +211,36 @@ def accumulate_tile(
     totals: Totals,
     scratch: Tensor,
     *,
+    tiles: tuple[int, int, int],
     add: bool,
 ) -> None:
-    """Add the products of one tile's weights `[W, P]`, which are scaled in place.
+    """Add the products of weights `[V, P]`, which are scaled in place.
 
     With `packed.narrow` they are also rounded to bfloat16, before anything is added up.
 
     Args:
         packed: The tokens.
-        weights: `[W, P]`.
-        factors: Of the tokens `[P]`, and of the classes `[W]` or None.
-        prototypes: `[W, D]`.
+        weights: `[V, P]`.
+        factors: Of the tokens in each tile `[tiles, P]`, and of the classes `[V]` or None.
+        prototypes: `[V, D]`.
         totals: Accumulated in place.
         scratch: `scratch_size` floats of this thread.
+        tiles: Classes of a tile, the first tile and the step to the next.
         add: Whether `totals.prototypes` holds something already; it is written otherwise.
     """
-    width, padded = weights.shape
-    library().accumulate_tile(
-        _at(weights), width, packed.count, padded, prototypes.shape[1],
+    (vocab_size, size), (width, first, step) = prototypes.shape, tiles
+    library().accumulate_tiles(
+        first, step, _at(weights), vocab_size, width, packed.count, packed.padded, size,
         _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along), packed.narrow,
         _at(totals.prototypes), add, _at(totals.tokens), _at(totals.columns), _at(totals.rows),
         _at(scratch),
     )  # fmt: skip
+
+
+def _power(h_exp: float | None) -> tuple[float, int]:
+    """Return the exponent of best / d2, and again if it is a whole number, else 0."""
+    exponent = -(h_exp or 0.0)
+    return exponent, int(exponent) if exponent == int(exponent) and exponent < 1024 else 0
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -182,10 +182,10 @@ void pack_tokens(const float *x, long T, long P, long D, float scale, int narrow
 /* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
  * (each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
  * become `fill`. best [P] gets the largest of each token if `linear`, else the least. */
-void score_tile(const float *prototypes, long W, long D, const float *across, long P,
-                const float *gain, const float *column, const float *row,
-                const int64_t *excluded, long num_excluded, long first, int linear,
-                float *scores, float *best)
+static void score_tile(const float *prototypes, long W, long D, const float *across, long P,
+                       const float *gain, const float *column, const float *row,
+                       const int64_t *excluded, long num_excluded, long first, int linear,
+                       float *scores, float *best)
 {
     const float fill = linear ? -__builtin_inff() : __builtin_inff();
     for (long t = 0; t < P; t++) best[t] = fill;
@@ -306,6 +306,31 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
     }
 }
 
+/* Of V classes the tiles of `width`, each taken from *next by whichever thread is free: scores, best
+ * and, if none is below its token's of `limits` [T] (or null), weights and sums. Such a tile is
+ * returned before it is weighed, for somebody to look at; -1 after the last. `excluded` is parted
+ * among the tiles by `bounds` [tiles + 1]; gain and column are [V], best and sums [tiles, P], scores
+ * [V, P], or [width, P] unless they are to be kept. */
+long weigh_tiles(int64_t *next, const float *prototypes, long V, long width, long D,
+                 const float *across, long T, long P, const float *gain, const float *column,
+                 const float *row, const float *limits, const int64_t *excluded,
+                 const int64_t *bounds, long first, float exponent, int whole, int linear,
+                 int keep, float *scores, float *best, float *sums)
+{
+    for (;;) {
+        const long k = (long)__atomic_fetch_add(next, 1, __ATOMIC_RELAXED), from = k * width;
+        if (from >= V) return -1;
+        const long W = least(width, V - from);
+        float *tile = scores + (keep ? from * P : 0), *found = best + k * P;
+        score_tile(prototypes + from * D, W, D, across, P, gain ? gain + from : 0,
+                   column ? column + from : 0, row, excluded + 2 * bounds[k],
+                   bounds[k + 1] - bounds[k], first + from, linear, tile, found);
+        for (long t = 0; limits && t < T; t++)
+            if (found[t] < limits[t]) return k;
+        weigh_tile(tile, W, P, found, exponent, whole, linear, keep, sums + k * P);
+    }
+}
+
 /* Pairs of tokens [W, P / 2] of weights [W, P]. */
 static const float *pack_pairs(const float *weights, long W, long P, float *pairs)
 {
@@ -338,10 +363,10 @@ static void pack_blocks(const float *weights, long W, long P, int narrow, float 
  * (stored, unless `add`) and of the tokens [P, D]; either may be null. With `narrow` weights are
  * rounded to bfloat16 before they are added up, and the products are of bfloat16. `scratch` holds
  * W * (P + PANEL). */
-void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
-                     const float *gain, const float *prototypes, const float *along, int narrow,
-                     float *to_prototypes, int add, float *to_tokens, float *columns, float *rows,
-                     float *scratch)
+static void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
+                            const float *gain, const float *prototypes, const float *along,
+                            int narrow, float *to_prototypes, int add, float *to_tokens,
+                            float *columns, float *rows, float *scratch)
 {
     float *part = scratch; /* of the rows: the sums of a tile have more digits than those of all */
     if (rows) memset(part, 0, P * sizeof(float));
@@ -394,5 +419,20 @@ void accumulate_tile(float *weights, long W, long T, long P, long D, const float
                                to_tokens + t * D + from, D, ROWS, least(D - from, PANEL), 1);
             }
         }
+    }
+}
+
+/* Every `step`-th tile of `width` of V classes from tile `first` on; factors [tiles, P]. */
+void accumulate_tiles(long first, long step, float *weights, long V, long width, long T, long P,
+                      long D, const float *factors, const float *gain, const float *prototypes,
+                      const float *along, int narrow, float *to_prototypes, int add,
+                      float *to_tokens, float *columns, float *rows, float *scratch)
+{
+    for (long k = first; k * width < V; k += step) {
+        const long from = k * width;
+        accumulate_tile(weights + from * P, least(width, V - from), T, P, D, factors + k * P,
+                        gain ? gain + from : 0, prototypes + from * D, along, narrow,
+                        to_prototypes ? to_prototypes + from * D : 0, add, to_tokens,
+                        columns ? columns + from : 0, rows, scratch);
     }
 }

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ class _Scoring(NamedTuple):
         row: `[P]` or None, added to the scores.
         limits: `[T]`, below which a squared distance has lost digits; None for a linear head.
         excluded: `[S, 2]`, classes and tokens to leave out, in order of classes.
-        bounds: Where those of each tile begin, and where the last ones end.
+        bounds: `[tiles + 1]`, where those of each tile begin, and where the last ones end.
         near: Columns `[T, S]` of near pairs by tile, filled in as they are found.
     """
 
@@ -60,8 +60,34 @@ class _Scoring(NamedTuple):
     row: Tensor | None
     limits: Tensor | None
     excluded: Tensor
-    bounds: list[int]
+    bounds: Tensor
     near: list[Tensor | None]
+
+
+class _Tiles(NamedTuple):
+    """Tiles `first` to `stop`; `following` `[1]` is the next, counted from `first`."""
+
+    first: int
+    stop: int
+    following: Tensor
+
+
+class _Weights(NamedTuple):
+    """Weights of the classes `classes` of which every `step`-th tile from `first` on is meant.
+
+    Attributes:
+        classes: V' of them.
+        weights: `[V', P]`.
+        factors: `[tiles, P]`, what makes the weights coefficients.
+        first: Counted from the first of the classes.
+        step: To the next tile.
+    """
+
+    classes: slice
+    weights: Tensor
+    factors: Tensor
+    first: int = 0
+    step: int = 1
 
 
 class NativeTiles(ChunkedTiles):
@@ -76,7 +102,12 @@ class NativeTiles(ChunkedTiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.scratch = self.parts = torch.empty(0, 0)  # of each worker, for one chunk after another
+        # Of each worker, and of the tiles; for one chunk after another.
+        self.scratch = self.parts = self.memory = torch.empty(0, 0)
+        frame = self.request.frame
+        as_they_are = frame.center is None and frame.prototypes.dtype == frame.dtype
+        # Then one call serves all tiles, otherwise each is made before its own.
+        self.in_place = as_they_are and frame.prototypes.is_contiguous()
 
     def score(
         self, hidden_states: Tensor, labels: Tensor, *, store: bool, moments: bool
@@ -89,13 +120,13 @@ class NativeTiles(ChunkedTiles):
         best, sums = hidden_states.new_empty(shape), hidden_states.new_empty(shape)
         if store:
             self._reserve(packed.padded)
-        tiles = iter(range(len(self.edges)))  # whoever is free takes the next: results are per tile
+        calls = self._calls()  # whoever is free takes the next: results are per tile
 
         def work(_: int) -> None:
             passing = None if store else hidden_states.new_empty(WIDTH, packed.padded)
-            for k in tiles:
-                weights = self._kept(k) if passing is None else passing
-                self._weigh(scoring, k, weights, best[k], sums[k], keep=store)
+            for tiles in calls:
+                part = slice(tiles.first, tiles.stop)
+                self._weigh(scoring, tiles, passing, best[part], sums[part], keep=store)
 
         self.workers.run(work)
         best, sums = best[:, : packed.count], sums[:, : packed.count]
@@ -115,11 +146,20 @@ class NativeTiles(ChunkedTiles):
     ) -> None:
         """Add a chunk's products to the gradients; see `ChunkedTiles.accumulate`."""
         del rows
+        packed, num_classes = self.packed, self.request.num_classes
+        factors = self._padded(factors, packed)
 
-        def weights(k: int, _: Tensor | None) -> tuple[Tensor, Tensor]:
-            return self._kept(k), factors[k]
+        def kept(worker: int) -> Iterator[_Weights]:
+            if self.in_place:
+                everything = slice(0, num_classes)
+                step = self.workers.count
+                yield _Weights(everything, self._kept(everything), factors, worker, step)
+                return
+            for k in range(worker, len(self.edges), self.workers.count):
+                tile = slice(*self.edges[k])
+                yield _Weights(tile, self._kept(tile), factors[k : k + 1])
 
-        self._add(self.packed, hidden_states, weights, gradients, chunk, kept=True)
+        self._add(packed, hidden_states, kept, gradients, chunk)
         del self.packed  # before the next chunk's is made
 
     def recompute(
@@ -133,34 +173,34 @@ class NativeTiles(ChunkedTiles):
         """Add a chunk's products to the gradients; see `ChunkedTiles.recompute`."""
         scoring, unit = self._scoring(hidden_states, labels), self.unit(hidden_states).squeeze(1)
         log_normalizer, mass, _ = rows
-        count, h_exp = len(hidden_states), self.request.h_exp
+        packed, h_exp = scoring.packed, self.request.h_exp
 
-        def weights(k: int, passing: Tensor) -> tuple[Tensor, Tensor]:
-            best, sums = passing.new_empty(2, scoring.packed.padded)
-            self._weigh(scoring, k, passing, best, sums, keep=True)
-            best = best[:count]
-            if self.linear:
-                return passing, mass * (best - log_normalizer).exp()
-            factors = mass * (torch.log(best / unit) * h_exp - log_normalizer).exp()
-            return passing, factors * (-2 * h_exp) / best
+        def made(worker: int) -> Iterator[_Weights]:
+            passing = hidden_states.new_empty(WIDTH, packed.padded)
+            best, sums = hidden_states.new_empty(2, 1, packed.padded)
+            for k in range(worker, len(self.edges), self.workers.count):
+                tiles = _Tiles(k, k + 1, labels.new_zeros(1))
+                self._weigh(scoring, tiles, passing, best, sums, keep=True)
+                found = best[:, : packed.count]
+                if self.linear:
+                    factors = mass * (found - log_normalizer).exp()
+                else:
+                    factors = mass * (torch.log(found / unit) * h_exp - log_normalizer).exp()
+                    factors = factors * (-2 * h_exp) / found
+                yield _Weights(slice(*self.edges[k]), passing, self._padded(factors, packed))
 
-        self._add(scoring.packed, hidden_states, weights, gradients, chunk, kept=False)
+        self._add(packed, hidden_states, made, gradients, chunk)
         return self._compact(scoring.near)
 
     def _add(
         self,
         packed: native.Packed,
         hidden_states: Tensor,
-        weights: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+        weights: Callable[[int], Iterator[_Weights]],
         gradients: Gradients,
         chunk: slice,
-        *,
-        kept: bool,
     ) -> None:
-        """Add the products of all tiles; `weights` gives theirs `[W, P]` and their factors `[T]`.
-
-        It may use the memory `[WIDTH, P]` that it is given, unless the weights are `kept`.
-        """
+        """Add the products of all tiles; `weights` gives those of a worker, one after another."""
         frame, workers = self.request.frame, self.workers.count
         sums = hidden_states.new_zeros(workers, packed.padded) if frame.with_sums else None
         if self.scratch.shape[1] < native.scratch_size(packed, WIDTH):
@@ -171,25 +211,23 @@ class NativeTiles(ChunkedTiles):
             parts = self.parts[:, : packed.padded].zero_()
 
         def work(worker: int) -> None:
-            factors = hidden_states.new_zeros(packed.padded)
-            passing = hidden_states.new_empty(0 if kept else WIDTH, packed.padded)
-            for k in range(worker, len(self.edges), self.workers.count):
-                tile = slice(*self.edges[k])
-                found, factors[: packed.count] = weights(k, passing)
+            for found in weights(worker):
+                classes = found.classes
                 prototypes, columns = gradients.prototypes, gradients.columns
                 totals = native.Totals(
-                    None if prototypes is None else prototypes[tile],
+                    None if prototypes is None else prototypes[classes],
                     None if parts is None else parts[worker],
-                    None if columns is None else columns[tile],
+                    None if columns is None else columns[classes],
                     None if sums is None else sums[worker],
                 )
-                native.accumulate_tile(
+                native.accumulate_tiles(
                     packed,
-                    found[: tile.stop - tile.start],
-                    (factors, self._gain(k)),
-                    frame.tile(tile.start, tile.stop).contiguous(),
+                    found.weights,
+                    (found.factors, None if self.gain is None else self.gain[classes]),
+                    frame.tile(classes.start, classes.stop).contiguous(),
                     totals,
                     scratch[worker],
+                    tiles=(WIDTH, found.first, found.step),
                     add=chunk.start > 0,
                 )
 
@@ -212,60 +250,102 @@ class NativeTiles(ChunkedTiles):
         squared = torch.linalg.vecdot(hidden_states, hidden_states)
         limits, row = near_limits(frame, squared), None
         if frame.kind != "sphere" or frame.center is not None:
-            row = torch.nn.functional.pad(squared, (0, packed.padded - packed.count))
+            row = self._padded(squared, packed)
         return _Scoring(packed, row, limits, excluded, bounds, near)
 
+    def _calls(self) -> Iterator[_Tiles]:
+        """Yield what one call of C scores, to whichever thread asks."""
+        following, count = torch.zeros(1, dtype=torch.int64, device="cpu"), len(self.edges)
+        if self.in_place:
+            return iter([_Tiles(0, count, following)] * self.workers.count)
+        return iter([_Tiles(k, k + 1, following.clone()) for k in range(count)])
+
     def _weigh(
-        self, scoring: _Scoring, k: int, scores: Tensor, best: Tensor, sums: Tensor, *, keep: bool
+        self,
+        scoring: _Scoring,
+        tiles: _Tiles,
+        passing: Tensor | None,
+        best: Tensor,
+        sums: Tensor,
+        *,
+        keep: bool,
     ) -> None:
-        """Write what is best of each token `[P]` in tile `k`, the sums `[P]`, and the weights."""
-        (start, stop), count = self.edges[k], scoring.packed.count
-        scores = scores[: stop - start]
-        prototypes = self.request.frame.tile(start, stop).contiguous()
-        terms = self._gain(k), self._column(k, prototypes), scoring.row
-        pairs = scoring.excluded[scoring.bounds[k] : scoring.bounds[k + 1]], start
-        native.score_tile(scoring.packed, prototypes, terms, pairs, scores, best)
-        if scoring.limits is not None:
-            found = self._near(scores.T[:count], scoring.limits, best[:count], start)
-            scoring.near[k] = found
+        """Write what is best of each token in each tile `[tiles, P]`, the sums, and the weights.
+
+        Scores are written to `passing` `[WIDTH, P]`, or to where they are kept if it is None.
+        """
+        packed = scoring.packed
+        classes = slice(self.edges[tiles.first][0], self.edges[tiles.stop - 1][1])
+        prototypes = self.request.frame.tile(classes.start, classes.stop).contiguous()
+        terms = native.Terms(
+            prototypes,
+            None if self.gain is None else self.gain[classes],
+            self._column(classes, prototypes),
+            scoring.row,
+            scoring.limits,
+            scoring.excluded,
+            scoring.bounds[tiles.first : tiles.stop + 1],
+            classes.start,
+        )
         h_exp = None if self.linear else float(self.request.h_exp)
-        native.weigh_tile(scores, best, h_exp, sums, keep=keep)
+        scores = self._kept(classes) if passing is None else passing
+        while True:
+            results = scores, best, sums
+            k = native.weigh_tiles(
+                packed, terms, h_exp, tiles.following, results, width=WIDTH, keep=keep
+            )
+            if k < 0 or scoring.limits is None:
+                return
+            tile = slice(*self.edges[tiles.first + k])
+            found = passing[: tile.stop - tile.start] if passing is not None else self._kept(tile)
+            near = self._near(found, scoring.limits, best[k], packed.count, tile.start)
+            scoring.near[tiles.first + k] = near
+            native.weigh_tile(found, best[k], h_exp, sums[k], keep=keep)
 
     def _choose_products(self) -> int:
         return WIDTH
 
-    def _kept(self, k: int) -> Tensor:
+    def _reserve(self, rows: int) -> None:
+        if self.memory.numel() < rows * self.request.num_classes:
+            self.memory = self.request.hidden_states.new_empty(
+                rows * self.request.num_classes, dtype=torch.float32
+            )
+
+    def _kept(self, classes: slice) -> Tensor:
+        """Return where the scores of `classes` are kept: `[V', P]`."""
         padded = self.packed.padded
-        return self._buffer(k, padded).view(-1, padded)
+        return self.memory[classes.start * padded : classes.stop * padded].view(-1, padded)
 
-    def _gain(self, k: int) -> Tensor | None:
-        return None if self.gain is None else self.gain[slice(*self.edges[k])]
+    def _padded(self, values: Tensor, packed: native.Packed) -> Tensor:
+        """Return `[..., T]` with zeros up to `[..., P]`."""
+        return torch.nn.functional.pad(values, (0, packed.padded - packed.count))
 
-    def _column(self, k: int, prototypes: Tensor) -> Tensor | None:
-        """Return what is added to the scores of tile `k`: |w|^2 + eps, and |x|^2 on the sphere."""
+    def _column(self, classes: slice, prototypes: Tensor) -> Tensor | None:
+        """Return what is added to the scores of `classes`: |w|^2 + eps, and |x|^2 on the sphere."""
         if self.linear:
             return None
         if self.gain is not None:
             return prototypes.new_full((len(prototypes),), 2 + self.request.frame.eps)
         if self.columns is not None:
-            return self.columns[slice(*self.edges[k])]
+            return self.columns[classes]
         return prototypes.square().sum(1).add_(self.request.frame.eps)
 
-    def _excluded(self, labels: Tensor) -> tuple[Tensor, list[int]]:
+    def _excluded(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return pairs (class, token) `[S, 2]` of labels `[T, K]`, and where each tile's begin."""
         tokens, slots = torch.nonzero(labels >= 0, as_tuple=True)
         classes, order = labels[tokens, slots].sort(stable=True)
         starts = [start for start, _ in self.edges] + [self.request.num_classes]
-        bounds = torch.searchsorted(classes, classes.new_tensor(starts)).tolist()
+        bounds = torch.searchsorted(classes, classes.new_tensor(starts))
         return torch.stack([classes, tokens[order]], 1), bounds
 
-    def _near(self, squared: Tensor, limits: Tensor, nearest: Tensor, start: int) -> Tensor | None:
-        """Exclude near pairs from scores `[T, W]`, and write what is nearest then."""
-        if not bool((nearest < limits).any()):
-            return None
-        count = near_count(squared, limits.unsqueeze(1))
-        columns = take_near(squared, limits.unsqueeze(1), self.request.frame.eps, count)
-        torch.amin(squared, 1, out=nearest)
+    def _near(
+        self, scores: Tensor, limits: Tensor, best: Tensor, count: int, start: int
+    ) -> Tensor | None:
+        """Exclude near pairs from a tile's scores `[W, P]`, and write what is best `[P]` then."""
+        squared, limits = scores.T[:count], limits.unsqueeze(1)
+        found = near_count(squared, limits)
+        columns = take_near(squared, limits, self.request.frame.eps, found)
+        torch.amin(squared, 1, out=best[:count])
         return torch.where(columns >= 0, columns + start, -1)
 
 
@@ -303,20 +383,24 @@ def _trial(hidden_size: int, *, narrow: bool) -> float:
     prototypes = torch.zeros(512, hidden_size, dtype=torch.float32, device="cpu")
     tokens, totals = prototypes[:192], torch.zeros_like(prototypes)
     column = prototypes.new_ones(512)
-    nobody = torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    bounds = torch.zeros(2, dtype=torch.int64, device="cpu")
     best = math.inf
     for _ in range(4):
         start = time.perf_counter()
         packed = native.pack_tokens(tokens, -2.0, narrow=narrow)
         scores = tokens.new_empty(512, packed.padded)
-        nearest, sums, factor = tokens.new_ones(3, packed.padded)
-        native.score_tile(packed, prototypes, (None, column, None), (nobody, 0), scores, nearest)
-        native.weigh_tile(scores, nearest, -14.0, sums, keep=True)
+        nearest, sums, factors = tokens.new_ones(3, 1, packed.padded)
+        excluded = bounds.new_zeros(0, 2)
+        terms = native.Terms(prototypes, None, column, None, None, excluded, bounds, 0)
+        following, results = bounds.new_zeros(1), (scores, nearest, sums)
+        native.weigh_tiles(packed, terms, -14.0, following, results, width=512, keep=True)
         found = tokens.new_zeros(packed.padded, hidden_size)
         all_totals = native.Totals(totals, found, None, None)
         scratch = tokens.new_empty(native.scratch_size(packed, 512))
-        native.accumulate_tile(
-            packed, scores, (factor, None), prototypes, all_totals, scratch, add=True
+        native.accumulate_tiles(
+            *(packed, scores, (factors, None), prototypes, all_totals, scratch),
+            tiles=(512, 0, 1),
+            add=True,
         )
         best = min(best, time.perf_counter() - start)
     return best

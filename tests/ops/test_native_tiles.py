@@ -135,7 +135,11 @@ def test_products_are_of_what_pytorch_rounds(compiled, shape, dtype, add):
     )
     scratch = torch.empty(native.scratch_size(packed, classes))
     scaled = (weights * factor * gain.unsqueeze(1))[:, :tokens].to(dtype).double()
-    native.accumulate_tile(packed, weights, (factor, gain), prototypes, totals, scratch, add=add)
+    native.accumulate_tiles(
+        *(packed, weights, (factor, gain), prototypes, totals, scratch),
+        tiles=(classes, 0, 1),
+        add=add,
+    )
     by_class = add + scaled @ hidden_states.to(dtype).double()
     by_token = 1 + scaled.T @ prototypes.to(dtype).double()
     expected = (by_class, by_token, 1 + scaled.sum(1), 1 + scaled.sum(0))
