@@ -1,4 +1,4 @@
-"""Matrix products of one tile on one CPU core: the backends and how one is chosen."""
+"""Matrix products of one tile on one CPU core: the backends, ours in C, and how one is chosen."""
 
 import math
 import time
@@ -7,11 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from harmonic_sft.ops import native
+
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 AccumulatedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 StoredGemm = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 _FASTEST: dict[tuple[torch.dtype, int], str] = {}
+# What products and passes may take of the time of PyTorch's products, which take passes besides. An
+# even race must not be decided anew by each process, since results would differ in the last bits.
+HANDICAP = 1.5
+_FAST: dict[tuple[int, bool], bool] = {}
 _LINEAR = "mkldnn::_linear_pointwise"
 
 
@@ -114,5 +120,62 @@ def trial_seconds(gemm: Gemm, dtype: torch.dtype, hidden_size: int) -> float:
         gemm(hidden_states, prototypes, None)
         gemm(weights, prototypes.T, None)
         gemm(weights.T, hidden_states.T, None)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def native_is_fast(hidden_size: int, *, narrow: bool) -> bool:
+    """Return whether the C tiles are taken: not where they are clearly slower. Tried once."""
+    size = min(max(hidden_size, 512), 1024)  # elsewhere a trial is mostly calls, or takes a second
+    key = (size - 1).bit_length(), narrow
+    if key not in _FAST:
+        try:
+            native.library()
+        except OSError:
+            _FAST[key] = False
+        else:
+            # Turn by turn: what slows one down for a while slows the other down.
+            turns = [(_trial(size, narrow=narrow), _peer(size, narrow=narrow)) for _ in range(3)]
+            own, theirs = map(min, zip(*turns, strict=True))
+            _FAST[key] = own < HANDICAP * theirs
+    return _FAST[key]
+
+
+def _peer(hidden_size: int, *, narrow: bool) -> float:
+    """Return the seconds of PyTorch's three products: two of them in bfloat16, if `narrow`."""
+    if narrow and not multiplies_bfloat16():
+        return math.inf
+    gemm = product(choose_backend("auto", torch.float32, hidden_size))
+    seconds = trial_seconds(gemm, torch.float32, hidden_size)
+    if not narrow:
+        return seconds
+    return (seconds + 2 * trial_seconds(gemm, torch.bfloat16, hidden_size)) / 3
+
+
+def _trial(hidden_size: int, *, narrow: bool) -> float:
+    """Return the seconds of products and passes of the tile of `trial_seconds`, best of four."""
+    # Of a dtype and device of their own, whatever the defaults are.
+    prototypes = torch.zeros(512, hidden_size, dtype=torch.float32, device="cpu")
+    tokens, totals = prototypes[:192], torch.zeros_like(prototypes)
+    column = prototypes.new_ones(512)
+    bounds = torch.zeros(2, dtype=torch.int64, device="cpu")
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        packed = native.pack_tokens(tokens, -2.0, narrow=narrow)
+        scores = tokens.new_empty(512, packed.padded)
+        nearest, sums, factors = tokens.new_ones(3, 1, packed.padded)
+        excluded = bounds.new_zeros(0, 2)
+        terms = native.Terms(prototypes, None, column, None, None, excluded, bounds, 0)
+        following, results = bounds.new_zeros(1), (scores, nearest, sums)
+        native.weigh_tiles(packed, terms, -14.0, following, results, width=512, keep=True)
+        found = tokens.new_zeros(packed.padded, hidden_size)
+        all_totals = native.Totals(totals, found, None, None)
+        scratch = tokens.new_empty(native.scratch_size(packed, 512))
+        native.accumulate_tiles(
+            *(packed, scores, (factors, None), prototypes, all_totals, scratch),
+            tiles=(512, 0, 1),
+            add=True,
+        )
         best = min(best, time.perf_counter() - start)
     return best

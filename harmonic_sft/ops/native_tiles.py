@@ -1,7 +1,5 @@
 """The tiles of a chunk in C, where there is a compiler and they are not clearly slower."""
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from harmonic_sft.ops import native
 from harmonic_sft.ops.chunked import ChunkedTiles
-from harmonic_sft.ops.gemm import choose_backend, multiplies_bfloat16, product, trial_seconds
+from harmonic_sft.ops.gemm import native_is_fast
 from harmonic_sft.ops.geometry import near_limits
 from harmonic_sft.ops.gradients import Gradients
 from harmonic_sft.ops.request import Request
@@ -18,10 +16,6 @@ from harmonic_sft.ops.rows import TileSums
 from harmonic_sft.ops.tiles import near_count, take_near
 
 WIDTH = 384  # classes of a tile
-# What products and passes may take of the time of PyTorch's products, which take passes besides. An
-# even race must not be decided anew by each process, since results would differ in the last bits.
-HANDICAP = 1.5
-_FAST: dict[tuple[int, bool], bool] = {}
 
 
 def serve(request: Request) -> bool:
@@ -37,7 +31,7 @@ def serve(request: Request) -> bool:
     if request.gemm == "native":
         native.library()
     wanted = request.gemm == "native"
-    return wanted or (request.gemm == "auto" and _fast(size, narrow=_narrow(request)))
+    return wanted or (request.gemm == "auto" and native_is_fast(size, narrow=_narrow(request)))
 
 
 def _narrow(request: Request) -> bool:
@@ -347,60 +341,3 @@ class NativeTiles(ChunkedTiles):
         columns = take_near(squared, limits, self.request.frame.eps, found)
         torch.amin(squared, 1, out=best[:count])
         return torch.where(columns >= 0, columns + start, -1)
-
-
-def _fast(hidden_size: int, *, narrow: bool) -> bool:
-    """Return whether the C tiles are taken: not where they are clearly slower. Tried once."""
-    size = min(max(hidden_size, 512), 1024)  # elsewhere a trial is mostly calls, or takes a second
-    key = (size - 1).bit_length(), narrow
-    if key not in _FAST:
-        try:
-            native.library()
-        except OSError:
-            _FAST[key] = False
-        else:
-            # Turn by turn: what slows one down for a while slows the other down.
-            turns = [(_trial(size, narrow=narrow), _peer(size, narrow=narrow)) for _ in range(3)]
-            own, theirs = map(min, zip(*turns, strict=True))
-            _FAST[key] = own < HANDICAP * theirs
-    return _FAST[key]
-
-
-def _peer(hidden_size: int, *, narrow: bool) -> float:
-    """Return the seconds of PyTorch's three products: two of them in bfloat16, if `narrow`."""
-    if narrow and not multiplies_bfloat16():
-        return math.inf
-    gemm = product(choose_backend("auto", torch.float32, hidden_size))
-    seconds = trial_seconds(gemm, torch.float32, hidden_size)
-    if not narrow:
-        return seconds
-    return (seconds + 2 * trial_seconds(gemm, torch.bfloat16, hidden_size)) / 3
-
-
-def _trial(hidden_size: int, *, narrow: bool) -> float:
-    """Return the seconds of products and passes of the tile of `trial_seconds`, best of four."""
-    # Of a dtype and device of their own, whatever the defaults are.
-    prototypes = torch.zeros(512, hidden_size, dtype=torch.float32, device="cpu")
-    tokens, totals = prototypes[:192], torch.zeros_like(prototypes)
-    column = prototypes.new_ones(512)
-    bounds = torch.zeros(2, dtype=torch.int64, device="cpu")
-    best = math.inf
-    for _ in range(4):
-        start = time.perf_counter()
-        packed = native.pack_tokens(tokens, -2.0, narrow=narrow)
-        scores = tokens.new_empty(512, packed.padded)
-        nearest, sums, factors = tokens.new_ones(3, 1, packed.padded)
-        excluded = bounds.new_zeros(0, 2)
-        terms = native.Terms(prototypes, None, column, None, None, excluded, bounds, 0)
-        following, results = bounds.new_zeros(1), (scores, nearest, sums)
-        native.weigh_tiles(packed, terms, -14.0, following, results, width=512, keep=True)
-        found = tokens.new_zeros(packed.padded, hidden_size)
-        all_totals = native.Totals(totals, found, None, None)
-        scratch = tokens.new_empty(native.scratch_size(packed, 512))
-        native.accumulate_tiles(
-            *(packed, scores, (factors, None), prototypes, all_totals, scratch),
-            tiles=(512, 0, 1),
-            add=True,
-        )
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -12,6 +12,7 @@ import torch
 from harmonic_sft.ops import (
     distance_cross_entropy,
     fused,
+    gemm,
     linear_cross_entropy,
     native,
     native_tiles,
@@ -280,7 +281,7 @@ def small():
 @pytest.fixture
 def forgotten(monkeypatch):
     """Nothing compiled yet, and nothing tried."""
-    monkeypatch.setattr(native_tiles, "_FAST", {})
+    monkeypatch.setattr(gemm, "_FAST", {})
     native.library.cache_clear()
     yield
     native.library.cache_clear()
@@ -326,7 +327,7 @@ def test_what_the_compiler_says_is_passed_on(compile_by):
     compile_by("echo 'no such instruction' >&2; exit 1")
     with pytest.raises(OSError, match=r"^gemm: Command .*\nno such instruction$"):
         run(small())
-    assert not native_tiles._fast(768, narrow=False)
+    assert not gemm.native_is_fast(768, narrow=False)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -362,11 +363,11 @@ def test_what_they_do_not_serve_pytorch_does(option):
 @pytest.mark.parametrize(("seconds", "chosen"), [(1e-9, True), (1e9, False)])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_trial_decides(monkeypatch, narrow, seconds, chosen):
-    monkeypatch.setattr(native_tiles, "_FAST", {})
-    monkeypatch.setattr(native_tiles, "_trial", lambda *_, narrow: seconds)
-    monkeypatch.setattr(native_tiles, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(native_tiles, "trial_seconds", lambda *_: 1.0)
-    assert native_tiles._fast(768, narrow=narrow) is chosen
+    monkeypatch.setattr(gemm, "_FAST", {})
+    monkeypatch.setattr(gemm, "_trial", lambda *_, narrow: seconds)
+    monkeypatch.setattr(gemm, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(gemm, "trial_seconds", lambda *_: 1.0)
+    assert gemm.native_is_fast(768, narrow=narrow) is chosen
 
 
 @pytest.mark.usefixtures("compiled")
@@ -374,10 +375,10 @@ def test_pytorch_is_not_tried_in_bfloat16_where_it_crawls(monkeypatch):
     def refuse(*_):
         raise AssertionError("tried")
 
-    monkeypatch.setattr(native_tiles, "_FAST", {})
-    monkeypatch.setattr(native_tiles, "multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr(native_tiles, "trial_seconds", refuse)
-    assert native_tiles._fast(768, narrow=True)
+    monkeypatch.setattr(gemm, "_FAST", {})
+    monkeypatch.setattr(gemm, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(gemm, "trial_seconds", refuse)
+    assert gemm.native_is_fast(768, narrow=True)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -385,8 +386,8 @@ def test_pytorch_is_not_tried_in_bfloat16_where_it_crawls(monkeypatch):
 def test_the_default_dtype_is_nothing_to_them(dtype):
     torch.set_default_dtype(dtype)
     try:
-        assert native_tiles._trial(512, narrow=False) > 0
-        assert native_tiles._trial(512, narrow=True) > 0
+        assert gemm._trial(512, narrow=False) > 0
+        assert gemm._trial(512, narrow=True) > 0
         inputs = Inputs("plain", (20, 600, 5), "euclidean", -3.0, torch.float32)
         loss = run(inputs)
         expected = inputs.dense()[0]
