@@ -104,7 +104,7 @@ def _put(target: Tensor, found: Tensor, add: bool) -> None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether oneDNN has bfloat16 products for this processor; PyTorch's own are a crawl."""
+    """Return whether oneDNN has bfloat16 products on this processor; PyTorch's own are a crawl."""
     built = torch.backends.mkldnn.is_available()
     return built and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -143,8 +143,6 @@ def native_is_fast(hidden_size: int, *, narrow: bool) -> bool:
 
 def _peer(hidden_size: int, *, narrow: bool) -> float:
     """Return the seconds of PyTorch's three products: two of them in bfloat16, if `narrow`."""
-    if narrow and not multiplies_bfloat16():
-        return math.inf
     gemm = product(choose_backend("auto", torch.float32, hidden_size))
     seconds = trial_seconds(gemm, torch.float32, hidden_size)
     if not narrow:

@@ -171,9 +171,13 @@ def weigh_tiles(
         keep: As for `weigh_tile`.
 
     Returns:
-        That tile, which `weigh_tile` must follow, or -1 when all are done.
+        That tile, which `weigh_tile` must follow, or -1 when all are taken.
     """
-    vocab_size, size = terms.prototypes.shape
+    (vocab_size, size), tiles = terms.prototypes.shape, len(terms.bounds) - 1
+    scores, best, sums = results
+    assert scores.numel() >= (vocab_size if keep else min(width, vocab_size)) * packed.padded
+    assert best.numel() == sums.numel() == tiles * packed.padded, "[tiles, P]"
+    assert tiles == -(-vocab_size // width), "a bound for each tile"
     return library().weigh_tiles(
         _at(following), _at(terms.prototypes), vocab_size, width, size,
         _at(packed.across), packed.count, packed.padded, _at(terms.gain), _at(terms.column),
@@ -229,6 +233,8 @@ def accumulate_tiles(
         add: Whether `totals.prototypes` holds something already; it is written otherwise.
     """
     (vocab_size, size), (width, first, step) = prototypes.shape, tiles
+    assert weights.numel() >= vocab_size * packed.padded, "[V, P]"
+    assert factors[0].numel() == -(-vocab_size // width) * packed.padded, "[tiles, P]"
     library().accumulate_tiles(
         first, step, _at(weights), vocab_size, width, packed.count, packed.padded, size,
         _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along), packed.narrow,

@@ -306,11 +306,11 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
     }
 }
 
-/* Of V classes the tiles of `width`, each taken from *next by whichever thread is free: scores, best
- * and, if none is below its token's of `limits` [T] (or null), weights and sums. Such a tile is
- * returned before it is weighed, for somebody to look at; -1 after the last. `excluded` is parted
- * among the tiles by `bounds` [tiles + 1]; gain and column are [V], best and sums [tiles, P], scores
- * [V, P], or [width, P] unless they are to be kept. */
+/* Of V classes the tiles of `width`, each taken from *next by whichever thread is free: scores,
+ * best and, if none is below its token's of `limits` [T] (or null), weights and sums. Such a tile
+ * is returned before it is weighed, for somebody to look at; -1 when all are taken. `excluded` is
+ * parted among the tiles by `bounds` [tiles + 1]; gain and column are [V], best and sums
+ * [tiles, P], scores [V, P], or [width, P] unless they are to be kept. */
 long weigh_tiles(int64_t *next, const float *prototypes, long V, long width, long D,
                  const float *across, long T, long P, const float *gain, const float *column,
                  const float *row, const float *limits, const int64_t *excluded,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harmonic_sft.ops import native
 from harmonic_sft.ops.chunked import ChunkedTiles
-from harmonic_sft.ops.gemm import native_is_fast
+from harmonic_sft.ops.gemm import multiplies_bfloat16, native_is_fast
 from harmonic_sft.ops.geometry import near_limits
 from harmonic_sft.ops.gradients import Gradients
 from harmonic_sft.ops.request import Request
@@ -35,7 +35,8 @@ def serve(request: Request) -> bool:
 
 
 def _narrow(request: Request) -> bool:
-    return request.gradient_dtype == torch.bfloat16
+    """Return whether gradient products are of bfloat16: as wanted, where it saves anything."""
+    return request.gradient_dtype == torch.bfloat16 and multiplies_bfloat16()
 
 
 class _Scoring(NamedTuple):
@@ -71,7 +72,7 @@ class _Weights(NamedTuple):
 
     Attributes:
         classes: V' of them.
-        weights: `[V', P]`.
+        weights: `[V', P]`, or more rows.
         factors: `[tiles, P]`, what makes the weights coefficients.
         first: Counted from the first of the classes.
         step: To the next tile.
@@ -89,7 +90,8 @@ class NativeTiles(ChunkedTiles):
 
     Args:
         request: What is asked.
-        workers: Each takes every `workers.count`-th tile, so that sums keep their order.
+        workers: Each adds up the products of every `workers.count`-th tile, so that sums keep their
+            order.
     """
 
     packed: native.Packed  # of the chunk whose weights `score` kept
@@ -102,6 +104,8 @@ class NativeTiles(ChunkedTiles):
         as_they_are = frame.center is None and frame.prototypes.dtype == frame.dtype
         # Then one call serves all tiles, otherwise each is made before its own.
         self.in_place = as_they_are and frame.prototypes.is_contiguous()
+        if self.gain is not None:
+            self.columns = torch.full_like(self.gain, 2 + frame.eps)
 
     def score(
         self, hidden_states: Tensor, labels: Tensor, *, store: bool, moments: bool
@@ -123,6 +127,7 @@ class NativeTiles(ChunkedTiles):
                 self._weigh(scoring, tiles, passing, best[part], sums[part], keep=store)
 
         self.workers.run(work)
+        self.packed = packed._replace(across=packed.across[:0].clone())  # this chunk is scored
         best, sums = best[:, : packed.count], sums[:, : packed.count]
         unit, log_scale, scale = self.unit(hidden_states), best, torch.ones_like(best)
         if not self.linear:
@@ -248,7 +253,7 @@ class NativeTiles(ChunkedTiles):
         return _Scoring(packed, row, limits, excluded, bounds, near)
 
     def _calls(self) -> Iterator[_Tiles]:
-        """Yield what one call of C scores, to whichever thread asks."""
+        """Return what each call of C scores, for whichever thread asks."""
         following, count = torch.zeros(1, dtype=torch.int64, device="cpu"), len(self.edges)
         if self.in_place:
             return iter([_Tiles(0, count, following)] * self.workers.count)
@@ -288,8 +293,9 @@ class NativeTiles(ChunkedTiles):
             k = native.weigh_tiles(
                 packed, terms, h_exp, tiles.following, results, width=WIDTH, keep=keep
             )
-            if k < 0 or scoring.limits is None:
+            if k < 0:
                 return
+            assert scoring.limits is not None, "no limit, no near pair"
             tile = slice(*self.edges[tiles.first + k])
             found = passing[: tile.stop - tile.start] if passing is not None else self._kept(tile)
             near = self._near(found, scoring.limits, best[k], packed.count, tile.start)
@@ -318,8 +324,6 @@ class NativeTiles(ChunkedTiles):
         """Return what is added to the scores of `classes`: |w|^2 + eps, and |x|^2 on the sphere."""
         if self.linear:
             return None
-        if self.gain is not None:
-            return prototypes.new_full((len(prototypes),), 2 + self.request.frame.eps)
         if self.columns is not None:
             return self.columns[classes]
         return prototypes.square().sum(1).add_(self.request.frame.eps)

@@ -365,20 +365,17 @@ def test_what_they_do_not_serve_pytorch_does(option):
 def test_a_trial_decides(monkeypatch, narrow, seconds, chosen):
     monkeypatch.setattr(gemm, "_FAST", {})
     monkeypatch.setattr(gemm, "_trial", lambda *_, narrow: seconds)
-    monkeypatch.setattr(gemm, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(gemm, "trial_seconds", lambda *_: 1.0)
     assert gemm.native_is_fast(768, narrow=narrow) is chosen
 
 
 @pytest.mark.usefixtures("compiled")
-def test_pytorch_is_not_tried_in_bfloat16_where_it_crawls(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("tried")
-
-    monkeypatch.setattr(gemm, "_FAST", {})
-    monkeypatch.setattr(gemm, "multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr(gemm, "trial_seconds", refuse)
-    assert gemm.native_is_fast(768, narrow=True)
+def test_products_stay_float32_where_nothing_multiplies_bfloat16(monkeypatch):
+    monkeypatch.setattr(native_tiles, "multiplies_bfloat16", lambda: False)
+    inputs = Inputs("bfloat16 products", (20, 600, 50), "sphere", -3.0, torch.float32)
+    loss = run(inputs)
+    for pair in zip(gradients_of(loss, inputs.leaves), inputs.dense_gradients(), strict=True):
+        assert_near(*pair, 1e-5)
 
 
 @pytest.mark.usefixtures("compiled")
