@@ -30,6 +30,7 @@ SHAPES = [
 ]
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 TARGETS = ["native", *(["x86-64", "x86-64-v3"] if ON_X86 else [])]  # vectors of 128 and 256 bits
+# Of 512 bits, without instructions for bfloat16.
 WIDE = ["x86-64-v4"] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
 
 
@@ -365,6 +366,7 @@ def test_what_they_do_not_serve_pytorch_does(option):
 def test_a_trial_decides(monkeypatch, narrow, seconds, chosen):
     monkeypatch.setattr(gemm, "_FAST", {})
     monkeypatch.setattr(gemm, "_trial", lambda *_, narrow: seconds)
+    monkeypatch.setattr(gemm, "_FASTEST", {})  # which the next line would decide for good
     monkeypatch.setattr(gemm, "trial_seconds", lambda *_: 1.0)
     assert gemm.native_is_fast(768, narrow=narrow) is chosen
 
