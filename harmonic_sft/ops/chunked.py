@@ -79,6 +79,9 @@ class ChunkedTiles:
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
         self.linear = frame.kind == "linear"
+        # Weights are kept over distances, as p alone; what else is needed comes from the scores.
+        biased = request.class_bias is not None and not self.linear
+        self.keeps_scores = request.label_smoothing > 0 or biased
         narrow = request.gradient_dtype if not self.on_cpu or multiplies_bfloat16() else None
         self.gradient_dtype = narrow or frame.dtype
         width = self._choose_products()
@@ -102,7 +105,7 @@ class ChunkedTiles:
         Args:
             hidden_states: `[T, D]`, in the frame.
             labels: `[T, K]`, columns to leave out, or -1.
-            store: Keep weights, `[T, V]` in all.
+            store: Keep weights, `[T, V]` in all, or the scores (`keeps_scores`).
             moments: Also sum moments and find the best columns.
         """
         if store:
@@ -119,12 +122,15 @@ class ChunkedTiles:
                 rows = arrays.tile(k)
                 scores = self._scores(chunk, k)
                 chunk.exclusion.apply_(scores, k)
+                nearest = rows.scale
+                if not self.linear:
+                    self._take_near(chunk, scores, k, nearest)
+                if out is not None and self.keeps_scores:
+                    out.copy_(scores)
+                    out = None
                 if self.linear:
                     linear_statistics(scores, self._bias(k), rows, out)
-                    continue
-                nearest = rows.scale
-                self._take_near(chunk, scores, k, nearest)
-                if by_logits:
+                elif by_logits:
                     h_exp = self.request.h_exp
                     distance_statistics(scores, chunk.unit, h_exp, self._bias(k), rows, out)
                 else:
@@ -164,15 +170,17 @@ class ChunkedTiles:
         Args:
             hidden_states: `[T, D]`, in the frame.
             factors: `[tiles, T]`, what makes the weights coefficients.
-            rows: As in `recompute`; the kept weights do without.
+            rows: As in `recompute`, for scores that were kept.
             gradients: Accumulated in place.
             chunk: The tokens.
         """
-        del rows
-        count = len(hidden_states)
+        count, unit = len(hidden_states), self.unit(hidden_states)
 
         def coefficients(k: int) -> Tensor:
-            weights = self._buffer(k, count).mul_(factors[k].unsqueeze(1))
+            kept = self._buffer(k, count)
+            if self.keeps_scores:
+                return self._coefficients(kept, unit, k, rows, gradients)
+            weights = kept.mul_(factors[k].unsqueeze(1))
             if gradients.class_bias is not None:
                 gradients.class_bias[slice(*self.edges[k])].add_(weights.sum(0))
             return weights if self.gain is None else weights.mul_(self.gain[slice(*self.edges[k])])
@@ -199,23 +207,11 @@ class ChunkedTiles:
         shared = self._prepare(hidden_states, labels)
 
         def coefficients(k: int) -> Tensor:
-            start, stop = self.edges[k]
             scores = self._scores(shared, k)
             shared.exclusion.apply_(scores, k)
             if not self.linear:
                 self._take_near(shared, scores, k, scores.new_empty(len(scores)))
-            excluded = scores == self._fill if self._leaves_rest else None
-            if self.linear:
-                weights = gradient = linear_coefficients(scores, self._bias(k), rows)
-            else:
-                weights, gradient = distance_coefficients(
-                    scores, shared.unit, self.request.h_exp, self._bias(k), rows
-                )
-            if excluded is not None:
-                gradient.masked_fill_(excluded, 0)
-            if gradients.class_bias is not None:
-                gradients.class_bias[start:stop].add_(gradient.sum(0))
-            return weights if self.gain is None else weights.mul_(self.gain[start:stop])
+            return self._coefficients(scores, shared.unit, k, rows, gradients)
 
         self._products(hidden_states, coefficients, gradients, chunk)
         return self._compact(shared.near)
@@ -227,6 +223,27 @@ class ChunkedTiles:
     def unit(self, hidden_states: Tensor) -> Tensor:
         """Return the unit of squared distances `[T, 1]`."""
         return self.request.frame.unit(hidden_states)
+
+    def _coefficients(
+        self,
+        scores: Tensor,
+        unit: Tensor,
+        k: int,
+        rows: tuple[Tensor, Tensor, Tensor],
+        gradients: Gradients,
+    ) -> Tensor:
+        """Return what multiplies tile `k` `[T, W]`; add to the gradient of the class bias."""
+        tile, bias = slice(*self.edges[k]), self._bias(k)
+        excluded = scores == self._fill if self._leaves_rest else None
+        if self.linear:
+            weights = gradient = linear_coefficients(scores, bias, rows)
+        else:
+            weights, gradient = distance_coefficients(scores, unit, self.request.h_exp, bias, rows)
+        if excluded is not None:
+            gradient.masked_fill_(excluded, 0)
+        if gradients.class_bias is not None:
+            gradients.class_bias[tile].add_(gradient.sum(0))
+        return weights if self.gain is None else weights.mul_(self.gain[tile])
 
     def _choose_products(self) -> int:
         """Choose the matrix products, and return how many classes a tile has."""

@@ -160,6 +160,7 @@ def _cross_entropy(
         if not -math.inf < value < 0:
             raise ValueError(f"h_exp: expected a number below 0, got {value}")
         return _reference(inputs, kind, h_exp, eps, options)
+    impl = _resolve(impl, hidden_states, prototypes)
     bias = options.class_bias
     if not isinstance(h_exp, Tensor):  # this product is what torch.compile keeps symbolic
         h_exp = h_exp * torch.ones((), dtype=torch.float64, device="cpu")
@@ -177,11 +178,11 @@ def _cross_entropy(
         options.label_smoothing,
         options.z_loss,
         needs,
-        _are_early(needs, kind, options),
+        _are_early(needs, kind, options, impl),
         with_metrics,
         options.gradient_dtype,
         options.gemm,
-        _resolve(impl, hidden_states, prototypes),
+        impl,
         "" if options.group is None else options.group.group_name,
     )
     results = Results(*_operator(kind)(*arguments))
@@ -218,11 +219,12 @@ def _resolve(impl: str, hidden_states: Tensor, prototypes: Tensor) -> str:
     return impl
 
 
-def _are_early(needs: tuple[bool, ...], kind: str, options: LossOptions) -> bool:
-    """Whether gradients can be made in the forward pass, before the normalizers are known."""
-    biased = needs[2] and kind != "linear"  # weights are divided by distances there
+def _are_early(needs: tuple[bool, ...], kind: str, options: LossOptions, impl: str) -> bool:
+    """Whether gradients are made in the forward pass, from weights or scores of a chunk."""
     wanted = options.gradients == "forward" and any(needs[:3])
-    return wanted and not biased and options.label_smoothing == 0
+    biased = needs[2] and kind != "linear"  # weights are divided by distances there
+    from_weights = not biased and options.label_smoothing == 0
+    return wanted and (from_weights or impl == "chunked")
 
 
 def _reference(

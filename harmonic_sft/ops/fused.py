@@ -77,10 +77,9 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
     log_probs = loss.new_empty(request.labels.shape)
     exponent = torch.empty_like(loss) if needs.h_exp else None
     found: list[TokenMetrics] = []
-    smoothing = request.label_smoothing > 0
+    smoothing, floor = request.label_smoothing > 0, request.label_smoothing / request.vocab_size
     gradients = empty_gradients(request, needs if with_gradients else Needs())
-    plain = not (with_metrics or needs.h_exp or smoothing) and request.class_bias is None
-    with _tiles(request, plain=plain) as tiles:
+    with _tiles(request) as tiles:
         for chunk in chunks_of(request, stored=with_gradients):
             placed, norms = frame.place(hidden_states[chunk])  # [T, D]
             labels = request.labels[chunk]  # [T, K]
@@ -100,7 +99,7 @@ def forward(request: Request, needs: Needs, *, with_metrics: bool, with_gradient
             if with_gradients:
                 weights = token_weights(request, chunk)
                 factors = _factors(request, sums, rows) * weights
-                masses = (rows.log_normalizer, rows.mass * weights, torch.zeros_like(weights))
+                masses = (rows.log_normalizer, rows.mass * weights, floor * weights)
                 tiles.accumulate(placed, factors, masses, gradients, chunk)
                 slopes = slopes * weights[:, None]
                 add_pairs(request, placed, pairs, slopes, gradients, chunk)
@@ -117,8 +116,7 @@ def backward(
     frame = request.frame
     gradients = empty_gradients(request, needs)
     floor = request.label_smoothing / request.vocab_size
-    plain = not request.label_smoothing and request.class_bias is None
-    with _tiles(request, plain=plain) as tiles:
+    with _tiles(request) as tiles:
         for chunk in chunks_of(request, stored=False):
             placed, norms = frame.place(request.hidden_states[chunk])
             labels, normalizer = request.labels[chunk], log_normalizer[chunk]
@@ -179,7 +177,7 @@ def empty_gradients(request: Request, needs: Needs) -> Gradients:
 
 
 @contextmanager
-def _tiles(request: Request, *, plain: bool) -> Generator["ChunkedTiles | TritonTiles"]:
+def _tiles(request: Request) -> Generator["ChunkedTiles | TritonTiles"]:
     device = request.hidden_states.device.type
     workers = cpu_workers() if device == "cpu" else nullcontext(Workers(1))
     with torch.no_grad(), torch.autocast(device, enabled=False), workers as threads:
@@ -187,7 +185,7 @@ def _tiles(request: Request, *, plain: bool) -> Generator["ChunkedTiles | Triton
             from harmonic_sft.ops.triton_engine import TritonTiles  # not on every system
 
             yield TritonTiles(request)
-        elif plain and serve(request):
+        elif serve(request):
             yield NativeTiles(request, threads)
         else:
             yield ChunkedTiles(request, threads)

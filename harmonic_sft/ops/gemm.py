@@ -165,13 +165,13 @@ def _trial(hidden_size: int, *, narrow: bool) -> float:
         nearest, sums, factors = tokens.new_ones(3, 1, packed.padded)
         excluded = bounds.new_zeros(0, 2)
         terms = native.Terms(prototypes, None, column, None, None, excluded, bounds, 0)
-        following, results = bounds.new_zeros(1), (scores, nearest, sums)
-        native.weigh_tiles(packed, terms, -14.0, following, results, width=512, keep=True)
+        results = native.Found(scores, nearest, sums)
+        native.weigh_tiles(packed, terms, -14.0, bounds.new_zeros(1), results, width=512, keep=True)
         found = tokens.new_zeros(packed.padded, hidden_size)
         all_totals = native.Totals(totals, found, None, None)
         scratch = tokens.new_empty(native.scratch_size(packed, 512))
         native.accumulate_tiles(
-            *(packed, scores, (factors, None), prototypes, all_totals, scratch),
+            *(packed, scores, native.Factors(factors, None), prototypes, all_totals, scratch),
             tiles=(512, 0, 1),
             add=True,
         )

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ _FUNCTIONS = {  # a letter for each argument
     "token_multiple": "",
     "panel_width": "",
     "pack_tokens": "pnnnfipp",
-    "weigh_tile": "pnnpfiiip",
-    "weigh_tiles": "ppnnnpnnppppppnfiiippp",
-    "accumulate_tiles": "nnpnnnnnppppipipppp",
+    "weigh_tile": "pnnpfiiipppp",
+    "weigh_tiles": "ppnnnpnnppppppnfiiipppppp",
+    "accumulate_tiles": "nnpnnnnnppppipipppppp",
 }
 _COUNTS = ("token_multiple", "panel_width", "weigh_tiles")  # the others return nothing
 
@@ -106,22 +106,68 @@ def pack_tokens(tokens: Tensor, scale: float, *, narrow: bool = False) -> Packed
     return Packed(across, along, count, padded, narrow)
 
 
-def weigh_tile(
-    scores: Tensor, best: Tensor, h_exp: float | None, sums: Tensor, *, keep: bool
-) -> None:
+class Logits(NamedTuple):
+    """How scores become logits: `slope * log(score / unit) + bias`, or without a unit themselves.
+
+    Attributes:
+        unit: `[P]`, of squared distances; None for a linear head, whose `slope` is 1.
+        bias: `[V]` or None.
+        slope: h_exp.
+    """
+
+    unit: Tensor | None
+    bias: Tensor | None
+    slope: float
+
+
+class Found(NamedTuple):
+    """What tiles leave behind.
+
+    Attributes:
+        scores: `[V, P]`, or `[width, P]` unless they are kept.
+        best: `[tiles, P]`, the best score of each token; with moments its largest logit.
+        sums: `[tiles, P]`, of the weights; with moments of p = exp(logit - largest).
+        moments: `[tiles, 4, P]` or None: sums of p * log p, p * log(score / unit), logit, and
+            log(score / unit), excluded scores left out.
+        columns: `[tiles, P]` int32 or None, where in its tile the largest logit stands.
+    """
+
+    scores: Tensor
+    best: Tensor
+    sums: Tensor
+    moments: Tensor | None = None
+    columns: Tensor | None = None
+
+    def tile(self, scores: Tensor, k: int) -> "Found":
+        """Return what belongs to tile `k`, of which the scores are `scores`."""
+        moments = None if self.moments is None else self.moments[k]
+        columns = None if self.columns is None else self.columns[k]
+        return Found(scores, self.best[k], self.sums[k], moments, columns)
+
+
+class _Logits(ctypes.Structure):
+    """`struct logits` of the C."""
+
+    _fields_ = (("unit", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("slope", ctypes.c_float))
+
+
+Rule = float | Logits | None
+
+
+def weigh_tile(found: Found, rule: Rule, *, keep: bool) -> None:
     """Sum the weights of one tile.
 
     Args:
-        scores: `[W, P]`; with `keep` the weights replace them, for distances over d2 / best.
-        best: `[P]`.
-        h_exp: Weights are (best / d2) ** -h_exp; None: exp(score - best).
-        sums: `[P]`, written.
-        keep: Whether the weights are needed.
+        found: Of this tile: scores `[W, P]` and best `[P]`. The others are written.
+        rule: h_exp, for weights (best / d2) ** -h_exp; None, for exp(score - best); `Logits`, for
+            exp(logit - largest) and moments, or for nothing yet where there are no moments.
+        keep: Whether the weights replace the scores, for distances over d2 / best. With `Logits`
+            the scores stay as they are.
     """
-    width, padded = scores.shape
-    power = _power(h_exp)
+    width, padded = found.scores.shape
     library().weigh_tile(
-        _at(scores), width, padded, _at(best), *power, h_exp is None, keep, _at(sums)
+        *(_at(found.scores), width, padded, _at(found.best), *_power(rule), keep),
+        *(_at(found.sums), _reference(rule), _at(found.moments), _at(found.columns)),
     )
 
 
@@ -131,7 +177,7 @@ class Terms(NamedTuple):
     Attributes:
         prototypes: `[V, D]`.
         gain: `[V]` or None, a factor of the products.
-        column: `[V]`, added; None for a linear head, for which the largest score is the best.
+        column: `[V]`, added; None for a linear head without a bias.
         row: `[P]` or None, added.
         limits: `[T]` or None; somebody must look at a tile with a score below.
         excluded: Classes and tokens `[S, 2]`, in order of classes, whose scores are to be infinite.
@@ -152,9 +198,9 @@ class Terms(NamedTuple):
 def weigh_tiles(
     packed: Packed,
     terms: Terms,
-    h_exp: float | None,
+    rule: Rule,
     following: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
+    found: Found,
     *,
     width: int,
     keep: bool,
@@ -164,25 +210,28 @@ def weigh_tiles(
     Args:
         packed: The tokens, for distances times -2.
         terms: See there.
-        h_exp: As for `weigh_tile`.
+        rule: As for `weigh_tile`.
         following: `[1]` int64, the tile to go on with; shared by threads that share the tiles.
-        results: Scores `[V, P]`, or `[width, P]` unless they are kept; best and sums `[tiles, P]`.
+        found: Of all tiles; written.
         width: Classes of a tile; the last may have fewer.
-        keep: As for `weigh_tile`.
+        keep: Whether the weights, or with `Logits` the scores, are needed.
 
     Returns:
         That tile, which `weigh_tile` must follow, or -1 when all are taken.
     """
     (vocab_size, size), tiles = terms.prototypes.shape, len(terms.bounds) - 1
-    scores, best, sums = results
-    assert scores.numel() >= (vocab_size if keep else min(width, vocab_size)) * packed.padded
-    assert best.numel() == sums.numel() == tiles * packed.padded, "[tiles, P]"
+    rows = tiles * packed.padded
+    kept = vocab_size if keep else min(width, vocab_size)
+    assert found.scores.numel() >= kept * packed.padded, "[V, P] or [width, P]"
+    assert found.best.numel() == found.sums.numel() == rows, "[tiles, P]"
+    assert found.moments is None or found.moments.numel() == 4 * rows, "[tiles, 4, P]"
+    assert found.columns is None or found.columns.numel() == rows, "[tiles, P]"
     assert tiles == -(-vocab_size // width), "a bound for each tile"
     return library().weigh_tiles(
         _at(following), _at(terms.prototypes), vocab_size, width, size,
         _at(packed.across), packed.count, packed.padded, _at(terms.gain), _at(terms.column),
         _at(terms.row), _at(terms.limits), _at(terms.excluded), _at(terms.bounds), terms.first,
-        *_power(h_exp), h_exp is None, keep, *map(_at, results),
+        *_power(rule), keep, *map(_at, found[:3]), _reference(rule), *map(_at, found[3:]),
     )  # fmt: skip
 
 
@@ -199,18 +248,35 @@ class Totals(NamedTuple):
         tokens: `[P, D]`.
         columns: `[V]`, sums of the weights of each class.
         rows: `[P]`, sums of the weights of each token.
+        bias: `[V]`, sums of dL/dlogit of each class; of scores only.
     """
 
     prototypes: Tensor | None
     tokens: Tensor | None
     columns: Tensor | None
     rows: Tensor | None
+    bias: Tensor | None = None
+
+
+class Factors(NamedTuple):
+    """What turns kept weights, or scores, into coefficients of the products.
+
+    Attributes:
+        tokens: `[tiles, P]`, factors of the weights. With `logits`, which scores need, instead
+            log-normalizer, mass and smoothing `[3, P]`: dL/dlogit = mass * p - smoothing.
+        classes: `[V]` or None, factors of the classes besides.
+        logits: Of scores; None for weights.
+    """
+
+    tokens: Tensor
+    classes: Tensor | None
+    logits: Logits | None = None
 
 
 def accumulate_tiles(
     packed: Packed,
     weights: Tensor,
-    factors: tuple[Tensor, Tensor | None],
+    factors: Factors,
     prototypes: Tensor,
     totals: Totals,
     scratch: Tensor,
@@ -218,14 +284,14 @@ def accumulate_tiles(
     tiles: tuple[int, int, int],
     add: bool,
 ) -> None:
-    """Add the products of weights `[V, P]`, which are scaled in place.
+    """Add the products of weights `[V, P]` or scores, which are turned into coefficients.
 
     With `packed.narrow` they are also rounded to bfloat16, before anything is added up.
 
     Args:
         packed: The tokens.
-        weights: `[V, P]`.
-        factors: Of the tokens in each tile `[tiles, P]`, and of the classes `[V]` or None.
+        weights: `[V, P]`, overwritten.
+        factors: See there.
         prototypes: `[V, D]`.
         totals: Accumulated in place.
         scratch: `scratch_size` floats of this thread.
@@ -234,25 +300,36 @@ def accumulate_tiles(
     """
     (vocab_size, size), (width, first, step) = prototypes.shape, tiles
     assert weights.numel() >= vocab_size * packed.padded, "[V, P]"
-    assert factors[0].numel() == -(-vocab_size // width) * packed.padded, "[tiles, P]"
+    rows = -(-vocab_size // width) if factors.logits is None else 3
+    assert factors.tokens.numel() == rows * packed.padded, "[tiles, P], or [3, P]"
     library().accumulate_tiles(
         first, step, _at(weights), vocab_size, width, packed.count, packed.padded, size,
-        _at(factors[0]), _at(factors[1]), _at(prototypes), _at(packed.along), packed.narrow,
+        _at(factors.tokens), _at(factors.classes), _at(prototypes), _at(packed.along),
+        packed.narrow,
         _at(totals.prototypes), add, _at(totals.tokens), _at(totals.columns), _at(totals.rows),
-        _at(scratch),
+        _at(scratch), _reference(factors.logits), _at(totals.bias),
     )  # fmt: skip
 
 
-def _power(h_exp: float | None) -> tuple[float, int]:
-    """Return the exponent of best / d2, and again if it is a whole number, else 0."""
-    exponent = -(h_exp or 0.0)
-    return exponent, int(exponent) if exponent == int(exponent) and exponent < 1024 else 0
+def _power(rule: Rule) -> tuple[float, int, bool]:
+    """Return the exponent of best / d2, again if it is a whole number, else 0, and if linear."""
+    if isinstance(rule, Logits):
+        return 0.0, 0, rule.unit is None
+    exponent = -(rule or 0.0)
+    whole = int(exponent) if exponent == int(exponent) and exponent < 1024 else 0
+    return exponent, whole, rule is None
+
+
+def _reference(rule: Rule) -> Any:
+    if not isinstance(rule, Logits):
+        return None
+    return ctypes.byref(_Logits(_at(rule.unit), _at(rule.bias), rule.slope))
 
 
 def _at(tensor: Tensor | None) -> int | None:
     if tensor is None:
         return None
-    assert tensor.dtype in (torch.float32, torch.int64), f"C would misread {tensor.dtype}"
+    assert tensor.dtype in (torch.float32, torch.int64, torch.int32), f"C takes no {tensor.dtype}"
     assert tensor.device.type == "cpu", f"C would misread memory of {tensor.device}"
     assert tensor.is_contiguous(), "C reads memory as it lies"
     return tensor.data_ptr()

@@ -6,68 +6,9 @@
  * this file for the machine at hand and is its only caller; arrays are float32 and contiguous.
  */
 
-#include <stdint.h>
-#include <string.h>
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "native_vectors.h"
 
-#if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8 }; /* 24 of 32 registers hold sums */
-#elif defined(__AVX__)
-enum { LANES = 8, ROWS = 4 }; /* 12 of 16 */
-#else
-enum { LANES = 4, ROWS = 8 }; /* 24 of 32, as ARM has them */
-#endif
 enum { PANEL = 3 * LANES, DEPTH = 1024, SUMMED = 32, KEPT = 1 << 17 }; /* KEPT floats: of a cache */
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t word __attribute__((may_alias));
-
-static inline long least(long a, long b) { return a < b ? a : b; }
-static inline vec load(const float *from) { return *(const anywhere *)from; }
-static inline void store(float *to, vec value) { *(anywhere *)to = value; }
-static inline vec all(float value) { return value - (vec){0}; }
-static inline vec choose(ivec mask, vec yes, vec no)
-{
-    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
-}
-
-/* A pair is two bfloat16 in the place of a float, the first in its lower half. */
-#if defined(__AVX512BF16__)
-static inline vec pair(vec first, vec second)
-{
-    const ivec both = (ivec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    const ivec turns = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
-                        0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d,
-                        0x1e000e, 0x1f000f};
-    return (vec)_mm512_permutexvar_epi16((__m512i)turns, (__m512i)both);
-}
-
-static inline vec add_pairs(vec sum, const float *left, vec right)
-{
-    const __m512i pairs = _mm512_set1_epi32((int)*(const word *)left);
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)right);
-}
-#else /* as much work as float32 */
-static inline uvec upper(vec x)
-{
-    const uvec bits = (uvec)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    return (uvec)choose(x != x, x, (vec)rounded) & 0xffff0000u; /* a quiet NaN stays one */
-}
-
-static inline vec pair(vec first, vec second) { return (vec)(upper(first) >> 16 | upper(second)); }
-
-static inline vec add_pairs(vec sum, const float *left, vec right)
-{
-    const uvec pairs = *(const word *)left - (uvec){0}, others = (uvec)right;
-    sum += (vec)(pairs << 16) * (vec)(others << 16);
-    return sum + (vec)(pairs & 0xffff0000u) * (vec)(others & 0xffff0000u);
-}
-#endif
 
 /* c[i, j] (+)= sum over k of a[offset[i] + k * step] * b[k, j], for `vectors` vectors of columns,
  * of which `columns` floats are stored, and the first `rows` of ROWS rows. With `narrow` a and b
@@ -180,7 +121,7 @@ void pack_tokens(const float *x, long T, long P, long D, float scale, int narrow
 }
 
 /* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
- * (each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
+ * (without a column they stay out, and each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
  * become `fill`. best [P] gets the largest of each token if `linear`, else the least. */
 static void score_tile(const float *prototypes, long W, long D, const float *across, long P,
                        const float *gain, const float *column, const float *row,
@@ -203,7 +144,7 @@ static void score_tile(const float *prototypes, long W, long D, const float *acr
         }
     for (long c = 0; c < W; c++) {
         float *score = scores + c * P;
-        if (!linear)
+        if (column)
             for (long t = 0; t < P; t += LANES) {
                 vec found = load(score + t) * all(gain ? gain[c] : 1) + all(column[c]);
                 if (row) found += load(row + t);
@@ -219,72 +160,12 @@ static void score_tile(const float *prototypes, long W, long D, const float *acr
     }
 }
 
-/* 2^whole * e^x for |x| <= 0.35, whole <= 0; 0 below 2^-126. `bits` ends in the bits of whole. */
-static inline vec exponential(vec x, vec whole, ivec bits)
-{
-    vec sum = all(1.0f / 5040);
-    sum = sum * x + 1.0f / 720;
-    sum = sum * x + 1.0f / 120;
-    sum = sum * x + 1.0f / 24;
-    sum = sum * x + 1.0f / 6;
-    sum = sum * x + 0.5f;
-    sum = sum * x * x + x + 1.0f;
-    const vec scaled = (vec)((ivec)sum + (bits << 23));
-    return choose(whole < -126.0f, (vec){0}, scaled);
-}
-
-#define ROUNDING 12582912.0f /* adding 1.5 * 2^23 leaves a whole number in the last bits */
-
-static inline vec exp_nats(vec x)
-{
-    x = choose(x < -100.0f, all(-100.0f), x);
-    const vec shifted = x * 1.44269504f + ROUNDING, whole = shifted - ROUNDING;
-    const vec rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    return exponential(rest, whole, (ivec)shifted);
-}
-
-static inline vec exp_bits(vec x)
-{
-    x = choose(x < -140.0f, all(-140.0f), x);
-    const vec shifted = x + ROUNDING, whole = shifted - ROUNDING;
-    return exponential((x - whole) * 0.693147181f, whole, (ivec)shifted);
-}
-
-/* log2 of a normal number. */
-static inline vec log_bits(vec x)
-{
-    const ivec exponent = ((ivec)x - 0x3f3504f3) >> 23; /* of x over the root of a half */
-    const vec mantissa = (vec)((ivec)x - (exponent << 23));
-    const vec s = (mantissa - 1.0f) / (mantissa + 1.0f), s2 = s * s;
-    vec sum = all(2.88539008f / 11);
-    sum = sum * s2 + 2.88539008f / 9;
-    sum = sum * s2 + 2.88539008f / 7;
-    sum = sum * s2 + 2.88539008f / 5;
-    sum = sum * s2 + 2.88539008f / 3;
-    sum = sum * s2 + 2.88539008f;
-    return __builtin_convertvector(exponent, vec) + s * sum;
-}
-
-static inline vec power(vec ratio, float exponent, int whole)
-{
-    if (!whole) {
-        const vec found = exp_bits(exponent * log_bits(ratio));
-        return choose(ratio < 1.17549435e-38f, (vec){0}, found);
-    }
-    vec result = ratio;
-    for (int bit = 30 - __builtin_clz(whole); bit >= 0; bit--) {
-        result *= result;
-        if (whole >> bit & 1) result *= ratio;
-    }
-    return result;
-}
-
 /* From scores [W, P] and what is best of each token [P]: sums [P] of exp(score - best) if
  * `linear`, else of (best / score) ^ exponent (`whole` is the exponent if it is a whole number,
  * else 0). With `keep` the scores are replaced by these weights, for distances times best / score.
  */
-void weigh_tile(float *scores, long W, long P, const float *best, float exponent, int whole,
-                int linear, int keep, float *sums)
+static void weigh(float *scores, long W, long P, const float *best, float exponent, int whole,
+                  int linear, int keep, float *sums)
 {
     for (long t = 0; t < P; t += LANES) {
         const vec worst = all(linear ? -__builtin_inff() : __builtin_inff());
@@ -306,16 +187,103 @@ void weigh_tile(float *scores, long W, long P, const float *best, float exponent
     }
 }
 
+/* How a score becomes a logit: slope * log(score / unit[t]) + bias[c], or, without a unit, itself.
+ * Infinite scores are excluded, and then the logit is -inf. */
+struct logits {
+    const float *unit, *bias; /* [P] or null, [V] or null */
+    float slope;              /* 1 without a unit */
+};
+
+/* log(score / unit), or the score itself. */
+static inline vec log_of(vec score, const float *unit, long t)
+{
+    if (!unit) return score;
+    const vec least_normal = all(1.17549435e-38f), ratio = score / load(unit + t);
+    const vec found = log_bits(choose(ratio < least_normal, least_normal, ratio)) * 0.693147181f;
+    return choose((ratio == __builtin_inff()) | (ratio != ratio), ratio, found);
+}
+
+/* What is known of the tokens over a tile of scores [W, P], excluded ones left out: the column of
+ * the largest logit [P] and that logit `peak` [P]; with p = exp(logit - peak) the sums [P] of p,
+ * and moments [4, P], sums of p * log p, p * log_of, logit and log_of. */
+static void describe(const float *scores, long W, long P, const struct logits *logits, float *peak,
+                     float *sums, float *moments, int32_t *column)
+{
+    vec logs[W]; /* of the tokens t to t + LANES */
+    for (long t = 0; t < P; t += LANES) {
+        vec top = all(-__builtin_inff()), totals[5] = {{0}};
+        ivec at = {0};
+        for (long from = 0; from < W; from += SUMMED) {
+            const long stop = least(from + SUMMED, W);
+            vec of_logits = {0}, of_logs = {0};
+            for (long c = from; c < stop; c++) {
+                logs[c] = log_of(load(scores + c * P + t), logits->unit, t);
+                const vec logit = logs[c] * logits->slope + (logits->bias ? logits->bias[c] : 0);
+                const ivec better = (logit > top) | (logit != logit);
+                const ivec there = logit != -__builtin_inff();
+                top = choose(better, logit, top);
+                at = (better & ((int32_t)c - (ivec){0})) | (~better & at);
+                of_logits += choose(there, logit, (vec){0});
+                of_logs += choose(there, logs[c], (vec){0});
+            }
+            totals[3] += of_logits;
+            totals[4] += of_logs;
+        }
+        const vec base = choose(top == -__builtin_inff(), (vec){0}, top);
+        for (long from = 0; from < W; from += SUMMED) {
+            const long stop = least(from + SUMMED, W);
+            vec parts[3] = {{0}};
+            for (long c = from; c < stop; c++) {
+                const vec logit = logs[c] * logits->slope + (logits->bias ? logits->bias[c] : 0);
+                const vec p = exp_nats(logit - base);
+                parts[0] += p;
+                parts[1] += choose(p == 0.0f, (vec){0}, p * (logit - base));
+                parts[2] += choose(p == 0.0f, (vec){0}, p * logs[c]);
+            }
+            for (int k = 0; k < 3; k++) totals[k] += parts[k];
+        }
+        store(peak + t, top);
+        store(sums + t, totals[0]);
+        for (int k = 0; k < 4; k++) store(moments + k * P + t, totals[k + 1]);
+        memcpy(column + t, &at, sizeof at);
+    }
+}
+
+/* -2 dL/d(score), or dL/dlogit without a unit, from `rows` [3, P]: log-normalizer, mass and
+ * smoothing, dL/dlogit = mass * p - smoothing; 0 for excluded ones. *slope gets dL/dlogit. */
+static inline vec differentiate(vec score, const struct logits *logits, float bias,
+                                const float *rows, long P, long t, vec *slope)
+{
+    const vec logit = log_of(score, logits->unit, t) * logits->slope + bias;
+    const vec p = exp_nats(logit - load(rows + t));
+    const vec found = p * load(rows + P + t) - load(rows + 2 * P + t);
+    *slope = choose(logit == -__builtin_inff(), (vec){0}, found);
+    return logits->unit ? *slope * (-2 * logits->slope) / score : *slope;
+}
+
+/* What a tile of scores is turned into: the weights of `weigh` if `logits` is null, else, if
+ * there are moments, what `describe` finds. */
+void weigh_tile(float *scores, long W, long P, float *best, float exponent, int whole, int linear,
+                int keep, float *sums, const struct logits *logits, float *moments,
+                int32_t *column)
+{
+    if (!logits)
+        weigh(scores, W, P, best, exponent, whole, linear, keep, sums);
+    else if (moments)
+        describe(scores, W, P, logits, best, sums, moments, column);
+}
+
 /* Of V classes the tiles of `width`, each taken from *next by whichever thread is free: scores,
- * best and, if none is below its token's of `limits` [T] (or null), weights and sums. Such a tile
- * is returned before it is weighed, for somebody to look at; -1 when all are taken. `excluded` is
- * parted among the tiles by `bounds` [tiles + 1]; gain and column are [V], best and sums
- * [tiles, P], scores [V, P], or [width, P] unless they are to be kept. */
+ * best and, if none is below its token's of `limits` [T] (or null), `weigh_tile`. Such a tile is
+ * returned before it is weighed, for somebody to look at; -1 when all are taken. `excluded` is
+ * parted among the tiles by `bounds` [tiles + 1]; gain and column are [V], best, sums and columns
+ * [tiles, P], moments [tiles, 4, P], scores [V, P], or [width, P] unless they are to be kept. */
 long weigh_tiles(int64_t *next, const float *prototypes, long V, long width, long D,
                  const float *across, long T, long P, const float *gain, const float *column,
                  const float *row, const float *limits, const int64_t *excluded,
                  const int64_t *bounds, long first, float exponent, int whole, int linear,
-                 int keep, float *scores, float *best, float *sums)
+                 int keep, float *scores, float *best, float *sums, const struct logits *logits,
+                 float *moments, int32_t *columns)
 {
     for (;;) {
         const long k = (long)__atomic_fetch_add(next, 1, __ATOMIC_RELAXED), from = k * width;
@@ -327,7 +295,12 @@ long weigh_tiles(int64_t *next, const float *prototypes, long V, long width, lon
                    bounds[k + 1] - bounds[k], first + from, linear, tile, found);
         for (long t = 0; limits && t < T; t++)
             if (found[t] < limits[t]) return k;
-        weigh_tile(tile, W, P, found, exponent, whole, linear, keep, sums + k * P);
+        struct logits own = {0};
+        if (logits) own = *logits;
+        if (own.bias) own.bias += from;
+        weigh_tile(tile, W, P, found, exponent, whole, linear, keep, sums + k * P,
+                   logits ? &own : 0, moments ? moments + 4 * k * P : 0,
+                   columns ? columns + k * P : 0);
     }
 }
 
@@ -358,23 +331,41 @@ static void pack_blocks(const float *weights, long W, long P, int narrow, float 
         }
 }
 
+/* Lanes before `count`, of which the others are to be left out. */
+static inline ivec lanes_before(long count)
+{
+    ivec lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i < count ? -1 : 0;
+    return lanes;
+}
+
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
- * [W] and rows [P] (each may be null). Add their products to those of the prototypes [W, D]
+ * [W] and rows [P] (each may be null). With `logits` they are scores still, and `factor` is what
+ * `differentiate` wants; its dL/dlogit are added to `biases` [W] (or null). Add their products to those of the prototypes [W, D]
  * (stored, unless `add`) and of the tokens [P, D]; either may be null. With `narrow` weights are
  * rounded to bfloat16 before they are added up, and the products are of bfloat16. `scratch` holds
  * W * (P + PANEL). */
 static void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
                             const float *gain, const float *prototypes, const float *along,
                             int narrow, float *to_prototypes, int add, float *to_tokens,
-                            float *columns, float *rows, float *scratch)
+                            float *columns, float *rows, float *scratch,
+                            const struct logits *logits, float *biases)
 {
     float *part = scratch; /* of the rows: the sums of a tile have more digits than those of all */
     if (rows) memset(part, 0, P * sizeof(float));
     for (long c = 0; c < W; c++) {
         const vec scale = all(gain ? gain[c] : 1);
+        const float bias = logits && logits->bias ? logits->bias[c] : 0;
         float column = 0, *weight = weights + c * P;
+        vec slope, slopes = {0};
         for (long t = 0; t < P; t += LANES) {
-            vec found = load(weight + t) * load(factor + t) * scale;
+            vec found = load(weight + t);
+            if (logits) {
+                found = differentiate(found, logits, bias, factor, P, t, &slope) * scale;
+                slopes += T - t < LANES ? choose(lanes_before(T - t), slope, (vec){0}) : slope;
+            } else {
+                found *= load(factor + t) * scale;
+            }
             if (narrow) found = (vec)((uvec)pair((vec){0}, found) & 0xffff0000u);
             store(weight + t, found);
             if (rows) store(part + t, load(part + t) + found);
@@ -384,6 +375,7 @@ static void accumulate_tile(float *weights, long W, long T, long P, long D, cons
             for (long t = 0; t < T; t++) column += weight[t];
             columns[c] += column;
         }
+        for (int i = 0; biases && i < LANES; i++) biases[c] += slopes[i];
     }
     if (rows)
         for (long t = 0; t < P; t += LANES) store(rows + t, load(rows + t) + load(part + t));
@@ -422,17 +414,24 @@ static void accumulate_tile(float *weights, long W, long T, long P, long D, cons
     }
 }
 
-/* Every `step`-th tile of `width` of V classes from tile `first` on; factors [tiles, P]. */
+/* Every `step`-th tile of `width` of V classes from tile `first` on; factors [tiles, P], or with
+ * `logits` the same [3, P] for all tiles. */
 void accumulate_tiles(long first, long step, float *weights, long V, long width, long T, long P,
                       long D, const float *factors, const float *gain, const float *prototypes,
                       const float *along, int narrow, float *to_prototypes, int add,
-                      float *to_tokens, float *columns, float *rows, float *scratch)
+                      float *to_tokens, float *columns, float *rows, float *scratch,
+                      const struct logits *logits, float *biases)
 {
     for (long k = first; k * width < V; k += step) {
         const long from = k * width;
-        accumulate_tile(weights + from * P, least(width, V - from), T, P, D, factors + k * P,
-                        gain ? gain + from : 0, prototypes + from * D, along, narrow,
+        struct logits own = {0};
+        if (logits) own = *logits;
+        if (own.bias) own.bias += from;
+        accumulate_tile(weights + from * P, least(width, V - from), T, P, D,
+                        logits ? factors : factors + k * P, gain ? gain + from : 0,
+                        prototypes + from * D, along, narrow,
                         to_prototypes ? to_prototypes + from * D : 0, add, to_tokens,
-                        columns ? columns + from : 0, rows, scratch);
+                        columns ? columns + from : 0, rows, scratch, logits ? &own : 0,
+                        biases ? biases + from : 0);
     }
 }

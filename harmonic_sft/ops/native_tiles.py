@@ -44,6 +44,7 @@ class _Scoring(NamedTuple):
 
     Attributes:
         packed: The tokens.
+        unit: `[P]`, of squared distances; None for a linear head.
         row: `[P]` or None, added to the scores.
         limits: `[T]`, below which a squared distance has lost digits; None for a linear head.
         excluded: `[S, 2]`, classes and tokens to leave out, in order of classes.
@@ -52,6 +53,7 @@ class _Scoring(NamedTuple):
     """
 
     packed: native.Packed
+    unit: Tensor | None
     row: Tensor | None
     limits: Tensor | None
     excluded: Tensor
@@ -72,21 +74,21 @@ class _Weights(NamedTuple):
 
     Attributes:
         classes: V' of them.
-        weights: `[V', P]`, or more rows.
-        factors: `[tiles, P]`, what makes the weights coefficients.
+        weights: `[V', P]`, or more rows; or scores.
+        factors: What makes them coefficients.
         first: Counted from the first of the classes.
         step: To the next tile.
     """
 
     classes: slice
     weights: Tensor
-    factors: Tensor
+    factors: native.Factors
     first: int = 0
     step: int = 1
 
 
 class NativeTiles(ChunkedTiles):
-    """Tiles in C for the plain loss: no moments, no label smoothing, no bias of classes.
+    """Tiles in C.
 
     Args:
         request: What is asked.
@@ -94,46 +96,66 @@ class NativeTiles(ChunkedTiles):
             order.
     """
 
-    packed: native.Packed  # of the chunk whose weights `score` kept
+    scoring: _Scoring  # of the chunk whose weights `score` kept
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # Of each worker, and of the tiles; for one chunk after another.
         self.scratch = self.parts = self.memory = torch.empty(0, 0)
-        frame = self.request.frame
+        frame, bias = self.request.frame, self.request.class_bias
         as_they_are = frame.center is None and frame.prototypes.dtype == frame.dtype
         # Then one call serves all tiles, otherwise each is made before its own.
         self.in_place = as_they_are and frame.prototypes.is_contiguous()
         if self.gain is not None:
             self.columns = torch.full_like(self.gain, 2 + frame.eps)
+        self.bias = None if bias is None else bias.to(frame.dtype).contiguous()
+        if self.linear:
+            self.columns, self.bias = self.bias, None
 
     def score(
         self, hidden_states: Tensor, labels: Tensor, *, store: bool, moments: bool
     ) -> TileSums:
         """Return the statistics of all tiles; see `ChunkedTiles.score`."""
-        assert not moments, "moments are PyTorch's"
-        scoring = self._scoring(hidden_states, labels)
-        packed = self.packed = scoring.packed
-        shape = (len(self.edges), packed.padded)
-        best, sums = hidden_states.new_empty(shape), hidden_states.new_empty(shape)
+        self.by_logits = moments or self.keeps_scores
+        scoring = self.scoring = self._scoring(hidden_states, labels)
+        packed = scoring.packed
+        tiles, padded = len(self.edges), packed.padded
+        best, sums = hidden_states.new_empty(2, tiles, padded)
+        described = columns = None
+        if self.by_logits:
+            described = hidden_states.new_empty(tiles, 4, padded)
+            columns = labels.new_empty(tiles, padded, dtype=torch.int32)
         if store:
-            self._reserve(packed.padded)
+            self._reserve(padded)
         calls = self._calls()  # whoever is free takes the next: results are per tile
 
         def work(_: int) -> None:
-            passing = None if store else hidden_states.new_empty(WIDTH, packed.padded)
-            for tiles in calls:
-                part = slice(tiles.first, tiles.stop)
-                self._weigh(scoring, tiles, passing, best[part], sums[part], keep=store)
+            scores = self.memory if store else hidden_states.new_empty(WIDTH, padded)
+            for call in calls:
+                part = slice(call.first, call.stop)
+                found = native.Found(
+                    scores,
+                    best[part],
+                    sums[part],
+                    None if described is None else described[part],
+                    None if columns is None else columns[part],
+                )
+                self._weigh(scoring, call, found, keep=store)
 
         self.workers.run(work)
-        self.packed = packed._replace(across=packed.across[:0].clone())  # this chunk is scored
+        scored = packed._replace(across=packed.across[:0].clone())  # this chunk is
+        self.scoring = scoring._replace(packed=scored)
         best, sums = best[:, : packed.count], sums[:, : packed.count]
         unit, log_scale, scale = self.unit(hidden_states), best, torch.ones_like(best)
-        if not self.linear:
+        if not (self.linear or self.by_logits):
             scale = best.masked_fill(best == torch.inf, 0)  # nothing was left
             log_scale = torch.log(best / unit.T).mul_(self.request.h_exp)
-        return TileSums(unit, log_scale, sums, scale, self._compact(scoring.near), None, None)
+        if described is not None and columns is not None:
+            described = described[:, :, : packed.count].transpose(0, 1)
+            starts = labels.new_tensor([[start] for start, _ in self.edges])
+            columns = columns[:, : packed.count] + starts
+        near = self._compact(scoring.near)
+        return TileSums(unit, log_scale, sums, scale, near, described, columns)
 
     def accumulate(
         self,
@@ -144,22 +166,24 @@ class NativeTiles(ChunkedTiles):
         chunk: slice,
     ) -> None:
         """Add a chunk's products to the gradients; see `ChunkedTiles.accumulate`."""
-        del rows
-        packed, num_classes = self.packed, self.request.num_classes
-        factors = self._padded(factors, packed)
+        scoring, num_classes = self.scoring, self.request.num_classes
+        packed = scoring.packed
+        of_tokens = self._padded(torch.stack(rows) if self.by_logits else factors, packed)
 
         def kept(worker: int) -> Iterator[_Weights]:
             if self.in_place:
-                everything = slice(0, num_classes)
-                step = self.workers.count
-                yield _Weights(everything, self._kept(everything), factors, worker, step)
+                classes, step = slice(0, num_classes), self.workers.count
+                found = self._factors(scoring, of_tokens, classes)
+                yield _Weights(classes, self._kept(classes, packed), found, worker, step)
                 return
             for k in range(worker, len(self.edges), self.workers.count):
                 tile = slice(*self.edges[k])
-                yield _Weights(tile, self._kept(tile), factors[k : k + 1])
+                mine = of_tokens if self.by_logits else of_tokens[k : k + 1]
+                found = self._factors(scoring, mine, tile)
+                yield _Weights(tile, self._kept(tile, packed), found)
 
         self._add(packed, hidden_states, kept, gradients, chunk)
-        del self.packed  # before the next chunk's is made
+        del self.scoring  # before the next chunk's is made
 
     def recompute(
         self,
@@ -170,23 +194,18 @@ class NativeTiles(ChunkedTiles):
         chunk: slice,
     ) -> Tensor | None:
         """Add a chunk's products to the gradients; see `ChunkedTiles.recompute`."""
-        scoring, unit = self._scoring(hidden_states, labels), self.unit(hidden_states).squeeze(1)
-        log_normalizer, mass, _ = rows
-        packed, h_exp = scoring.packed, self.request.h_exp
+        self.by_logits = True
+        scoring = self._scoring(hidden_states, labels)
+        packed = scoring.packed
+        of_tokens = self._padded(torch.stack(rows), packed)
 
         def made(worker: int) -> Iterator[_Weights]:
-            passing = hidden_states.new_empty(WIDTH, packed.padded)
-            best, sums = hidden_states.new_empty(2, 1, packed.padded)
+            scores = hidden_states.new_empty(WIDTH, packed.padded)
+            found = native.Found(scores, *hidden_states.new_empty(2, 1, packed.padded))
             for k in range(worker, len(self.edges), self.workers.count):
-                tiles = _Tiles(k, k + 1, labels.new_zeros(1))
-                self._weigh(scoring, tiles, passing, best, sums, keep=True)
-                found = best[:, : packed.count]
-                if self.linear:
-                    factors = mass * (found - log_normalizer).exp()
-                else:
-                    factors = mass * (torch.log(found / unit) * h_exp - log_normalizer).exp()
-                    factors = factors * (-2 * h_exp) / found
-                yield _Weights(slice(*self.edges[k]), passing, self._padded(factors, packed))
+                self._weigh(scoring, _Tiles(k, k + 1, labels.new_zeros(1)), found, keep=False)
+                tile = slice(*self.edges[k])
+                yield _Weights(tile, scores, self._factors(scoring, of_tokens, tile))
 
         self._add(packed, hidden_states, made, gradients, chunk)
         return self._compact(scoring.near)
@@ -211,18 +230,19 @@ class NativeTiles(ChunkedTiles):
 
         def work(worker: int) -> None:
             for found in weights(worker):
-                classes = found.classes
-                prototypes, columns = gradients.prototypes, gradients.columns
+                classes, bias = found.classes, gradients.class_bias
+                columns = bias if self.linear else gradients.columns
                 totals = native.Totals(
-                    None if prototypes is None else prototypes[classes],
+                    _part(gradients.prototypes, classes),
                     None if parts is None else parts[worker],
-                    None if columns is None else columns[classes],
+                    _part(columns, classes),
                     None if sums is None else sums[worker],
+                    None if self.linear else _part(bias, classes),
                 )
                 native.accumulate_tiles(
                     packed,
                     found.weights,
-                    (found.factors, None if self.gain is None else self.gain[classes]),
+                    found.factors,
                     frame.tile(classes.start, classes.stop).contiguous(),
                     totals,
                     scratch[worker],
@@ -245,12 +265,13 @@ class NativeTiles(ChunkedTiles):
         excluded, bounds = self._excluded(labels)
         near: list[Tensor | None] = [None] * len(self.edges)
         if self.linear:
-            return _Scoring(packed, None, None, excluded, bounds, near)
+            return _Scoring(packed, None, None, None, excluded, bounds, near)
+        unit = self._padded(self.unit(hidden_states).squeeze(1), packed)
         squared = torch.linalg.vecdot(hidden_states, hidden_states)
         limits, row = near_limits(frame, squared), None
         if frame.kind != "sphere" or frame.center is not None:
             row = self._padded(squared, packed)
-        return _Scoring(packed, row, limits, excluded, bounds, near)
+        return _Scoring(packed, unit, row, limits, excluded, bounds, near)
 
     def _calls(self) -> Iterator[_Tiles]:
         """Return what each call of C scores, for whichever thread asks."""
@@ -259,26 +280,21 @@ class NativeTiles(ChunkedTiles):
             return iter([_Tiles(0, count, following)] * self.workers.count)
         return iter([_Tiles(k, k + 1, following.clone()) for k in range(count)])
 
-    def _weigh(
-        self,
-        scoring: _Scoring,
-        tiles: _Tiles,
-        passing: Tensor | None,
-        best: Tensor,
-        sums: Tensor,
-        *,
-        keep: bool,
-    ) -> None:
-        """Write what is best of each token in each tile `[tiles, P]`, the sums, and the weights.
+    def _weigh(self, scoring: _Scoring, tiles: _Tiles, found: native.Found, *, keep: bool) -> None:
+        """Write what is best of each token in each tile, the sums, and what is kept.
 
-        Scores are written to `passing` `[WIDTH, P]`, or to where they are kept if it is None.
+        Args:
+            scoring: Of the chunk.
+            tiles: Which are meant.
+            found: Of these tiles, but for the scores: of all, or of one if they are not kept.
+            keep: Whether `accumulate` follows.
         """
         packed = scoring.packed
         classes = slice(self.edges[tiles.first][0], self.edges[tiles.stop - 1][1])
         prototypes = self.request.frame.tile(classes.start, classes.stop).contiguous()
         terms = native.Terms(
             prototypes,
-            None if self.gain is None else self.gain[classes],
+            _part(self.gain, classes),
             self._column(classes, prototypes),
             scoring.row,
             scoring.limits,
@@ -286,21 +302,34 @@ class NativeTiles(ChunkedTiles):
             scoring.bounds[tiles.first : tiles.stop + 1],
             classes.start,
         )
-        h_exp = None if self.linear else float(self.request.h_exp)
-        scores = self._kept(classes) if passing is None else passing
+        if keep:
+            found = found._replace(scores=self._kept(classes, packed))
+        rule = self._rule(scoring, classes)
         while True:
-            results = scores, best, sums
             k = native.weigh_tiles(
-                packed, terms, h_exp, tiles.following, results, width=WIDTH, keep=keep
+                packed, terms, rule, tiles.following, found, width=WIDTH, keep=keep
             )
             if k < 0:
                 return
             assert scoring.limits is not None, "no limit, no near pair"
             tile = slice(*self.edges[tiles.first + k])
-            found = passing[: tile.stop - tile.start] if passing is not None else self._kept(tile)
-            near = self._near(found, scoring.limits, best[k], packed.count, tile.start)
+            scores = self._kept(tile, packed) if keep else found.scores[: tile.stop - tile.start]
+            mine = found.tile(scores, k)
+            near = self._near(scores, scoring.limits, mine.best, packed.count, tile.start)
             scoring.near[tiles.first + k] = near
-            native.weigh_tile(found, best[k], h_exp, sums[k], keep=keep)
+            native.weigh_tile(mine, self._rule(scoring, tile), keep=keep)
+
+    def _rule(self, scoring: _Scoring, classes: slice) -> native.Rule:
+        """Return what makes weights of the scores of `classes`."""
+        if self.by_logits:
+            slope = 1.0 if self.linear else float(self.request.h_exp)
+            return native.Logits(scoring.unit, _part(self.bias, classes), slope)
+        return None if self.linear else float(self.request.h_exp)
+
+    def _factors(self, scoring: _Scoring, of_tokens: Tensor, classes: slice) -> native.Factors:
+        rule = self._rule(scoring, classes)
+        logits = rule if isinstance(rule, native.Logits) else None
+        return native.Factors(of_tokens, _part(self.gain, classes), logits)
 
     def _choose_products(self) -> int:
         return WIDTH
@@ -311,9 +340,9 @@ class NativeTiles(ChunkedTiles):
                 rows * self.request.num_classes, dtype=torch.float32
             )
 
-    def _kept(self, classes: slice) -> Tensor:
+    def _kept(self, classes: slice, packed: native.Packed) -> Tensor:
         """Return where the scores of `classes` are kept: `[V', P]`."""
-        padded = self.packed.padded
+        padded = packed.padded
         return self.memory[classes.start * padded : classes.stop * padded].view(-1, padded)
 
     def _padded(self, values: Tensor, packed: native.Packed) -> Tensor:
@@ -321,11 +350,12 @@ class NativeTiles(ChunkedTiles):
         return torch.nn.functional.pad(values, (0, packed.padded - packed.count))
 
     def _column(self, classes: slice, prototypes: Tensor) -> Tensor | None:
-        """Return what is added to the scores of `classes`: |w|^2 + eps, and |x|^2 on the sphere."""
-        if self.linear:
-            return None
-        if self.columns is not None:
-            return self.columns[classes]
+        """Return what is added to the scores of `classes`: |w|^2 + eps, and |x|^2 on the sphere.
+
+        Of a linear head it is the bias.
+        """
+        if self.linear or self.columns is not None:
+            return _part(self.columns, classes)
         return prototypes.square().sum(1).add_(self.request.frame.eps)
 
     def _excluded(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,3 +375,7 @@ class NativeTiles(ChunkedTiles):
         columns = take_near(squared, limits, self.request.frame.eps, found)
         torch.amin(squared, 1, out=best[:count])
         return torch.where(columns >= 0, columns + start, -1)
+
+
+def _part(values: Tensor | None, classes: slice) -> Tensor | None:
+    return None if values is None else values[classes]

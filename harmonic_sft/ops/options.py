@@ -24,16 +24,16 @@ class LossOptions:
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
         gradients: "forward" makes them beside the loss with three matrix products and keeps
             `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth
-            product and tile-sized memory. Label smoothing, the gradient of `class_bias` of a
-            distance loss and an upstream gradient that differs between tokens recompute anyway.
+            product and tile-sized memory. An upstream gradient that differs between tokens
+            recomputes anyway, and on a GPU so do label smoothing and the gradient of `class_bias`
+            of a distance loss.
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products, at an error
             of some 1e-4, where the processor multiplies it; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
             wants them; float32, and gradient products in bfloat16), "mkldnn" (oneDNN), "mm"
             (torch.mm), or "auto": "native" where there is a C compiler and it is not clearly
             slower, else the faster of the others, after a trial of a tenth of a second, once per
-            dtype and size class. Where the C tiles do not go (metrics, a learned h_exp, label
-            smoothing, `class_bias`, other dtypes), "native" means the faster of the others.
+            dtype and size class. In float64 "native" means the faster of the others.
         group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
             the same hidden states and global labels on each. The loss and the gradient of the
             hidden states come out complete on every rank.

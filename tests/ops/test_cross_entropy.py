@@ -178,6 +178,12 @@ def assert_metrics_near(actual, expected, inputs, tolerance):
     assert_near(best, logits.amax(1), tolerance)
 
 
+@pytest.fixture(autouse=True)
+def tiles_of_pytorch(monkeypatch):
+    """Those in C have tests of their own."""
+    monkeypatch.setattr(fused, "serve", lambda _: False)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(fused, "STORED_ROWS", 8)
@@ -303,7 +309,6 @@ def test_bias_and_exponent_learn_beside_frozen_vectors(option):
 @pytest.mark.parametrize("gemm", ["mm", "auto"])
 def test_products_stay_float32_where_nothing_multiplies_bfloat16(gemm, monkeypatch):
     monkeypatch.setattr(chunked, "multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr(fused, "serve", lambda _: False)
     inputs = Inputs("bfloat16 products", (9, 700, 20), "sphere", -7.3, torch.float32)
     inputs.options = replace(inputs.options, gemm=gemm)
     found = gradients_of(inputs.loss(), inputs.leaves)

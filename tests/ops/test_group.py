@@ -9,17 +9,16 @@ import torch.distributed as dist
 
 from harmonic_sft.ops import (
     LossOptions,
-    distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     fused,
-    linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
 
 KINDS = ["euclidean", "sphere", "linear"]
 OPTIONS = [
     *("plain", "recompute", "soft target", "label_smoothing", "z_loss", "class_bias"),
-    *("learned class_bias", "learned h_exp", "token_weights", "shifted", "auto", "all"),
+    *("learned class_bias", "learned h_exp", "token_weights", "shifted", "all"),
+    *("auto plain", "auto all"),  # in C, where it can be compiled
 ]
 SLICES = [slice(0, 700), slice(700, 1513)]
 NUM_CLASSES, NUM_TOKENS, HIDDEN_SIZE = 1513, 21, 12
@@ -34,7 +33,9 @@ TOLERANCE = 1e-6  # relative to the value, and to the largest of its tensor
 
 def make_settings(kind, option, generator):
     """Options without bias and group, the bias `[V]` or None, and the exponent."""
-    settings, bias, h_exp = {"gemm": "auto" if option == "auto" else "mm"}, None, -3.5
+    settings, bias, h_exp = {"gemm": "mm"}, None, -3.5
+    if option.startswith("auto"):
+        settings["gemm"], option = option.split()
     if option == "recompute":
         settings["gradients"] = "recompute"
     if option in ("soft target", "all"):
@@ -86,16 +87,11 @@ def run(kind, option, part=None, group=None):
     tensors = (leaves["hidden_states"], leaves["prototypes"], labels)
     distance = {"h_exp": h_exp, "unit_sphere": kind == "sphere"} if kind != "linear" else {}
     shared = {**distance, "options": options, "impl": "chunked"}
-    if option == "auto":  # the C tiles, where they can be compiled, serve no metrics
-        loss_fn = distance_cross_entropy if distance else linear_cross_entropy
-        loss, metrics = loss_fn(*tensors, **shared), {}
-    else:
-        with_metrics = (
-            distance_cross_entropy_with_metrics if distance else linear_cross_entropy_with_metrics
-        )
-        loss, metrics = with_metrics(*tensors, **shared)
-        metrics = metrics._asdict()
-    found = {"loss": loss.detach(), **metrics}
+    with_metrics = (
+        distance_cross_entropy_with_metrics if distance else linear_cross_entropy_with_metrics
+    )
+    loss, metrics = with_metrics(*tensors, **shared)
+    found = {"loss": loss.detach(), **metrics._asdict()}
     for reduction, upstream in (("sum", 1.0), ("weighted", torch.linspace(-1, 2, NUM_TOKENS))):
         gradients = torch.autograd.grad(
             (loss * upstream).sum(), list(leaves.values()), retain_graph=True
