@@ -248,7 +248,7 @@ def exact_gradient(name: str, h_exp: float, inputs: Inputs) -> Tensor:
 def applies(arm: Arm, name: str) -> bool:
     """Whether an arm computes the function of a regime."""
     wanted = "linear" if name == "linear" else "sphere" if "sphere" in name else "euclidean"
-    return arm.head == wanted
+    return arm.head == wanted and not arm.label_smoothing
 
 
 def measure_accuracy(

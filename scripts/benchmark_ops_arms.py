@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops import (
+    LossOptions,
+    distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
+    linear_cross_entropy,
+)
 from harmonic_sft.ops.gemm import product
 from harmonic_sft.ops.options import Impl
 from harmonic_sft.ops.workers import Workers, cpu_workers
@@ -187,6 +192,7 @@ class Arm:
         is_ours: Whether this package makes it.
         head: Which function it computes.
         h_exp: Of a distance head.
+        label_smoothing: Share of the target spread over all classes.
         devices: Where it applies.
         compiles: The first step at a size compiles for that size.
     """
@@ -195,12 +201,13 @@ class Arm:
     is_ours: bool = True
     head: Literal["linear", "euclidean", "sphere"] = "euclidean"
     h_exp: float = -14.0
+    label_smoothing: float = 0.0
     devices: tuple[str, ...] = ("cpu", "cuda")
     compiles: bool = False
 
 
 def _distance(
-    h_exp: float = -14.0,
+    h_exp: float | Tensor = -14.0,
     unit_sphere: bool = False,
     impl: Impl = "chunked",
     options: LossOptions | None = None,
@@ -220,10 +227,35 @@ def _distance(
     return lambda device: mean_loss
 
 
-def _linear_chunked(device: torch.device) -> LossFn:
+def _with_metrics(device: torch.device) -> LossFn:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        loss = linear_cross_entropy(hidden_states, prototypes, labels, impl="chunked")
+        loss, _ = distance_cross_entropy_with_metrics(
+            *(hidden_states, prototypes, labels), h_exp=-14.0, unit_sphere=False, impl="chunked"
+        )
         return loss.sum() / len(labels)
+
+    return mean_loss
+
+
+def _learned_exponent(device: torch.device) -> LossFn:
+    h_exp = torch.tensor(-14.0, device=device, requires_grad=True)
+    return _distance(h_exp)(device)
+
+
+def _linear(options: LossOptions | None = None) -> Callable[[torch.device], LossFn]:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        loss = linear_cross_entropy(
+            *(hidden_states, prototypes, labels), options=options or LossOptions(), impl="chunked"
+        )
+        return loss.sum() / len(labels)
+
+    return lambda device: mean_loss
+
+
+def _linear_bias(device: torch.device) -> LossFn:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        bias = prototypes.new_zeros(len(prototypes), requires_grad=True)
+        return _linear(LossOptions(class_bias=bias))(device)(hidden_states, prototypes, labels)
 
     return mean_loss
 
@@ -288,12 +320,27 @@ ARMS = {
     "cut-cross-entropy": Arm(
         build_fn=_cut_cross_entropy, is_ours=False, head="linear", compiles=True
     ),
+    "linear, full logits, smoothing": Arm(
+        build_fn=lambda device: partial(linear_full_logits, label_smoothing=0.1),
+        is_ours=False,
+        head="linear",
+        label_smoothing=0.1,
+    ),
     "harmonic, full logits": Arm(build_fn=lambda device: harmonic_full_logits, is_ours=False),
-    "linear, chunked": Arm(build_fn=_linear_chunked, head="linear"),
+    "linear, chunked": Arm(build_fn=_linear(), head="linear"),
+    "linear, bias": Arm(build_fn=_linear_bias, head="linear"),
+    "linear, smoothing": Arm(
+        build_fn=_linear(LossOptions(label_smoothing=0.1)), head="linear", label_smoothing=0.1
+    ),
     "harmonic, reference": Arm(build_fn=_distance(impl="reference")),
     "harmonic, chunked": Arm(build_fn=_distance()),
     "harmonic sphere, chunked": Arm(build_fn=_distance(unit_sphere=True), head="sphere"),
     "harmonic h_exp=-7.3, chunked": Arm(build_fn=_distance(-7.3), h_exp=-7.3),
+    "harmonic, smoothing": Arm(
+        build_fn=_distance(options=LossOptions(label_smoothing=0.1)), label_smoothing=0.1
+    ),
+    "harmonic, learned h_exp": Arm(build_fn=_learned_exponent),
+    "harmonic, metrics": Arm(build_fn=_with_metrics),
     "harmonic, recompute": Arm(build_fn=_distance(options=LossOptions(gradients="recompute"))),
     "harmonic, oneDNN": Arm(
         build_fn=_distance(options=LossOptions(gemm="mkldnn")), devices=("cpu",)

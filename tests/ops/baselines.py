@@ -40,9 +40,12 @@ def harmonic_float64(
     return loss, hidden_gradient, weight_gradient
 
 
-def linear_full_logits(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+def linear_full_logits(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """Mean cross-entropy of full logits: what transformers and plain PyTorch do."""
-    return F.cross_entropy(F.linear(hidden_states, prototypes), labels)
+    logits = F.linear(hidden_states, prototypes)
+    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
 
 def harmonic_full_logits(

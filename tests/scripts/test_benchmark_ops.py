@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scripts import benchmark_ops, benchmark_ops_arms
+from scripts.benchmark_ops import applies
 from scripts.benchmark_ops_arms import (
     ARMS,
     BASELINE,
@@ -84,12 +85,29 @@ def test_memory_error_and_contention_are_measured(monkeypatch, capsys):
 @pytest.mark.parametrize("head", ["linear", "euclidean", "sphere"])
 def test_arms_of_a_head_make_the_same_gradients(head):
     inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.float32)
-    names = [name for name in ON_CPU if ARMS[name].head == head and ARMS[name].h_exp == -14]
+    names = [name for name in ON_CPU if applies(ARMS[name], head) and ARMS[name].h_exp == -14]
     exact = benchmark_ops.exact_gradient(head, -14, inputs) / 20
     for name in names:
         found = gradients(build_step(name, CPU), inputs)[0].double()
         tolerance = 1e-2 if "bfloat16" in name else 1e-4
         assert (found - exact).norm() < tolerance * exact.norm(), name
+
+
+@pytest.mark.parametrize("head", ["linear", "euclidean"])
+def test_arms_with_smoothing_make_the_same_gradients(head):
+    inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.float32)
+    names = [n for n in ON_CPU if ARMS[n].head == head and ARMS[n].label_smoothing == 0.1]
+    hidden_states = inputs.hidden_states.detach().double().requires_grad_()
+    logits = hidden_states @ inputs.prototypes.double().T
+    if head == "euclidean":
+        differences = hidden_states[:, None] - inputs.prototypes.double()
+        logits = -14 * (differences.square().sum(-1) + 1e-6).log()
+    loss = torch.nn.functional.cross_entropy(logits, inputs.labels, label_smoothing=0.1)
+    (exact,) = torch.autograd.grad(loss, hidden_states)
+    assert names
+    for name in names:
+        found = gradients(build_step(name, CPU), inputs)[0].double()
+        assert (found - exact).norm() < 1e-5 * exact.norm(), name
 
 
 @pytest.mark.parametrize("step", [*map(BareProducts, FLOORS.values()), WholeProducts()])
