@@ -79,8 +79,9 @@ class ChunkedTiles:
         frame = request.frame
         self.on_cpu = request.hidden_states.device.type == "cpu"
         self.linear = frame.kind == "linear"
-        # Weights are kept over distances, as p alone; what else is needed comes from the scores.
-        biased = request.class_bias is not None and not self.linear
+        # Kept weights are p, over distances p / d2. A floor under p, and the gradient of a bias of
+        # distances, p itself, can only be made of the scores.
+        biased = request.learns_bias and not self.linear
         self.keeps_scores = request.label_smoothing > 0 or biased
         narrow = request.gradient_dtype if not self.on_cpu or multiplies_bfloat16() else None
         self.gradient_dtype = narrow or frame.dtype
@@ -165,7 +166,7 @@ class ChunkedTiles:
         gradients: Gradients,
         chunk: slice,
     ) -> None:
-        """Add a chunk's products to the gradients, from the weights that `score` kept.
+        """Add a chunk's products to the gradients, from the weights or scores that `score` kept.
 
         Args:
             hidden_states: `[T, D]`, in the frame.

@@ -170,7 +170,8 @@ def request_of(arguments: Arguments) -> Request:
         labels=columns.where(held, -1),
         target_weights=weights,
         token_weights=None if token_weights is None else token_weights.to(frame.dtype),
-        class_bias=None if bias is None else bias.detach(),
+        class_bias=None if bias is None else _finite_bias(bias, arguments.label_smoothing),
+        learns_bias=Needs(*arguments.needs).class_bias,
         h_exp=_exponent(arguments),
         label_smoothing=arguments.label_smoothing,
         z_loss=arguments.z_loss,
@@ -181,6 +182,21 @@ def request_of(arguments: Arguments) -> Request:
         vocab_size=vocab_size,
         vocab_start=start,
     )
+
+
+def _finite_bias(bias: Tensor, label_smoothing: float) -> Tensor:
+    """Return the class bias detached; with smoothing every class has a share of the target."""
+    bias = bias.detach()
+    if label_smoothing:
+        finite = ~bias.isneginf().any()
+        if bias.device.type != "cpu":  # fails later, without halting the device now
+            torch._assert_async(finite)
+        elif not finite:
+            raise ValueError(
+                "class_bias: expected no -inf beside label_smoothing, which gives every class a "
+                "share of the target, got one. Use a finite number or no smoothing"
+            )
+    return bias
 
 
 def _exponent(arguments: Arguments) -> float | Tensor:

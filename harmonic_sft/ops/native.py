@@ -107,17 +107,21 @@ def pack_tokens(tokens: Tensor, scale: float, *, narrow: bool = False) -> Packed
 
 
 class Logits(NamedTuple):
-    """How scores become logits: `slope * log(score / unit) + bias`, or without a unit themselves.
+    """How scores become logits: `h_exp * log(score / unit) + bias`, or without a unit themselves.
 
     Attributes:
-        unit: `[P]`, of squared distances; None for a linear head, whose `slope` is 1.
-        bias: `[V]` or None.
-        slope: h_exp.
+        unit: `[P]`, of squared distances; None for a linear head, whose `h_exp` is 1.
+        bias: `[V]` or None; that of a linear head is in its scores.
+        h_exp: Below 0.
     """
 
     unit: Tensor | None
     bias: Tensor | None
-    slope: float
+    h_exp: float
+
+    def part(self, classes: slice) -> "Logits":
+        """Return those of `classes`."""
+        return self if self.bias is None else self._replace(bias=self.bias[classes])
 
 
 class Found(NamedTuple):
@@ -148,7 +152,7 @@ class Found(NamedTuple):
 class _Logits(ctypes.Structure):
     """`struct logits` of the C."""
 
-    _fields_ = (("unit", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("slope", ctypes.c_float))
+    _fields_ = (("unit", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("h_exp", ctypes.c_float))
 
 
 Rule = float | Logits | None
@@ -167,7 +171,7 @@ def weigh_tile(found: Found, rule: Rule, *, keep: bool) -> None:
     width, padded = found.scores.shape
     library().weigh_tile(
         *(_at(found.scores), width, padded, _at(found.best), *_power(rule), keep),
-        *(_at(found.sums), _reference(rule), _at(found.moments), _at(found.columns)),
+        *(_at(found.sums), _pointer(rule), _at(found.moments), _at(found.columns)),
     )
 
 
@@ -226,12 +230,14 @@ def weigh_tiles(
     assert found.best.numel() == found.sums.numel() == rows, "[tiles, P]"
     assert found.moments is None or found.moments.numel() == 4 * rows, "[tiles, 4, P]"
     assert found.columns is None or found.columns.numel() == rows, "[tiles, P]"
+    assert found.columns is None or found.columns.dtype == torch.int32, "C writes int32"
+    assert _fits(rule, packed, vocab_size), "[P] and [V]"
     assert tiles == -(-vocab_size // width), "a bound for each tile"
     return library().weigh_tiles(
         _at(following), _at(terms.prototypes), vocab_size, width, size,
         _at(packed.across), packed.count, packed.padded, _at(terms.gain), _at(terms.column),
         _at(terms.row), _at(terms.limits), _at(terms.excluded), _at(terms.bounds), terms.first,
-        *_power(rule), keep, *map(_at, found[:3]), _reference(rule), *map(_at, found[3:]),
+        *_power(rule), keep, *map(_at, found[:3]), _pointer(rule), *map(_at, found[3:]),
     )  # fmt: skip
 
 
@@ -248,7 +254,7 @@ class Totals(NamedTuple):
         tokens: `[P, D]`.
         columns: `[V]`, sums of the weights of each class.
         rows: `[P]`, sums of the weights of each token.
-        bias: `[V]`, sums of dL/dlogit of each class; of scores only.
+        bias: `[V]`, sums of each class before `Factors.classes`: of scores those of dL/dlogit.
     """
 
     prototypes: Tensor | None
@@ -302,12 +308,15 @@ def accumulate_tiles(
     assert weights.numel() >= vocab_size * packed.padded, "[V, P]"
     rows = -(-vocab_size // width) if factors.logits is None else 3
     assert factors.tokens.numel() == rows * packed.padded, "[tiles, P], or [3, P]"
+    assert _fits(factors.logits, packed, vocab_size), "[P] and [V]"
+    assert totals.bias is None or len(totals.bias) == vocab_size, "[V]"
+    assert scratch.numel() >= scratch_size(packed, min(width, vocab_size)), "scratch_size"
     library().accumulate_tiles(
         first, step, _at(weights), vocab_size, width, packed.count, packed.padded, size,
         _at(factors.tokens), _at(factors.classes), _at(prototypes), _at(packed.along),
         packed.narrow,
         _at(totals.prototypes), add, _at(totals.tokens), _at(totals.columns), _at(totals.rows),
-        _at(scratch), _reference(factors.logits), _at(totals.bias),
+        _at(scratch), _pointer(factors.logits), _at(totals.bias),
     )  # fmt: skip
 
 
@@ -320,10 +329,17 @@ def _power(rule: Rule) -> tuple[float, int, bool]:
     return exponent, whole, rule is None
 
 
-def _reference(rule: Rule) -> Any:
+def _fits(rule: Rule, packed: Packed, vocab_size: int) -> bool:
+    if not isinstance(rule, Logits):
+        return True
+    sizes = ((rule.unit, packed.padded), (rule.bias, vocab_size))
+    return all(values is None or len(values) == size for values, size in sizes)
+
+
+def _pointer(rule: Rule) -> Any:
     if not isinstance(rule, Logits):
         return None
-    return ctypes.byref(_Logits(_at(rule.unit), _at(rule.bias), rule.slope))
+    return ctypes.byref(_Logits(_at(rule.unit), _at(rule.bias), rule.h_exp))
 
 
 def _at(tensor: Tensor | None) -> int | None:

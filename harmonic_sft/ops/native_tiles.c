@@ -120,9 +120,10 @@ void pack_tokens(const float *x, long T, long P, long D, float scale, int narrow
         pack_panel(x, T, D, from, narrow, along + from * depth);
 }
 
-/* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P]
- * (without a column they stay out, and each may be null); excluded pairs (class, token) in order of classes, counted from `first`,
- * become `fill`. best [P] gets the largest of each token if `linear`, else the least. */
+/* scores [W, P] = prototypes [W, D] times the tokens, times gain [W], plus column [W] and row [P],
+ * which may be null; without a column neither gain nor row is used. Excluded pairs (class, token)
+ * in order of classes, counted from `first`, become `fill`. best [P] gets the largest of each
+ * token if `linear`, else the least. */
 static void score_tile(const float *prototypes, long W, long D, const float *across, long P,
                        const float *gain, const float *column, const float *row,
                        const int64_t *excluded, long num_excluded, long first, int linear,
@@ -187,11 +188,11 @@ static void weigh(float *scores, long W, long P, const float *best, float expone
     }
 }
 
-/* How a score becomes a logit: slope * log(score / unit[t]) + bias[c], or, without a unit, itself.
+/* How a score becomes a logit: h_exp * log(score / unit[t]) + bias[c], or, without a unit, itself.
  * Infinite scores are excluded, and then the logit is -inf. */
 struct logits {
     const float *unit, *bias; /* [P] or null, [V] or null */
-    float slope;              /* 1 without a unit */
+    float h_exp;              /* 1 without a unit */
 };
 
 /* log(score / unit), or the score itself. */
@@ -218,7 +219,7 @@ static void describe(const float *scores, long W, long P, const struct logits *l
             vec of_logits = {0}, of_logs = {0};
             for (long c = from; c < stop; c++) {
                 logs[c] = log_of(load(scores + c * P + t), logits->unit, t);
-                const vec logit = logs[c] * logits->slope + (logits->bias ? logits->bias[c] : 0);
+                const vec logit = logs[c] * logits->h_exp + (logits->bias ? logits->bias[c] : 0);
                 const ivec better = (logit > top) | (logit != logit);
                 const ivec there = logit != -__builtin_inff();
                 top = choose(better, logit, top);
@@ -234,7 +235,7 @@ static void describe(const float *scores, long W, long P, const struct logits *l
             const long stop = least(from + SUMMED, W);
             vec parts[3] = {{0}};
             for (long c = from; c < stop; c++) {
-                const vec logit = logs[c] * logits->slope + (logits->bias ? logits->bias[c] : 0);
+                const vec logit = logs[c] * logits->h_exp + (logits->bias ? logits->bias[c] : 0);
                 const vec p = exp_nats(logit - base);
                 parts[0] += p;
                 parts[1] += choose(p == 0.0f, (vec){0}, p * (logit - base));
@@ -250,15 +251,16 @@ static void describe(const float *scores, long W, long P, const struct logits *l
 }
 
 /* -2 dL/d(score), or dL/dlogit without a unit, from `rows` [3, P]: log-normalizer, mass and
- * smoothing, dL/dlogit = mass * p - smoothing; 0 for excluded ones. *slope gets dL/dlogit. */
+ * smoothing, dL/dlogit = mass * p - smoothing; 0 for excluded ones. *slope gets dL/dlogit. What
+ * stands there for tokens that are only padding may be anything. */
 static inline vec differentiate(vec score, const struct logits *logits, float bias,
                                 const float *rows, long P, long t, vec *slope)
 {
-    const vec logit = log_of(score, logits->unit, t) * logits->slope + bias;
+    const vec logit = log_of(score, logits->unit, t) * logits->h_exp + bias;
     const vec p = exp_nats(logit - load(rows + t));
     const vec found = p * load(rows + P + t) - load(rows + 2 * P + t);
     *slope = choose(logit == -__builtin_inff(), (vec){0}, found);
-    return logits->unit ? *slope * (-2 * logits->slope) / score : *slope;
+    return logits->unit ? *slope * (-2 * logits->h_exp) / score : *slope;
 }
 
 /* What a tile of scores is turned into: the weights of `weigh` if `logits` is null, else, if
@@ -331,7 +333,7 @@ static void pack_blocks(const float *weights, long W, long P, int narrow, float 
         }
 }
 
-/* Lanes before `count`, of which the others are to be left out. */
+/* Of a vector the lanes before `count`. */
 static inline ivec lanes_before(long count)
 {
     ivec lanes;
@@ -341,9 +343,10 @@ static inline ivec lanes_before(long count)
 
 /* Scale weights [W, P] by factor [P] and gain [W] (or null), in place, and add up their columns
  * [W] and rows [P] (each may be null). With `logits` they are scores still, and `factor` is what
- * `differentiate` wants; its dL/dlogit are added to `biases` [W] (or null). Add their products to those of the prototypes [W, D]
- * (stored, unless `add`) and of the tokens [P, D]; either may be null. With `narrow` weights are
- * rounded to bfloat16 before they are added up, and the products are of bfloat16. `scratch` holds
+ * `differentiate` wants. Add their products to those of the prototypes [W, D] (stored, unless
+ * `add`) and of the tokens [P, D]; either may be null. With `narrow` weights are rounded to
+ * bfloat16 before they are added up, and the products are of bfloat16. Before gain and rounding
+ * they, or the dL/dlogit of scores, are added up in `biases` [W] (or null). `scratch` holds
  * W * (P + PANEL). */
 static void accumulate_tile(float *weights, long W, long T, long P, long D, const float *factor,
                             const float *gain, const float *prototypes, const float *along,
@@ -360,12 +363,13 @@ static void accumulate_tile(float *weights, long W, long T, long P, long D, cons
         vec slope, slopes = {0};
         for (long t = 0; t < P; t += LANES) {
             vec found = load(weight + t);
-            if (logits) {
-                found = differentiate(found, logits, bias, factor, P, t, &slope) * scale;
+            if (logits)
+                found = differentiate(found, logits, bias, factor, P, t, &slope);
+            else
+                slope = found *= load(factor + t);
+            if (biases)
                 slopes += T - t < LANES ? choose(lanes_before(T - t), slope, (vec){0}) : slope;
-            } else {
-                found *= load(factor + t) * scale;
-            }
+            found *= scale;
             if (narrow) found = (vec)((uvec)pair((vec){0}, found) & 0xffff0000u);
             store(weight + t, found);
             if (rows) store(part + t, load(part + t) + found);

@@ -44,7 +44,7 @@ class _Scoring(NamedTuple):
 
     Attributes:
         packed: The tokens.
-        unit: `[P]`, of squared distances; None for a linear head.
+        logits: Of all classes, where scores are kept or made anew; None where weights are.
         row: `[P]` or None, added to the scores.
         limits: `[T]`, below which a squared distance has lost digits; None for a linear head.
         excluded: `[S, 2]`, classes and tokens to leave out, in order of classes.
@@ -53,7 +53,7 @@ class _Scoring(NamedTuple):
     """
 
     packed: native.Packed
-    unit: Tensor | None
+    logits: native.Logits | None
     row: Tensor | None
     limits: Tensor | None
     excluded: Tensor
@@ -96,7 +96,7 @@ class NativeTiles(ChunkedTiles):
             order.
     """
 
-    scoring: _Scoring  # of the chunk whose weights `score` kept
+    scoring: _Scoring  # of the chunk that is scored and not yet accumulated
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,13 +116,13 @@ class NativeTiles(ChunkedTiles):
         self, hidden_states: Tensor, labels: Tensor, *, store: bool, moments: bool
     ) -> TileSums:
         """Return the statistics of all tiles; see `ChunkedTiles.score`."""
-        self.by_logits = moments or self.keeps_scores
-        scoring = self.scoring = self._scoring(hidden_states, labels)
+        by_logits = moments or self.keeps_scores or self.bias is not None
+        scoring = self.scoring = self._scoring(hidden_states, labels, by_logits=by_logits)
         packed = scoring.packed
         tiles, padded = len(self.edges), packed.padded
         best, sums = hidden_states.new_empty(2, tiles, padded)
         described = columns = None
-        if self.by_logits:
+        if by_logits:
             described = hidden_states.new_empty(tiles, 4, padded)
             columns = labels.new_empty(tiles, padded, dtype=torch.int32)
         if store:
@@ -133,13 +133,8 @@ class NativeTiles(ChunkedTiles):
             scores = self.memory if store else hidden_states.new_empty(WIDTH, padded)
             for call in calls:
                 part = slice(call.first, call.stop)
-                found = native.Found(
-                    scores,
-                    best[part],
-                    sums[part],
-                    None if described is None else described[part],
-                    None if columns is None else columns[part],
-                )
+                parts = (_part(values, part) for values in (described, columns))
+                found = native.Found(scores, best[part], sums[part], *parts)
                 self._weigh(scoring, call, found, keep=store)
 
         self.workers.run(work)
@@ -147,7 +142,7 @@ class NativeTiles(ChunkedTiles):
         self.scoring = scoring._replace(packed=scored)
         best, sums = best[:, : packed.count], sums[:, : packed.count]
         unit, log_scale, scale = self.unit(hidden_states), best, torch.ones_like(best)
-        if not (self.linear or self.by_logits):
+        if not (self.linear or by_logits):
             scale = best.masked_fill(best == torch.inf, 0)  # nothing was left
             log_scale = torch.log(best / unit.T).mul_(self.request.h_exp)
         if described is not None and columns is not None:
@@ -167,20 +162,19 @@ class NativeTiles(ChunkedTiles):
     ) -> None:
         """Add a chunk's products to the gradients; see `ChunkedTiles.accumulate`."""
         scoring, num_classes = self.scoring, self.request.num_classes
-        packed = scoring.packed
-        of_tokens = self._padded(torch.stack(rows) if self.by_logits else factors, packed)
+        packed, from_scores = scoring.packed, scoring.logits is not None
+        of_tokens = self._padded(torch.stack(rows) if from_scores else factors, packed)
 
         def kept(worker: int) -> Iterator[_Weights]:
             if self.in_place:
                 classes, step = slice(0, num_classes), self.workers.count
-                found = self._factors(scoring, of_tokens, classes)
-                yield _Weights(classes, self._kept(classes, packed), found, worker, step)
+                every = self._factors(scoring, of_tokens, classes)
+                yield _Weights(classes, self._kept(classes, packed), every, worker, step)
                 return
             for k in range(worker, len(self.edges), self.workers.count):
                 tile = slice(*self.edges[k])
-                mine = of_tokens if self.by_logits else of_tokens[k : k + 1]
-                found = self._factors(scoring, mine, tile)
-                yield _Weights(tile, self._kept(tile, packed), found)
+                mine = of_tokens if from_scores else of_tokens[k : k + 1]
+                yield _Weights(tile, self._kept(tile, packed), self._factors(scoring, mine, tile))
 
         self._add(packed, hidden_states, kept, gradients, chunk)
         del self.scoring  # before the next chunk's is made
@@ -194,8 +188,7 @@ class NativeTiles(ChunkedTiles):
         chunk: slice,
     ) -> Tensor | None:
         """Add a chunk's products to the gradients; see `ChunkedTiles.recompute`."""
-        self.by_logits = True
-        scoring = self._scoring(hidden_states, labels)
+        scoring = self._scoring(hidden_states, labels, by_logits=True)
         packed = scoring.packed
         of_tokens = self._padded(torch.stack(rows), packed)
 
@@ -229,24 +222,20 @@ class NativeTiles(ChunkedTiles):
             parts = self.parts[:, : packed.padded].zero_()
 
         def work(worker: int) -> None:
-            for found in weights(worker):
-                classes, bias = found.classes, gradients.class_bias
-                columns = bias if self.linear else gradients.columns
+            for those in weights(worker):
+                classes = those.classes
                 totals = native.Totals(
                     _part(gradients.prototypes, classes),
                     None if parts is None else parts[worker],
-                    _part(columns, classes),
+                    _part(gradients.columns, classes),
                     None if sums is None else sums[worker],
-                    None if self.linear else _part(bias, classes),
+                    _part(gradients.class_bias, classes),
                 )
                 native.accumulate_tiles(
-                    packed,
-                    found.weights,
-                    found.factors,
+                    *(packed, those.weights, those.factors),
                     frame.tile(classes.start, classes.stop).contiguous(),
-                    totals,
-                    scratch[worker],
-                    tiles=(WIDTH, found.first, found.step),
+                    *(totals, scratch[worker]),
+                    tiles=(WIDTH, those.first, those.step),
                     add=chunk.start > 0,
                 )
 
@@ -258,20 +247,24 @@ class NativeTiles(ChunkedTiles):
                 total = sums[:, : packed.count].sum(0).unsqueeze(1)
                 target.addcmul_(hidden_states, total, value=-1)
 
-    def _scoring(self, hidden_states: Tensor, labels: Tensor) -> _Scoring:
+    def _scoring(self, hidden_states: Tensor, labels: Tensor, *, by_logits: bool) -> _Scoring:
         frame = self.request.frame
         scale = 1.0 if self.linear else -2.0
         packed = native.pack_tokens(hidden_states, scale, narrow=_narrow(self.request))
         excluded, bounds = self._excluded(labels)
         near: list[Tensor | None] = [None] * len(self.edges)
+        logits = row = limits = None
         if self.linear:
-            return _Scoring(packed, None, None, None, excluded, bounds, near)
-        unit = self._padded(self.unit(hidden_states).squeeze(1), packed)
+            logits = native.Logits(None, None, 1.0) if by_logits else None
+            return _Scoring(packed, logits, row, limits, excluded, bounds, near)
+        if by_logits:
+            unit = self._padded(self.unit(hidden_states).squeeze(1), packed)
+            logits = native.Logits(unit, self.bias, float(self.request.h_exp))
         squared = torch.linalg.vecdot(hidden_states, hidden_states)
-        limits, row = near_limits(frame, squared), None
+        limits = near_limits(frame, squared)
         if frame.kind != "sphere" or frame.center is not None:
             row = self._padded(squared, packed)
-        return _Scoring(packed, unit, row, limits, excluded, bounds, near)
+        return _Scoring(packed, logits, row, limits, excluded, bounds, near)
 
     def _calls(self) -> Iterator[_Tiles]:
         """Return what each call of C scores, for whichever thread asks."""
@@ -287,7 +280,7 @@ class NativeTiles(ChunkedTiles):
             scoring: Of the chunk.
             tiles: Which are meant.
             found: Of these tiles, but for the scores: of all, or of one if they are not kept.
-            keep: Whether `accumulate` follows.
+            keep: Whether the scores, or their weights, stay in `memory` for `accumulate`.
         """
         packed = scoring.packed
         classes = slice(self.edges[tiles.first][0], self.edges[tiles.stop - 1][1])
@@ -321,14 +314,12 @@ class NativeTiles(ChunkedTiles):
 
     def _rule(self, scoring: _Scoring, classes: slice) -> native.Rule:
         """Return what makes weights of the scores of `classes`."""
-        if self.by_logits:
-            slope = 1.0 if self.linear else float(self.request.h_exp)
-            return native.Logits(scoring.unit, _part(self.bias, classes), slope)
+        if scoring.logits is not None:
+            return scoring.logits.part(classes)
         return None if self.linear else float(self.request.h_exp)
 
     def _factors(self, scoring: _Scoring, of_tokens: Tensor, classes: slice) -> native.Factors:
-        rule = self._rule(scoring, classes)
-        logits = rule if isinstance(rule, native.Logits) else None
+        logits = None if scoring.logits is None else scoring.logits.part(classes)
         return native.Factors(of_tokens, _part(self.gain, classes), logits)
 
     def _choose_products(self) -> int:
@@ -377,5 +368,5 @@ class NativeTiles(ChunkedTiles):
         return torch.where(columns >= 0, columns + start, -1)
 
 
-def _part(values: Tensor | None, classes: slice) -> Tensor | None:
-    return None if values is None else values[classes]
+def _part(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]

@@ -62,7 +62,7 @@ static inline vec add_pairs(vec sum, const float *left, vec right)
 }
 #endif
 
-/* 2^whole * e^x for |x| <= 0.35, whole <= 0; 0 below 2^-126. `bits` ends in the bits of whole. */
+/* 2^whole * e^x for |x| <= 0.35, whole <= 127; 0 below 2^-126. `bits` ends in the bits of whole. */
 static inline vec exponential(vec x, vec whole, ivec bits)
 {
     vec sum = all(1.0f / 5040);

@@ -23,10 +23,10 @@ class LossOptions:
         label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
         gradients: "forward" makes them beside the loss with three matrix products and keeps
-            `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth
-            product and tile-sized memory. An upstream gradient that differs between tokens
-            recomputes anyway, and on a GPU so do label smoothing and the gradient of `class_bias`
-            of a distance loss.
+            `[chunk, V]` weights or scores; "recompute" makes them in the backward pass with a
+            fourth product and tile-sized memory. An upstream gradient that differs between tokens
+            recomputes anyway, and under Triton so do label smoothing and the gradient of
+            `class_bias` of a distance loss.
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products, at an error
             of some 1e-4, where the processor multiplies it; None keeps float32 or better.
         gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that

@@ -21,6 +21,7 @@ class Request:
         target_weights: `[N, K]`, 0 where padded or repeated; the same on every rank.
         token_weights: `[N]` or None.
         class_bias: `[V]` or None.
+        learns_bias: Whether its gradient is needed.
         h_exp: Below 0; a tensor of no axis if it is learned.
         label_smoothing: Share of the target spread over all classes.
         z_loss: Factor of the squared log-normalizer.
@@ -38,6 +39,7 @@ class Request:
     target_weights: Tensor
     token_weights: Tensor | None
     class_bias: Tensor | None
+    learns_bias: bool
     h_exp: float | Tensor
     label_smoothing: float
     z_loss: float

@@ -192,6 +192,15 @@ def test_labels_out_of_range_are_refused(labels, weights, message, linear):
         call(labels=labels, target_weights=weights, linear=linear, impl="chunked")
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_class_that_is_ruled_out_cannot_have_a_share_of_the_target(linear):
+    bias = torch.zeros(V)
+    bias[1] = -torch.inf
+    message = r"^class_bias: expected no -inf beside label_smoothing, which .*, got one\. Use a fin"
+    with pytest.raises(ValueError, match=message):
+        call(class_bias=bias, label_smoothing=0.1, linear=linear, impl="chunked")
+
+
 def test_the_same_is_refused_beside_metrics():
     tensors = (torch.ones(N, D), torch.eye(V, D), integers(0, 1, 2, V))
     with pytest.raises(ValueError, match="labels: expected values from 0 to 4, got 0 to 5"):

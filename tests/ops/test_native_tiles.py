@@ -81,7 +81,7 @@ def others():
 
 
 def run(inputs, **settings):
-    """The plain loss `[N]` of the C tiles."""
+    """The loss `[N]` of the C tiles."""
     tensors = (inputs.hidden_states, inputs.prototypes, inputs.labels)
     options = replace(inputs.options, gemm="native", **settings)
     if inputs.kind == "linear":
@@ -242,14 +242,37 @@ def test_upstream_gradients_that_differ_are_followed(kind, option):
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("frozen", ["hidden_states", "prototypes"])
-@pytest.mark.parametrize("option", ["plain", "bfloat16 products"])
+@pytest.mark.parametrize("frozen", [["hidden_states"], ["prototypes"]], ids=str)
+@pytest.mark.parametrize("option", ["plain", "bfloat16 products", "all hard"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_side_gets_no_gradient(kind, option, frozen):
     inputs = Inputs(option, (21, 600, 5), kind, -3.0, torch.float32)
-    getattr(inputs, frozen).requires_grad_(False)
-    assert len(inputs.leaves) == 1
+    learned = len(inputs.leaves)
+    for name in frozen:
+        getattr(inputs, name).requires_grad_(False)
+    assert len(inputs.leaves) == learned - len(frozen)
     assert_exact(inputs)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("option", ["learned class_bias", "all hard"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_and_exponent_learn_beside_frozen_vectors(kind, option):
+    inputs = Inputs(option, (21, 600, 5), kind, -3.0, torch.float32)
+    inputs.hidden_states, inputs.prototypes = (leaf.detach() for leaf in inputs.leaves[:2])
+    assert_exact(inputs)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("gradients", ["forward", "recompute"])
+@pytest.mark.parametrize("option", ["learned class_bias", "all hard"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_products_leave_the_gradient_of_a_bias_exact(kind, option, gradients):
+    inputs = Inputs(option, (50, 700, 40), kind, -3.0, torch.float32)
+    loss = run(inputs, gradient_dtype=torch.bfloat16, gradients=gradients)
+    found, expected = gradients_of(loss, inputs.leaves), inputs.dense_gradients()
+    for k, pair in enumerate(zip(found, expected, strict=True)):
+        assert_near(*pair, 2**-6 if k < 2 else 1e-5)
 
 
 @pytest.mark.usefixtures("compiled")
