@@ -219,6 +219,7 @@ class ChunkedTiles:
 
     def finish_prototypes(self, gradients: Gradients) -> None:
         """Turn the accumulated products into the gradient of the prototypes, in place."""
+        self.buffers = []  # before more memory is taken
         finish_prototypes(self.request.frame, gradients, self.workers)
 
     def unit(self, hidden_states: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from harmonic_sft.ops.request import Request
 from harmonic_sft.ops.rows import Pairs
 from harmonic_sft.ops.workers import Workers
 
+TILE_ELEMENTS = 3 * 2**17  # of prototypes, 1.5 MB
+
 
 @dataclass
 class Gradients:
@@ -89,7 +91,8 @@ def finish_prototypes(frame: Frame, gradients: Gradients, workers: Workers) -> N
     if target is None or frame.kind == "linear":
         return
 
-    size = 64 if target.device.type == "cpu" else 8192  # little enough for a core's cache
+    # On a CPU little enough for a core's cache, and enough for its operations to be few.
+    size = max(TILE_ELEMENTS // target.shape[1], 1) if target.device.type == "cpu" else 8192
     starts = range(0, len(target), size)
 
     def work(worker: int) -> None:

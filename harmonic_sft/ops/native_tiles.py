@@ -203,6 +203,11 @@ class NativeTiles(ChunkedTiles):
         self._add(packed, hidden_states, made, gradients, chunk)
         return self._compact(scoring.near)
 
+    def finish_prototypes(self, gradients: Gradients) -> None:
+        """Turn the accumulated products into the gradient of the prototypes, in place."""
+        self.scratch = self.parts = self.memory = torch.empty(0, 0)  # before more is taken
+        super().finish_prototypes(gradients)
+
     def _add(
         self,
         packed: native.Packed,
