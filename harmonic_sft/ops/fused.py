@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # gradient [V, D] takes that each chunk reads and writes; and no more than 64 MB unless 96 rows
 # take more.
 STORED_ROWS, STORED_ELEMENTS = 192, 2**24
-VECTOR = 16  # tokens, to which the C tiles pad a chunk at most
+VECTOR = 16  # tokens: the C tiles pad a chunk to whole vectors, of 16 floats at most
 TILE_ROWS = 256  # of chunks that keep no weights
 DEVICE_ELEMENTS = 2**27  # of a chunk on a GPU, where small products are slow
 
