@@ -92,7 +92,8 @@ def finish_prototypes(frame: Frame, gradients: Gradients, workers: Workers) -> N
         return
 
     # On a CPU little enough for a core's cache, and enough for its operations to be few.
-    size = max(TILE_ELEMENTS // target.shape[1], 1) if target.device.type == "cpu" else 8192
+    rows = max(TILE_ELEMENTS // max(target.shape[1], 1), 1)
+    size = rows if target.device.type == "cpu" else 8192
     starts = range(0, len(target), size)
 
     def work(worker: int) -> None:
