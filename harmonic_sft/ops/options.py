@@ -29,11 +29,9 @@ class LossOptions:
             `class_bias` of a distance loss.
         gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products, at an error
             of some 1e-4, where the processor multiplies it; None keeps float32 or better.
-        gemm: Matrix product on the CPU: "native" (tiles in C, compiled by the first call that
-            wants them; float32, and gradient products in bfloat16), "mkldnn" (oneDNN), "mm"
-            (torch.mm), or "auto": "native" where there is a C compiler and it is not clearly
-            slower, else the faster of the others, after a trial of a tenth of a second, once per
-            dtype and size class. In float64 "native" means the faster of the others.
+        gemm: Matrix product on the CPU: "mm" (torch.mm), "native" (tiles in C, compiled by the
+            first call that wants them; float32, and gradient products in bfloat16), "mkldnn"
+            (oneDNN), or "auto", which tries them and may choose differently in the next process.
         group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
             the same hidden states and global labels on each. The loss and the gradient of the
             hidden states come out complete on every rank.
@@ -46,7 +44,7 @@ class LossOptions:
     z_loss: float = 0.0
     gradients: Literal["forward", "recompute"] = "forward"
     gradient_dtype: torch.dtype | None = None
-    gemm: Literal["auto", "native", "mkldnn", "mm"] = "auto"
+    gemm: Literal["auto", "native", "mkldnn", "mm"] = "mm"
     group: ProcessGroup | None = None
 
 
