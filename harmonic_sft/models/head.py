@@ -13,6 +13,7 @@ from .unit_rows import unit_rows
 
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
+TINY = 1e-12  # norms up to which a vector has no direction
 
 
 class AffineForm(NamedTuple):
@@ -48,13 +49,23 @@ class DistanceForm(NamedTuple):
 
 
 class MixtureForm(NamedTuple):
-    """Log of the mean of the softmaxes of several forms.
+    """Log of the mean of the softmaxes over slices of the columns.
 
     Attributes:
-        parts: One form for each component, all over the same V classes.
+        whole: What the slices are cut from.
+        num_heads: How many there are, all of one width.
     """
 
-    parts: tuple[AffineForm | DistanceForm, ...]
+    whole: AffineForm | DistanceForm
+    num_heads: int
+
+    @property
+    def parts(self) -> list[AffineForm | DistanceForm]:
+        """The slices."""
+        states = self.whole.hidden_states.chunk(self.num_heads, dim=-1)
+        weights = self.whole.weight.chunk(self.num_heads, dim=-1)
+        cut = zip(states, weights, strict=True)
+        return [self.whole._replace(hidden_states=x, weight=w) for x, w in cut]
 
 
 Form = AffineForm | DistanceForm | MixtureForm
@@ -216,19 +227,23 @@ def distance_logits(form: DistanceForm, labels: Tensor | None) -> Tensor:
     with torch.autocast(form.hidden_states.device.type, enabled=False):
         hidden_states = at_least_float32(form.hidden_states)
         weight = form.weight.to(hidden_states.dtype)
-        inverse_norms = None
-        if form.unit_sphere:
-            hidden_states = F.normalize(hidden_states, dim=-1)
-            inverse_norms = 1 / torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12)
-        squared = squared_distances(hidden_states, weight, labels, inverse_norms)
+        squared = squared_distances(hidden_states, weight, labels, unit_sphere=form.unit_sphere)
         return form.h_exp * torch.log(squared + form.eps)  # [N, V]
+
+
+def inverse_norms(vectors: Tensor) -> Tensor:
+    """Return 1 / |v| of the last axis, `[...]`, and 0 for a vector of no direction (norm 1e-12)."""
+    dtype = torch.promote_types(vectors.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
+    return norms.masked_fill(norms <= TINY, torch.inf).reciprocal()
 
 
 def squared_distances(
     hidden_states: Tensor,
     weight: Tensor,
     labels: Tensor | None = None,
-    inverse_norms: Tensor | None = None,
+    *,
+    unit_sphere: bool = False,
 ) -> Tensor:
     """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
 
@@ -236,36 +251,42 @@ def squared_distances(
     8 a row on average (the closest ones), so that memory stays bounded.
 
     Args:
-        hidden_states: `[N, D]`, of norm 1 with `inverse_norms`.
-        weight: `[V, D]`, the prototypes before normalization.
+        hidden_states: `[N, D]`.
+        weight: `[V, D]`.
         labels: `[N, 1]` or None.
-        inverse_norms: `[V]`, what normalizes the rows of `weight`; applied to the dot products,
-            since a normalized copy of the vocabulary costs more. None leaves them as they are.
+        unit_sphere: Normalize both sides. A vector of norm 0 is at a right angle to every other.
 
     Returns:
         `[N, V]`, not below 0.
     """
-    dots = hidden_states @ weight.T  # [N, V]
-    if inverse_norms is not None:
-        dots = dots * inverse_norms
+    missing = None
+    if unit_sphere:
+        inverse, columns = inverse_norms(hidden_states), inverse_norms(weight)
+        missing = (inverse == 0, columns == 0)
+        hidden_states = hidden_states * inverse.unsqueeze(-1)
+        # On the products: a normalized copy of the vocabulary costs more.
+        dots = (hidden_states @ weight.T) * columns  # [N, V]
         scale = dots.new_tensor(2.0)  # |x|^2 + |w|^2
     else:
+        dots = hidden_states @ weight.T
         scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
     squared = scale - 2 * dots
     near = squared.detach() < NEAR * scale.detach()
     if labels is not None:
         near.scatter_(-1, labels, False)
-    rows, columns = near.nonzero(as_tuple=True)
+    rows, classes = near.nonzero(as_tuple=True)
     limit = 8 * max(len(squared), 128)
     if len(rows) > limit:
-        closest = squared.detach()[rows, columns].topk(limit, largest=False).indices
-        rows, columns = rows[closest], columns[closest]
+        closest = squared.detach()[rows, classes].topk(limit, largest=False).indices
+        rows, classes = rows[closest], classes[closest]
         squared = squared.clamp_min(0)
     if labels is not None:
         rows = torch.cat([rows, torch.arange(len(labels), device=labels.device)])
-        columns = torch.cat([columns, labels.squeeze(-1)])
-    prototypes = weight[columns]  # [P, D]
-    if inverse_norms is not None:
-        prototypes = prototypes * inverse_norms[columns].unsqueeze(-1)
+        classes = torch.cat([classes, labels.squeeze(-1)])
+    prototypes = weight[classes]  # [P, D]
+    if missing is not None:
+        prototypes = prototypes * inverse_norms(prototypes).unsqueeze(-1)
     exact = (hidden_states[rows] - prototypes).square().sum(-1)
-    return squared.index_put((rows, columns), exact)
+    if missing is not None:
+        exact = exact + missing[0][rows] + missing[1][classes]
+    return squared.index_put((rows, classes), exact)

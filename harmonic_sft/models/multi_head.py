@@ -93,11 +93,7 @@ class MultiHead(SphereHead):
 
     def form(self, hidden_states: Tensor) -> MixtureForm:
         """Return the logits' form for hidden states `[N, D]`: one part for each slice."""
-        whole = self._whole_form(hidden_states)
-        states = whole.hidden_states.chunk(self.num_heads, dim=-1)
-        weights = whole.weight.chunk(self.num_heads, dim=-1)
-        cut = zip(states, weights, strict=True)
-        return MixtureForm(tuple(whole._replace(hidden_states=x, weight=w) for x, w in cut))
+        return MixtureForm(self._whole_form(hidden_states), self.num_heads)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the negative log-likelihood of each label, accurate also where it is close to 0.

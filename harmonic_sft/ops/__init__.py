@@ -6,12 +6,13 @@ from harmonic_sft.ops.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
-from harmonic_sft.ops.fused import workspace_bytes
-from harmonic_sft.ops.options import Impl, LossOptions, TokenMetrics
+from harmonic_sft.ops.engine import workspace_bytes
+from harmonic_sft.ops.options import Impl, LossOptions, Reduction, TokenMetrics
 
 __all__ = [
     "Impl",
     "LossOptions",
+    "Reduction",
     "TokenMetrics",
     "distance_cross_entropy",
     "distance_cross_entropy_with_metrics",

@@ -1,22 +1,29 @@
 """Cross-entropy of a distance or linear head without the [N, V] matrix of logits."""
 
-import math
 import os
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from harmonic_sft.ops.custom_ops import Arguments, Results, distance_op, linear_op
-from harmonic_sft.ops.options import Impl, LossOptions, TokenMetrics, check_inputs
-from harmonic_sft.ops.reference import distance_logits, loss_from_logits
+from harmonic_sft.models import AffineForm, DistanceForm, MixtureForm
+from harmonic_sft.ops.arguments import Arguments, Results
+from harmonic_sft.ops.operator import chunked_op
+from harmonic_sft.ops.options import (
+    Impl,
+    LossOptions,
+    Reduction,
+    TokenMetrics,
+    check_choice,
+    check_inputs,
+)
+from harmonic_sft.ops.reference import reference_cross_entropy
 
 _DEFAULT = LossOptions()
 
 
-def distance_cross_entropy(
+def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what every loss takes
     hidden_states: Tensor,
     prototypes: Tensor,
     labels: Tensor,
@@ -24,26 +31,26 @@ def distance_cross_entropy(
     h_exp: float | Tensor,
     unit_sphere: bool = True,
     eps: float = 1e-6,
+    reduction: Reduction = "none",
     options: LossOptions = _DEFAULT,
     impl: Impl = "auto",
 ) -> Tensor:
     """Return the harmonic loss of each token, without logits for all of them at once.
 
-    p_j is proportional to (d_j ** 2 + eps) ** h_exp. A whole h_exp costs a few multiplications
-    per logit, any other an exponential and a logarithm; changing it recompiles nothing. The
-    label's distance and those of near prototypes are taken by direct difference, so that confident
-    tokens and tokens near a wrong prototype keep their digits.
+    p_j is proportional to (d_j ** 2 + eps) ** h_exp. The label's distance and those of near
+    prototypes are taken by direct difference, so that confident tokens and tokens near a wrong
+    prototype keep their digits.
 
-    | impl      | what it is                                              | "auto" takes it      |
-    |-----------|---------------------------------------------------------|----------------------|
-    | reference | the definition: dense logits, autograd, any derivative  | never                |
-    | chunked   | token chunks x vocabulary tiles, on a CPU in C if there | CPU, other devices   |
-    |           | is a compiler, else in PyTorch (`LossOptions.gemm`)     |                      |
-    | triton    | kernels that keep 16-bit or float32 weights of a chunk  | CUDA with Triton     |
+    | impl      | what it is                                                     | "auto" takes it |
+    |-----------|----------------------------------------------------------------|-----------------|
+    | reference | the definition: dense logits, autograd, any derivative         | never           |
+    | chunked   | chunks of tokens, library products, a row-wise stage in torch  | CPU and others  |
+    | triton    | the same chunks and products, the row-wise stage as one kernel | CUDA and Triton |
 
-    With `loss.sum()` (and, on the CPU, any reduction that treats tokens alike, like `mean`) the
-    backward pass only scales what the forward pass made; any other upstream gradient costs a
-    fourth matrix product. Weight tokens through `options.token_weights` instead.
+    Gradients are made in the forward pass. Where all tokens have one upstream gradient, as under
+    `reduction="sum"` or "mean" or a `.sum()`, the backward pass only scales them; any other
+    upstream gradient, that of `.mean()` included, computes the scores again. Weight tokens
+    through `options.token_weights` instead.
 
     Args:
         hidden_states: `[N, D]`.
@@ -51,16 +58,19 @@ def distance_cross_entropy(
         labels: `[N]`, every one a class in `[0, V)`; `[N, K]` with `options.target_weights`.
         h_exp: Below 0; a tensor of no axis to learn it. Acts on the squared distance (the paper's
             n is -2 * h_exp).
-        unit_sphere: Normalize both sides; gradients are then tangent to the sphere.
+        unit_sphere: Normalize both sides; gradients are then tangent to the sphere. A vector of
+            norm 0 is at a right angle to every other and gets no gradient.
         eps: Added to d ** 2, in squared units of the hidden states.
+        reduction: "none", "sum", or "mean", which divides by N whatever the weights are.
         options: Weights, bias, smoothing, soft targets and how gradients are made.
         impl: See the table.
 
     Returns:
-        `[N]`, in nats, float32 or better.
+        `[N]`, or of no axis, in nats, float32 or better.
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
+        NotImplementedError: Forward-mode differentiation of anything but impl="reference".
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
@@ -69,9 +79,8 @@ def distance_cross_entropy(
         2024, Cut Your Losses, arXiv:2411.09009, without its gradient filter, which would drop the
         heavy tails of this loss.
     """
-    kind = "sphere" if unit_sphere else "euclidean"
-    inputs = (hidden_states, prototypes, labels)
-    return _cross_entropy(inputs, kind, h_exp, eps, options, impl, with_metrics=False)[0]
+    logits = DistanceForm(hidden_states, prototypes, h_exp, unit_sphere, eps)
+    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
 
 
 def linear_cross_entropy(
@@ -79,6 +88,7 @@ def linear_cross_entropy(
     prototypes: Tensor,
     labels: Tensor,
     *,
+    reduction: Reduction = "none",
     options: LossOptions = _DEFAULT,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -90,17 +100,19 @@ def linear_cross_entropy(
         hidden_states: `[N, D]`.
         prototypes: `[V, D]`, the weight of the output layer.
         labels: As in `distance_cross_entropy`.
+        reduction: As there.
         options: As there.
         impl: As there.
 
     Returns:
-        `[N]`, in nats, float32 or better.
+        `[N]`, or of no axis, in nats, float32 or better.
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
+        NotImplementedError: Forward-mode differentiation of anything but impl="reference".
     """
-    inputs = (hidden_states, prototypes, labels)
-    return _cross_entropy(inputs, "linear", -1.0, 0.0, options, impl, with_metrics=False)[0]
+    logits = AffineForm(hidden_states, prototypes)
+    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
 
 
 def distance_cross_entropy_with_metrics(
@@ -118,9 +130,8 @@ def distance_cross_entropy_with_metrics(
 
     Arguments and errors are those of `distance_cross_entropy`.
     """
-    kind = "sphere" if unit_sphere else "euclidean"
-    inputs = (hidden_states, prototypes, labels)
-    return _cross_entropy(inputs, kind, h_exp, eps, options, impl, with_metrics=True)
+    logits = DistanceForm(hidden_states, prototypes, h_exp, unit_sphere, eps)
+    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
 
 
 def linear_cross_entropy_with_metrics(
@@ -135,68 +146,111 @@ def linear_cross_entropy_with_metrics(
 
     Arguments and errors are those of `linear_cross_entropy`.
     """
-    inputs = (hidden_states, prototypes, labels)
-    return _cross_entropy(inputs, "linear", -1.0, 0.0, options, impl, with_metrics=True)
+    logits = AffineForm(hidden_states, prototypes)
+    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    check_choice("reduction", reduction, ("none", "sum", "mean"))
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / loss.shape[0]
 
 
 def _cross_entropy(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    kind: str,
-    h_exp: float | Tensor,
-    eps: float,
+    logits: AffineForm | DistanceForm,
+    labels: Tensor,
     options: LossOptions,
     impl: str,
     *,
-    with_metrics: bool,
+    with_metrics: bool = False,
 ) -> tuple[Tensor, TokenMetrics]:
-    hidden_states, prototypes, labels = inputs
-    check_inputs(hidden_states, prototypes, labels, options, impl)
-    if kind != "linear" and eps <= 0:
-        raise ValueError(f"eps: expected a number above 0, got {eps}")
-    if isinstance(h_exp, Tensor) and h_exp.dim():
-        raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
+    check_inputs(logits.hidden_states, logits.weight, labels, options, impl)
+    if isinstance(logits, DistanceForm):
+        h_exp = logits.h_exp
+        if logits.eps <= 0:
+            raise ValueError(f"eps: expected a number above 0, got {logits.eps}")
+        if isinstance(h_exp, Tensor) and h_exp.dim():
+            raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
     if impl == "reference":
-        value = h_exp.item() if isinstance(h_exp, Tensor) else h_exp
-        if not -math.inf < value < 0:
-            raise ValueError(f"h_exp: expected a number below 0, got {value}")
-        return _reference(inputs, kind, h_exp, eps, options)
-    impl = _resolve(impl, hidden_states, prototypes)
-    bias = options.class_bias
+        return reference_cross_entropy(logits, labels, options)
+    found = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
+    return found.loss, TokenMetrics(*found[4:8])
+
+
+def chunked_loss(
+    logits: AffineForm | DistanceForm | MixtureForm,
+    labels: Tensor,
+    *,
+    stage: str = "cross_entropy",
+    second: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    mix: tuple[float, float] = (1.0, 0.0),
+    options: LossOptions = _DEFAULT,
+    impl: str = "auto",
+    with_metrics: bool = False,
+) -> Results:
+    """Call the operator: any loss that has a row-wise stage, chunk by chunk.
+
+    Args:
+        logits: Of N hidden states over V classes, with their own bias.
+        labels: `[N]`, or `[N, K]` with `options.target_weights`.
+        stage: A key of `STAGES`; a mixture has its own.
+        second: Weight, states and bias of the stage's second loss: see `Arguments`.
+        mix: Factors of the cross-entropy and of the second loss.
+        options: A class bias comes on top of that of affine logits.
+        impl: "auto", "chunked" or "triton".
+        with_metrics: Also measure `TokenMetrics`.
+    """
+    num_heads, bias = 1, options.class_bias
+    if isinstance(logits, MixtureForm):
+        stage, num_heads, logits = "mixture", logits.num_heads, logits.whole
+    kind, h_exp, eps = "linear", -1.0, 0.0
+    if isinstance(logits, DistanceForm):
+        kind = "sphere" if logits.unit_sphere else "euclidean"
+        h_exp, eps = logits.h_exp, logits.eps
+    elif logits.bias is not None:
+        bias = logits.bias if bias is None else logits.bias + bias
     if not isinstance(h_exp, Tensor):  # this product is what torch.compile keeps symbolic
         h_exp = h_exp * torch.ones((), dtype=torch.float64, device="cpu")
-    tensors = (hidden_states, prototypes, bias, h_exp)
+    leaves = (logits.hidden_states, logits.weight, bias, h_exp, second[0])
+    _refuse_forward_mode(leaves)
     enabled = torch.is_grad_enabled()
-    needs = tuple(enabled and tensor is not None and tensor.requires_grad for tensor in tensors)
+    needs = tuple(enabled and leaf is not None and leaf.requires_grad for leaf in leaves)
+    others = (needs[0], needs[1], needs[2], needs[4])  # the exponent's is made with the loss
     arguments = Arguments(
-        *inputs,
+        *leaves,
+        labels,
         options.target_weights,
         options.token_weights,
-        bias,
-        h_exp,
+        *second[1:],
+        torch.tensor(mix, dtype=torch.float64, device="cpu"),
+        stage,
         kind,
         eps,
         options.label_smoothing,
         options.z_loss,
+        num_heads,
         needs,
-        _are_early(needs, kind, options, impl),
+        options.gradients == "forward" and any(others),
         with_metrics,
         options.gradient_dtype,
-        options.gemm,
-        impl,
-        "" if options.group is None else options.group.group_name,
+        _resolve(impl, stage, logits.hidden_states, logits.weight),
     )
-    results = Results(*_operator(kind)(*arguments))
-    metrics = TokenMetrics(
-        results.log_probs, results.log_normalizer, results.entropy, results.predictions
-    )
-    return results.loss, metrics
+    return Results(*chunked_op(*arguments))
 
 
-def _operator(kind: str) -> Any:
-    return linear_op if kind == "linear" else distance_op
+def _refuse_forward_mode(leaves: tuple[Tensor | None, ...]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for leaf in leaves:
+        if leaf is not None and forward_ad.unpack_dual(leaf).tangent is not None:
+            raise NotImplementedError(
+                "fused loss: expected reverse-mode gradients, got a tangent of forward-mode "
+                "differentiation. Use impl='reference'"
+            )
 
 
-def _resolve(impl: str, hidden_states: Tensor, prototypes: Tensor) -> str:
+def _resolve(impl: str, stage: str, hidden_states: Tensor, prototypes: Tensor) -> str:
     """Return "chunked" or "triton" for what was asked.
 
     Raises:
@@ -206,49 +260,13 @@ def _resolve(impl: str, hidden_states: Tensor, prototypes: Tensor) -> str:
         return impl
     floats = (torch.float32, torch.bfloat16, torch.float16)
     served = hidden_states.dtype in floats and prototypes.dtype in floats
-    there = find_spec("triton") is not None
+    served = served and find_spec("triton") is not None
+    on_gpu = hidden_states.device.type == "cuda"
     if impl == "auto":
-        on_gpu = hidden_states.device.type == "cuda"
-        return "triton" if on_gpu and served and there else "chunked"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not (there and served and (hidden_states.device.type == "cuda" or interpreted)):
+        return "triton" if on_gpu and served and stage == "cross_entropy" else "chunked"
+    if not served or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             "impl: expected reference or chunked, since triton needs a GPU and 16- or 32-bit "
             f"floats, got triton with {hidden_states.dtype} on {hidden_states.device}"
         )
     return impl
-
-
-def _are_early(needs: tuple[bool, ...], kind: str, options: LossOptions, impl: str) -> bool:
-    """Whether gradients are made in the forward pass, from weights or scores of a chunk."""
-    wanted = options.gradients == "forward" and any(needs[:3])
-    biased = needs[2] and kind != "linear"  # weights are divided by distances there
-    from_weights = not biased and options.label_smoothing == 0
-    return wanted and (from_weights or impl == "chunked")
-
-
-def _reference(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    kind: str,
-    h_exp: float | Tensor,
-    eps: float,
-    options: LossOptions,
-) -> tuple[Tensor, TokenMetrics]:
-    hidden_states, prototypes, labels = inputs
-    dtype = torch.promote_types(hidden_states.dtype, prototypes.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    labels = labels.unsqueeze(1) if options.target_weights is None else labels
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        hidden_states, prototypes = hidden_states.to(dtype), prototypes.to(dtype)
-        if kind == "linear":
-            logits = F.linear(hidden_states, prototypes)  # [N, V]
-        else:
-            logits = distance_logits(
-                hidden_states,
-                prototypes,
-                h_exp,
-                unit_sphere=kind == "sphere",
-                eps=eps,
-                labels=labels if labels.shape[1] == 1 else None,
-            )
-        return loss_from_logits(logits, labels, options)

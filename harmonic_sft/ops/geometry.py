@@ -1,31 +1,31 @@
-"""The frames in which scores are measured: linear, Euclidean, spherical, about the mean or not."""
+"""How hidden states and prototypes become scores: dot products or squared distances."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-# Closer than this share of |x|^2 + |w|^2, a distance is taken by direct difference: expanded, it
-# would carry a relative error above 1e-7 / NEAR, times h_exp in the gradient.
-NEAR = 2.0**-4
-# A common mean of the prototypes that holds this share of their squared norm is subtracted first.
+from harmonic_sft.models.head import NEAR, inverse_norms
+
+# A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
+# left of the distances after it would have lost its digits.
 DOMINANT = 0.5
-_NORMS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
 
 
 @dataclass(frozen=True)
-class Frame:
+class Geometry:
     """How raw hidden states and prototypes enter the matrix products of one call.
+
+    The squared distance of a pair is `row_i + column_j + inverse_j * <-2 x_i, w_j>`.
 
     Attributes:
         kind: "linear", "euclidean" or "sphere".
         dtype: Of all arithmetic, float32 or better.
         prototypes: `[V, D]`, raw.
-        norms: `[V]`, |w|; None for a linear head.
+        inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
-        spread: Mean squared norm of the prototypes in the frame, of no axis; None for a linear
+        spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.
         eps: Added to the squared distance.
     """
@@ -33,127 +33,137 @@ class Frame:
     kind: str
     dtype: torch.dtype
     prototypes: Tensor
-    norms: Tensor | None
+    inverse: Tensor | None
     center: Tensor | None
     spread: Tensor | None
     eps: float
 
     @property
-    def gain(self) -> Tensor | None:
-        """`[V]`, 1 / |w| on the sphere; None elsewhere."""
-        return 1 / self.norms if self.kind == "sphere" and self.norms is not None else None
+    def linear(self) -> bool:
+        """Whether scores are dot products."""
+        return self.kind == "linear"
 
     @property
     def with_sums(self) -> bool:
-        """Whether gradients need the row and column sums of the weights.
+        """Whether gradients need the row and column sums of the coefficients.
 
-        On the sphere these terms are radial and vanish, unless the frame is about a mean.
+        On the sphere these terms are radial and vanish, unless a center is subtracted.
         """
         return self.kind == "euclidean" or self.center is not None
 
     def place(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states `[T, D]` in this frame, and their norms `[T, 1]` on the sphere."""
-        hidden_states = hidden_states.to(self.dtype)
-        norms = None
-        if self.kind == "sphere":
-            norms = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
-            norms = norms.clamp_min(1e-12)
-            hidden_states = hidden_states / norms
-        return self._centered(hidden_states), norms
+        """Return hidden states `[T, D]` as they are compared, and 1 / |x| `[T, 1]` on the sphere.
 
-    def unit(self, hidden_states: Tensor) -> Tensor:
-        """Return a squared distance `[T, 1]` typical of each of `hidden_states` `[T, D]`.
+        A hidden state of norm 0 has no direction: its distance to every prototype is that of a
+        right angle, and its gradient is 0.
+        """
+        hidden_states = hidden_states.to(self.dtype)
+        inverse = None
+        if self.kind == "sphere":
+            inverse = inverse_norms(hidden_states).unsqueeze(1)
+            hidden_states = hidden_states * inverse
+        if self.center is not None:
+            hidden_states = hidden_states - self.center
+        return hidden_states, inverse
+
+    def unit(self, placed: Tensor) -> Tensor:
+        """Return a squared distance `[T, 1]` typical of each placed hidden state `[T, D]`.
 
         Logarithms are taken of distances over it: h_exp * log(d2) itself is so far from 0 that
-        rounding it costs a relative error of 1e-5 in p. Equal on all ranks of a group.
+        rounding it costs a relative error of 1e-5 in p.
         """
-        squared = torch.linalg.vecdot(hidden_states, hidden_states).unsqueeze(1)
+        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         if self.spread is None:
             return torch.ones_like(squared)
         # Not 0 either where all prototypes are one, and the hidden state is too.
         return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
 
+    def row(self, placed: Tensor, inverse: Tensor | None) -> Tensor | None:
+        """Return `row_i` `[T, 1]` of the squared distances; None for 0."""
+        if self.linear or (self.kind == "sphere" and self.center is None):
+            return None
+        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+        return squared if inverse is None else squared + (inverse == 0)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Return `column_j` `[stop - start]` of the squared distances, eps included."""
+        if self.kind == "sphere" and self.center is None:
+            return self.prototypes.new_full((stop - start,), 2 + self.eps, dtype=self.dtype)
+        columns = self.tile(start, stop).square().sum(1).add_(self.eps)
+        return columns if self.inverse is None else columns + (self.inverse[start:stop] == 0)
+
     def rows(self, classes: Tensor) -> Tensor:
-        """Return the prototypes of `classes` `[P]` in this frame, `[P, D]`."""
+        """Return the prototypes of `classes` `[P]` as they are compared, `[P, D]`."""
         prototypes = self.prototypes[classes].to(self.dtype)
-        if self.kind == "sphere" and self.norms is not None:
-            prototypes /= self.norms[classes].unsqueeze(-1)
-        return self._centered(prototypes)
+        if self.kind == "sphere":
+            prototypes = prototypes * inverse_norms(prototypes).unsqueeze(1)
+        return prototypes if self.center is None else prototypes - self.center
+
+    def undirected(self, inverse: Tensor | None, classes: Tensor) -> Tensor | float:
+        """Return what a direct difference lacks where a side of norm 0 has no direction.
+
+        Args:
+            inverse: `[T, 1]` of the hidden states, from `place`.
+            classes: `[T, S]`.
+        """
+        if self.inverse is None or inverse is None:
+            return 0.0
+        return (inverse == 0).to(self.dtype) + (self.inverse[classes] == 0)
 
     def tile(self, start: int, stop: int) -> Tensor:
-        """Return what multiplies hidden states for classes `start` to `stop`: `[stop-start, D]`.
+        """Return what multiplies hidden states for classes `start` to `stop`: `[stop - start, D]`.
 
-        On the sphere about no mean these are the raw prototypes; their products are scaled by
-        `gain`, since a normalized copy of the tile costs more.
+        On the sphere without a center these are the raw prototypes; their products are scaled by
+        `inverse`, since a normalized copy of the tile costs more.
         """
         prototypes = self.prototypes[start:stop].to(self.dtype)
         if self.center is None:
             return prototypes
-        if self.kind == "sphere" and self.norms is not None:
-            prototypes = prototypes / self.norms[start:stop].unsqueeze(-1)
-        return self._centered(prototypes)
+        if self.inverse is not None:
+            prototypes = prototypes * self.inverse[start:stop].unsqueeze(1)
+        return prototypes - self.center
 
-    def _centered(self, vectors: Tensor) -> Tensor:
-        return vectors if self.center is None else vectors - self.center
+    @property
+    def scale(self) -> Tensor | None:
+        """`[V]`, what the products with `tile` are multiplied by; None for 1."""
+        return self.inverse if self.center is None else None
 
 
-def build_frame(
-    kind: str,
-    prototypes: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-) -> Frame:
-    """Return the frame for `prototypes` `[V, D]`; about their mean if that dominates them.
+def build_geometry(
+    kind: str, prototypes: Tensor, eps: float, dtype: torch.dtype, *, centered: bool | None = None
+) -> Geometry:
+    """Return the geometry of `prototypes` `[V, D]`.
 
-    The mean is taken over a sample of 2,048 rows: any center is exact, a near one is enough.
+    Args:
+        kind: "linear", "euclidean" or "sphere".
+        prototypes: `[V, D]`.
+        eps: Added to the squared distance.
+        dtype: Of the inputs.
+        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
+            them, which would halt a GPU.
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    if kind == "linear":
-        return Frame(kind, dtype, prototypes.detach(), None, None, None, eps)
-    norms = prototype_norms(prototypes).to(dtype)
     prototypes = prototypes.detach()
-    sample = prototypes[:: max(len(prototypes) // 2048, 1)].to(dtype)
+    if kind == "linear":
+        return Geometry(kind, dtype, prototypes, None, None, None, eps)
+    sample = prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
+    inverse = None
     if kind == "sphere":
-        norms = norms.clamp_min(1e-12)
+        inverse = inverse_norms(prototypes).to(dtype)
         sample = torch.nn.functional.normalize(sample, dim=-1)
-    center = all_reduce_(sample.mean(0), group, "mean")
-    energy = all_reduce_(sample.square().sum(-1).mean(), group, "mean")
+    center, energy = sample.mean(0), sample.square().sum(-1).mean()
     share = center.square().sum()
-    # Elsewhere than on the CPU a look at the value would halt the device.
-    if prototypes.device.type == "cpu" and not bool(share > DOMINANT * energy):
-        return Frame(kind, dtype, prototypes, norms, None, energy, eps)
-    return Frame(kind, dtype, prototypes, norms, center, energy - share, eps)
+    if centered is None:
+        centered = bool(share > DOMINANT * energy)
+    if not centered:
+        return Geometry(kind, dtype, prototypes, inverse, None, energy, eps)
+    return Geometry(kind, dtype, prototypes, inverse, center, energy - share, eps)
 
 
-def all_reduce_(tensor: Tensor, group: dist.ProcessGroup | None, how: str = "sum") -> Tensor:
-    """Reduce `tensor` in place over the ranks of `group`: "sum", "mean", "max" or "min"."""
-    if group is None:
-        return tensor
-    operations = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    dist.all_reduce(tensor, operations.get(how, dist.ReduceOp.SUM), group)
-    return tensor.div_(group.size()) if how == "mean" else tensor
-
-
-def prototype_norms(prototypes: Tensor) -> Tensor:
-    """Return |w| `[V]`, kept as long as frozen prototypes stay as they are."""
-    frozen = not prototypes.requires_grad and not prototypes.is_inference()
-    state = None
-    if frozen:
-        state = (prototypes._version, prototypes.data_ptr())
-        kept = _NORMS.get(prototypes)
-        if kept is not None and kept[0] == state:
-            return kept[1]
-    dtype = torch.promote_types(prototypes.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(prototypes, dim=-1, dtype=dtype)
-    if frozen:
-        _NORMS[prototypes] = (state, norms)
-    return norms
-
-
-def near_limits(frame: Frame, squared_norms: Tensor) -> Tensor:
-    """Return the squared distances `[T]` below which expansion has lost digits.
+def near_limits(geometry: Geometry, placed: Tensor) -> Tensor:
+    """Return the squared distances `[T, 1]` below which expansion has lost digits.
 
     Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
     """
-    return squared_norms * (2.6 * NEAR) + frame.eps
+    squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+    return squared * (2.6 * NEAR) + geometry.eps

@@ -1,14 +1,13 @@
 """What the fused losses can be asked for beyond the plain loss, and what they report."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 Impl = Literal["auto", "reference", "chunked", "triton"]
-IMPLS = ("auto", "reference", "chunked", "triton")
+Reduction = Literal["none", "sum", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,18 +22,11 @@ class LossOptions:
         label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
         gradients: "forward" makes them beside the loss with three matrix products and keeps
-            `[chunk, V]` weights or scores; "recompute" makes them in the backward pass with a
-            fourth product and tile-sized memory. An upstream gradient that differs between tokens
-            recomputes anyway, and under Triton so do label smoothing and the gradient of
-            `class_bias` of a distance loss.
-        gradient_dtype: `torch.bfloat16` halves the cost of the two gradient products, at an error
-            of some 1e-4, where the processor multiplies it; None keeps float32 or better.
-        gemm: Matrix product on the CPU: "mm" (torch.mm), "native" (tiles in C, compiled by the
-            first call that wants them; float32, and gradient products in bfloat16), "mkldnn"
-            (oneDNN), or "auto", which tries them and may choose differently in the next process.
-        group: Ranks that hold consecutive slices of the prototypes (and of `class_bias`), with
-            the same hidden states and global labels on each. The loss and the gradient of the
-            hidden states come out complete on every rank.
+            `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth product
+            and tile-sized memory. An upstream gradient that differs between tokens recomputes
+            anyway.
+        gradient_dtype: `torch.bfloat16` multiplies the two gradient products in it, at an error of
+            some 1e-4; None keeps float32 or better.
     """
 
     token_weights: Tensor | None = None
@@ -44,8 +36,6 @@ class LossOptions:
     z_loss: float = 0.0
     gradients: Literal["forward", "recompute"] = "forward"
     gradient_dtype: torch.dtype | None = None
-    gemm: Literal["auto", "native", "mkldnn", "mm"] = "mm"
-    group: ProcessGroup | None = None
 
 
 class TokenMetrics(NamedTuple):
@@ -72,19 +62,23 @@ def check_inputs(
     Raises:
         ValueError: Shapes, dtypes, devices or an option are off.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {list(IMPLS)}, got {impl!r}")
+    check_choice("impl", impl, get_args(Impl))
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states: expected [N, D], got {list(hidden_states.shape)}")
-    num_tokens, hidden_size = hidden_states.shape
+    hidden_size = hidden_states.shape[1]
     if prototypes.dim() != 2 or prototypes.shape[1] != hidden_size:
         raise ValueError(f"prototypes: expected [V, {hidden_size}], got {list(prototypes.shape)}")
+    if 0 in prototypes.shape:
+        raise ValueError(
+            "prototypes: expected at least one class and one dimension, "
+            f"got {list(prototypes.shape)}"
+        )
     for name, tensor in {"hidden_states": hidden_states, "prototypes": prototypes}.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels: expected torch.int64, got {labels.dtype}")
-    _check_options(num_tokens, len(prototypes), labels, options)
+    _check_options(hidden_states, prototypes, labels, options)
     others = {
         "prototypes": prototypes,
         "labels": labels,
@@ -100,7 +94,23 @@ def check_inputs(
             )
 
 
-def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: LossOptions) -> None:
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value that is not one of those allowed.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+
+
+def _check_options(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions
+) -> None:
+    num_tokens, vocab_size = (
+        hidden_states.shape[0],
+        prototypes.shape[0],
+    )  # len() fixes a symbolic size
     soft = options.target_weights
     if soft is None:
         if list(labels.shape) != [num_tokens]:
@@ -118,18 +128,8 @@ def _check_options(num_tokens: int, vocab_size: int, labels: Tensor, options: Lo
     for name, tensor in {"token_weights": weights, "target_weights": soft}.items():
         if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor without requires_grad. Detach it")
-    _check_settings(options)
-
-
-def _check_settings(options: LossOptions) -> None:
-    choices = {
-        "gradients": (options.gradients, ("forward", "recompute")),
-        "gemm": (options.gemm, ("auto", "native", "mkldnn", "mm")),
-        "gradient_dtype": (options.gradient_dtype, (None, torch.bfloat16)),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+    check_choice("gradients", options.gradients, ("forward", "recompute"))
+    check_choice("gradient_dtype", options.gradient_dtype, (None, torch.bfloat16))
     if not 0 <= options.label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
     if options.z_loss < 0:

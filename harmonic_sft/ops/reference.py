@@ -1,38 +1,38 @@
 """The definition of the fused losses: dense logits and plain autograd."""
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.models.head import squared_distances
+from harmonic_sft.models.head import AffineForm, DistanceForm, dense_logits, distance_logits
 from harmonic_sft.ops.options import LossOptions, TokenMetrics
 
 
-def distance_logits(
-    hidden_states: Tensor,
-    prototypes: Tensor,
-    h_exp: float | Tensor,
-    *,
-    unit_sphere: bool,
-    eps: float,
-    labels: Tensor | None = None,
-) -> Tensor:
-    """Return `[N, V]` logits h_exp * log(d ** 2 + eps), as `DistLayer` defines them.
+def reference_cross_entropy(
+    form: AffineForm | DistanceForm, labels: Tensor, options: LossOptions
+) -> tuple[Tensor, TokenMetrics]:
+    """Return the loss `[N]` and its metrics by their definitions; see `distance_cross_entropy`.
 
     Args:
-        hidden_states: `[N, D]`.
-        prototypes: `[V, D]`.
-        h_exp: Below 0, on the squared distance (the paper's n is -2 * h_exp).
-        unit_sphere: Normalize both sides.
-        eps: Added to d ** 2.
-        labels: `[N, K]`, pairs whose distance is taken by direct difference.
+        form: Of N hidden states over V classes.
+        labels: `[N]`, or `[N, K]` with soft targets.
+        options: As there.
+
+    Raises:
+        ValueError: h_exp is not below 0.
     """
-    inverse_norms = None
-    if unit_sphere:
-        hidden_states = F.normalize(hidden_states, dim=-1)
-        inverse_norms = 1 / torch.linalg.vector_norm(prototypes, dim=-1).clamp_min(1e-12)
-    squared = squared_distances(hidden_states, prototypes, labels, inverse_norms)
-    return h_exp * torch.log(squared + eps)
+    dtype = torch.promote_types(form.hidden_states.dtype, form.weight.dtype)
+    states = form.hidden_states.to(torch.promote_types(dtype, torch.float32))
+    form = form._replace(hidden_states=states)
+    labels = labels.unsqueeze(1) if options.target_weights is None else labels
+    if isinstance(form, AffineForm):
+        return loss_from_logits(dense_logits(form), labels, options)
+    value = form.h_exp.item() if isinstance(form.h_exp, Tensor) else form.h_exp
+    if not -math.inf < value < 0:
+        raise ValueError(f"h_exp: expected a number below 0, got {value}")
+    logits = distance_logits(form, labels if labels.shape[1] == 1 else None)
+    return loss_from_logits(logits, labels, options)
 
 
 def loss_from_logits(

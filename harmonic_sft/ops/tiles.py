@@ -1,235 +1,342 @@
-"""Row statistics and weights of one tile of scores, in plain PyTorch operations."""
+"""The tiles of a chunk in plain PyTorch: scores, their row sums, weights for the gradients."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
+from harmonic_sft.ops.geometry import Geometry, near_limits
+from harmonic_sft.ops.products import GradientProducts
+from harmonic_sft.ops.workers import Workers
+
+# Small tiles stay in the cache of a core; an accelerator wants large ones.
+CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
+NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
 
 
-class TileArrays(NamedTuple):
-    """Where the tiles of a chunk leave what their rows contribute, excluded pairs left out.
-
-    Attributes:
-        log_scale: `[tiles, T]`, the largest logit; -inf if nothing is left.
-        sums: `[tiles, T]`, sum of exp(logit - log_scale).
-        scale: `[tiles, T]`, what the weights are multiples of: weight / scale * exp(log_scale) is
-            exp(logit), divided by the squared distance if the head measures distances.
-        moments: `[tiles, 4, T]` or None, with p = exp(logit - log_scale): sums of p * log p,
-            p * log d2, logit, and log d2.
-        best: `[tiles, T]` or None, the column of the largest logit.
-    """
-
-    log_scale: Tensor
-    sums: Tensor
-    scale: Tensor
-    moments: Tensor | None
-    best: Tensor | None
-
-    def tile(self, index: int) -> "TileArrays":
-        """Return the rows of one tile: `[T]` each, moments `[4, T]`."""
-        moments = None if self.moments is None else self.moments[index]
-        best = None if self.best is None else self.best[index]
-        return TileArrays(self.log_scale[index], self.sums[index], self.scale[index], moments, best)
-
-
-@dataclass(frozen=True)
-class Exclusion:
-    """The pairs that every tile of a chunk leaves out; made once, since a tile's own work is short.
+class SecondWeights(Protocol):
+    """Weights beside those of the softmax, which a stage asks for.
 
     Attributes:
-        columns: `[tiles, T, S]`, clamped to the tile's columns.
-        values: `[tiles, T, S]`, what is infinite at pairs in the tile, and changes nothing
-            elsewhere.
-        fill: inf for squared distances, -inf for logits.
+        num_sums: How many row sums `weigh` returns.
     """
 
-    columns: Tensor
-    values: Tensor
-    fill: float
+    num_sums: int
 
-    def apply_(self, scores: Tensor, tile: int) -> None:
-        """Set the pairs in `scores` `[T, W]` of a tile to `fill`."""
-        reduce = "amax" if self.fill > 0 else "amin"
-        scores.scatter_reduce_(1, self.columns[tile], self.values[tile], reduce)
+    def weigh(
+        self, tile: slice, tokens: slice, logits: Tensor, probs: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return weights `[T, W]` and row sums `[T]` of one tile.
 
+        Args:
+            tile: Its classes.
+            tokens: Of the chunk.
+            logits: `[T, W]`, less `log_scale`; -inf at the pairs, which have no weight.
+            probs: `[T, W]`, their exponentials.
+        """
+        ...
 
-def build_exclusion(
-    columns: Tensor, edges: Sequence[tuple[int, int]], fill: float, dtype: torch.dtype
-) -> Exclusion:
-    """Return what leaves out `columns` `[T, S]` (-1: none) of tiles with the given edges."""
-    bounds = torch.tensor(edges, device=columns.device)[:, :, None, None]  # [tiles, 2, 1, 1]
-    starts, stops = bounds[:, 0], bounds[:, 1]
-    inside = (columns >= starts) & (columns < stops)
-    values = torch.where(inside, fill, -fill).to(dtype)
-    clamped = torch.minimum((columns - starts).clamp_min_(0), stops - starts - 1)
-    return Exclusion(clamped, values, fill)
+    def log_share(self, statistics: TileStatistics, rows: Rows, k: int | slice) -> Tensor:
+        """Return the logarithm `[T]` of what makes the weights of tile `k` those of `Rows`."""
+        ...
 
 
-def distance_weights(
-    squared: Tensor, h_exp: float | Tensor, nearest: Tensor, sums: Tensor, out: Tensor | None
-) -> None:
-    """Sum (nearest / d2) ** -h_exp over the rows of a tile, and keep it over d2.
+class TorchTiles:
+    """Works through the tiles of one chunk after another.
+
+    A tile keeps weights for the gradients, of which a factor per row makes coefficients: e / d2 (e
+    for a linear head), then, where they are needed, the second weights over d2, 1 / d2 for label
+    smoothing, and e itself for the gradient of a bias or of the points of a transport.
 
     Args:
-        squared: `[T, W]`, eps added, inf where excluded; overwritten.
-        h_exp: Below 0. A whole number takes no logarithm or exponential per score.
-        nearest: `[T]`, the least of each row.
-        sums: `[T]`, written.
-        out: `[T, W]`, gets the weights, nearest / d2 times the power; None if not needed.
+        arguments: What is asked.
+        geometry: Of the prototypes `[V, D]` that this softmax compares with.
+        h_exp: The exponent; a tensor of no axis where reading it would halt a device.
+        second: The stage's second weights, or None.
+        points: Takes the gradient of the points of a transport, or None.
+        workers: Share the tiles.
     """
-    # A row that is excluded as a whole has the ratio 0 / inf = 0.
-    ratio = torch.div(nearest.unsqueeze(1), squared, out=squared)
-    power = _integer_power(ratio, h_exp)
-    if power is None:
-        power = torch.log(ratio).mul_(-h_exp).exp_()
-    torch.sum(power, 1, out=sums)
-    if out is not None:
-        torch.mul(power, ratio, out=out)
 
+    def __init__(
+        self,
+        arguments: Arguments,
+        geometry: Geometry,
+        h_exp: float | Tensor,
+        second: SecondWeights | None,
+        points: GradientProducts | None,
+        workers: Workers,
+    ):
+        self.geometry, self.h_exp, self.workers = geometry, h_exp, workers
+        self.second, self.points = second, points
+        self.smoothed = arguments.label_smoothing > 0
+        self.learns_bias = arguments.needs_gradient("class_bias")
+        bias = arguments.class_bias
+        self.bias = None if bias is None else bias.detach().to(geometry.dtype)
+        distances = not geometry.linear
+        kept = {
+            "second": second is not None,
+            "inverse": distances and self.smoothed,
+            "probs": distances and (self.learns_bias or points is not None),
+        }
+        names = ["softmax", *(name for name, needed in kept.items() if needed)]
+        self.slots = {name: slot for slot, name in enumerate(names)}
+        self.on_cpu = geometry.prototypes.device.type == "cpu"
+        width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
+        self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
+        self.columns = geometry.columns(0, size) if distances else None
+        self.buffer: Tensor | None = None
 
-def linear_statistics(
-    logits: Tensor, bias: Tensor | None, arrays: TileArrays, out: Tensor | None
-) -> None:
-    """Turn dot products `[T, W]` (-inf where excluded) into statistics of one tile.
+    @property
+    def num_kept(self) -> int:
+        """How many `[T, V]` matrices a chunk keeps."""
+        return len(self.slots)
 
-    Args:
-        logits: Overwritten.
-        bias: `[W]` or None, added to the logits.
-        arrays: Rows of the tile, written.
-        out: `[T, W]`, gets the weights; None if they are not needed.
-    """
-    if bias is not None:
-        logits.add_(bias)
-    if arrays.moments is None or arrays.best is None:
-        torch.amax(logits, 1, out=arrays.log_scale)
-    else:
-        torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
-        arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
-    logits.sub_(finite_peaks(arrays.log_scale))
-    weights = torch.exp(logits, out=out)
-    torch.sum(weights, 1, out=arrays.sums)
-    if arrays.moments is not None:
-        arrays.moments[0] = _weighted_sum(weights, logits)
+    def score(
+        self, chunk: Chunk, *, keep: bool, measure: bool
+    ) -> tuple[TileStatistics, Tensor | None]:
+        """Return the statistics of all tiles, and the columns of near pairs `[T, S]` or None.
 
+        Args:
+            chunk: Its labels are left out of all sums.
+            keep: Keep the weights for `accumulate`.
+            measure: Also sum moments and find the best columns.
+        """
+        statistics, near = self._empty_statistics(chunk, measure)
+        if keep:
+            size = len(self.slots) * len(chunk.placed) * self.edges[-1].stop
+            if self.buffer is None or len(self.buffer) < size:
+                self.buffer = chunk.placed.new_empty(size)
+        tiles = iter(range(len(self.edges)))  # whoever is free takes the next: results are per tile
 
-def distance_statistics(
-    squared: Tensor,
-    unit: Tensor,
-    h_exp: float | Tensor,
-    bias: Tensor | None,
-    arrays: TileArrays,
-    out: Tensor | None,
-) -> None:
-    """Turn squared distances `[T, W]` into statistics of one tile, by way of the logits.
+        def work(_: int) -> None:
+            for k in tiles:
+                kept = self._kept(k, len(chunk.placed)) if keep else None
+                near[k] = self._weigh(chunk, k, statistics, kept)
 
-    Args:
-        squared: Eps added, inf where excluded; overwritten.
-        unit: `[T, 1]`, of the squared distances whose logarithms are taken.
-        h_exp: Below 0.
-        bias: `[W]` or None, added to the logits.
-        arrays: Rows of the tile, written.
-        out: `[T, W]`, gets the weights; None if they are not needed.
-    """
-    logs = torch.div(squared, unit).log_()  # inf where excluded
-    logits = logs * h_exp
-    if bias is not None:
-        logits += bias
-    if arrays.moments is None or arrays.best is None:
-        torch.amax(logits, 1, out=arrays.log_scale)
-    else:
-        torch.max(logits, 1, out=(arrays.log_scale, arrays.best))
-        arrays.moments[2] = logits.masked_fill(logits == -torch.inf, 0).sum(1)
-        arrays.moments[3] = logs.masked_fill(squared == torch.inf, 0).sum(1)
-    logits -= finite_peaks(arrays.log_scale)
-    power = torch.exp(logits)
-    torch.sum(power, 1, out=arrays.sums)
-    if out is not None:
-        torch.div(power, squared, out=out)
-    if arrays.moments is not None:
-        arrays.moments[0] = _weighted_sum(power, logits)
-        arrays.moments[1] = _weighted_sum(power, logs)
+        self.workers.run(work)
+        return statistics, self._joined(near)
 
+    def accumulate(
+        self, chunk: Chunk, statistics: TileStatistics, rows: Rows, gradients: GradientProducts
+    ) -> Tensor | None:
+        """Add a chunk's products to the gradients, from the weights that `score` kept.
 
-def finite_peaks(log_scale: Tensor) -> Tensor:
-    """Return `[T, 1]`, 0 for rows with nothing left, whose logits stay -inf then."""
-    return log_scale.masked_fill(log_scale == -torch.inf, 0).unsqueeze(1)
+        Returns:
+            `[V]`, the sums of dL/dlogit of each class; None if no bias learns.
+        """
+        count = len(chunk.placed)
+        return self._multiply(lambda k: self._kept(k, count), statistics, rows, gradients)
 
+    def recompute(
+        self, chunk: Chunk, rows: Rows, gradients: GradientProducts
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Do what `score` and `accumulate` do, tile by tile, and return near columns and sums."""
+        statistics, near = self._empty_statistics(chunk, measure=False)
 
-def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the row sums of weights * values, 0 where the weight is."""
-    return (weights * values).where(weights != 0, 0).sum(1)
+        def weigh(k: int) -> list[Tensor]:
+            shape = (len(self.slots), len(chunk.placed), self.edges[k].stop - self.edges[k].start)
+            kept = list(chunk.placed.new_empty(shape))
+            near[k] = self._weigh(chunk, k, statistics, kept)
+            return kept
 
+        sums = self._multiply(weigh, statistics, rows, gradients)
+        return self._joined(near), sums
 
-def distance_coefficients(
-    squared: Tensor,
-    unit: Tensor,
-    h_exp: float | Tensor,
-    bias: Tensor | None,
-    rows: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return -2 dL/d(d2) `[T, W]` and dL/dlogit `[T, W]`, 0 where excluded.
+    def _empty_statistics(
+        self, chunk: Chunk, measure: bool
+    ) -> tuple[TileStatistics, list[Tensor | None]]:
+        shape, new_empty = (len(self.edges), len(chunk.placed)), chunk.placed.new_empty
+        num_sums = 0 if self.second is None else self.second.num_sums
+        statistics = TileStatistics(
+            new_empty(shape),
+            new_empty(shape),
+            new_empty(3, *shape) if measure else None,
+            new_empty(shape) if self.smoothed else None,
+            chunk.labels.new_empty(shape) if measure else None,
+            new_empty(num_sums, *shape),
+        )
+        return statistics, [None] * len(self.edges)
 
-    Args:
-        squared: `[T, W]`, eps added, inf where excluded; overwritten.
-        unit: `[T, 1]`, of the squared distances whose logarithms are taken.
-        h_exp: Below 0.
-        bias: `[W]` or None.
-        rows: Log-normalizer, mass and smoothing `[T]`: dL/dlogit = mass * p - smoothing.
-    """
-    log_normalizer, mass, smoothing = (row.unsqueeze(1) for row in rows)
-    logits = torch.div(squared, unit).log_().mul_(h_exp)
-    if bias is not None:
-        logits += bias
-    gradient = logits.sub_(log_normalizer).exp_().mul_(mass).sub_(smoothing)
-    return torch.div(gradient * (-2 * h_exp), squared, out=squared), gradient
+    def _kept(self, k: int, num_rows: int) -> list[Tensor]:
+        """Return where tile `k` of a chunk keeps its weights: `[T, W]` for each slot."""
+        assert self.buffer is not None, "accumulate: expected score with keep before"
+        size, tile = len(self.slots) * num_rows, self.edges[k]
+        part = self.buffer[size * tile.start : size * tile.stop]
+        return list(part.view(len(self.slots), num_rows, tile.stop - tile.start))
 
+    def _weigh(
+        self, chunk: Chunk, k: int, statistics: TileStatistics, kept: list[Tensor] | None
+    ) -> Tensor | None:
+        """Write the statistics of tile `k` and its weights; return the columns of near pairs."""
+        scores = self._scores(chunk, k)
+        near = self._leave_out(chunk, scores, k)
+        logits = self._logits(chunk, scores, k, statistics.log_scale[k])
+        if statistics.logits is not None:
+            there = logits != -torch.inf
+            total = logits.where(there, 0).sum(1)
+            torch.addcmul(total, there.sum(1), statistics.log_scale[k], out=statistics.logits[k])
+        place = logits
+        if self.second is not None or statistics.moments is not None:
+            place = None  # the logits are needed beside their exponentials
+        elif self.geometry.linear and kept is not None:
+            place = kept[0]
+        probs = torch.exp(logits, out=place)
+        torch.sum(probs, 1, out=statistics.sums[k])
+        if statistics.moments is not None:
+            self._measure(logits, probs, k, statistics)
+        second = None
+        if self.second is not None:
+            second, sums = self.second.weigh(self.edges[k], chunk.tokens, logits, probs)
+            for row, values in zip(statistics.second, sums, strict=True):
+                row[k] = values
+        if kept is not None:
+            self._keep(kept, scores, probs, second)
+        return near
 
-def linear_coefficients(
-    logits: Tensor, bias: Tensor | None, rows: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
-    """Return dL/dlogit `[T, W]`, -smoothing where excluded; see `distance_coefficients`."""
-    log_normalizer, mass, smoothing = (row.unsqueeze(1) for row in rows)
-    if bias is not None:
-        logits.add_(bias)
-    return logits.sub_(log_normalizer).exp_().mul_(mass).sub_(smoothing)
+    def _scores(self, chunk: Chunk, k: int) -> Tensor:
+        """Return squared distances with eps, or dot products, of tile `k`: `[T, W]`."""
+        tile, geometry = self.edges[k], self.geometry
+        scores = torch.mm(chunk.placed, geometry.tile(tile.start, tile.stop).T)
+        if self.columns is None:
+            return scores
+        if geometry.scale is None:
+            torch.add(self.columns[tile], scores, alpha=-2, out=scores)
+        else:
+            torch.addcmul(self.columns[tile], scores, geometry.scale[tile], value=-2, out=scores)
+        return scores if chunk.row is None else scores.add_(chunk.row)
 
+    def _leave_out(self, chunk: Chunk, scores: Tensor, k: int) -> Tensor | None:
+        """Take labels and near pairs out of the scores; return the columns of the near ones."""
+        tile, linear = self.edges[k], self.geometry.linear
+        fill = -torch.inf if linear else torch.inf
+        inside = (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
+        columns = (chunk.labels - tile.start).clamp_(0, tile.stop - tile.start - 1)
+        # A label of another tile changes nothing, also where it is clamped onto one of this tile.
+        values = torch.where(inside, fill, -fill).to(scores.dtype)
+        scores.scatter_reduce_(1, columns, values, "amin" if linear else "amax")
+        if linear:
+            return None
+        limits, count = near_limits(self.geometry, chunk.placed), NEAR_ON_DEVICE
+        if self.on_cpu:  # elsewhere a look at the values would halt the device
+            if not bool((scores.amin(1, keepdim=True) < limits).any()):
+                return None
+            count = min(int((scores < limits).sum(1).max()), NEAR_PER_TILE)
+        closest, columns = scores.topk(min(count, scores.shape[1]), largest=False)
+        near = closest < limits
+        scores.scatter_(1, columns, torch.where(near, torch.inf, closest))
+        # What exceeds the count keeps its expanded distance, which rounding may push below zero.
+        scores.clamp_min_(self.geometry.eps)
+        return torch.where(near, columns + tile.start, -1)
 
-def take_near(squared: Tensor, limits: Tensor, eps: float, count: int) -> Tensor:
-    """Exclude the near pairs of a tile and return their columns `[T, S]`, -1 where there is none.
+    def _logits(self, chunk: Chunk, scores: Tensor, k: int, log_scale: Tensor) -> Tensor:
+        """Return logits `[T, W]` less `log_scale` `[T]`, which is written; -inf where left out."""
+        logits = scores
+        if self.geometry.linear:
+            log_scale.zero_()
+        else:
+            nearest = scores.amin(1, keepdim=True)
+            nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
+            # The ratio keeps digits that a difference of large logits would lose.
+            logits = torch.div(scores, nearest).log_().mul_(self.h_exp)
+            log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
+        if self.bias is not None:
+            logits.add_(self.bias[self.edges[k]])
+        if self.geometry.linear or self.bias is not None:
+            peaks = logits.amax(1)
+            peaks.masked_fill_(peaks == -torch.inf, 0)
+            logits.sub_(peaks.unsqueeze(1))
+            log_scale.add_(peaks)
+        return logits
 
-    Args:
-        squared: `[T, W]`; near pairs are set to inf.
-        limits: `[T, 1]`, below which a squared distance has lost digits.
-        eps: The least value that a squared distance with eps added can have.
-        count: At most so many of a row, the closest ones.
-    """
-    closest, columns = squared.topk(min(count, squared.shape[1]), largest=False)
-    near = closest < limits
-    squared.scatter_(1, columns, torch.where(near, torch.inf, closest))
-    # What exceeds the count keeps its expanded distance, which rounding may push below zero.
-    squared.clamp_min_(eps)
-    return torch.where(near, columns, -1)
+    def _measure(self, logits: Tensor, probs: Tensor, k: int, statistics: TileStatistics) -> None:
+        """Write the moments of tile `k` and its best columns."""
+        assert statistics.moments is not None, "moments were not asked for"
+        assert statistics.best is not None, "the best columns were not asked for"
+        moments = statistics.moments[:, k]
+        torch.add(logits.argmax(1), self.edges[k].start, out=statistics.best[k])
+        torch.neg(torch.special.entr(probs).sum(1), out=moments[0])
+        moments[1:] = 0
+        if self.bias is not None:
+            bias = self.bias[self.edges[k]].nan_to_num(neginf=0)
+            torch.mv(probs, bias, out=moments[1])
+            torch.mv((logits != -torch.inf).to(bias.dtype), bias, out=moments[2])
 
+    def _keep(
+        self, kept: list[Tensor], scores: Tensor, probs: Tensor, second: Tensor | None
+    ) -> None:
+        """Write the weights of one tile to `kept`."""
+        linear, slots = self.geometry.linear, self.slots
+        if second is not None:
+            target = kept[slots["second"]]
+            target.copy_(second) if linear else torch.div(second, scores, out=target)
+        if "inverse" in slots:
+            torch.reciprocal(scores, out=kept[slots["inverse"]])
+        if "probs" in slots:
+            kept[slots["probs"]].copy_(probs)
+        if not linear:
+            torch.div(probs, scores, out=kept[0])
+        elif probs is not kept[0]:
+            kept[0].copy_(probs)
 
-def near_count(squared: Tensor, limits: Tensor) -> int:
-    """Return how many near pairs the row with the most of them has, at most `NEAR_PER_TILE`."""
-    return min(int((squared < limits).sum(1).max()), NEAR_PER_TILE)
+    def _multiply(
+        self,
+        weights: Callable[[int], list[Tensor]],
+        statistics: TileStatistics,
+        rows: Rows,
+        gradients: GradientProducts,
+    ) -> Tensor | None:
+        """Make coefficients of the weights of each tile, and add their products."""
+        class_sums = rows.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
+        linear = self.geometry.linear
 
+        def work(worker: int) -> None:
+            # A fixed share each, so that sums keep their order.
+            for k in range(worker, len(self.edges), self.workers.count):
+                tile, kept = self.edges[k], weights(k)
+                share = torch.exp(statistics.log_scale[k] - rows.log_normalizer)  # [T]
+                probs = kept[self.slots.get("probs", 0)]
+                if class_sums is not None and not linear:
+                    torch.mv(probs.T, rows.mass * share, out=class_sums[tile])
+                    class_sums[tile].sub_(rows.floor.sum())
+                if self.points is not None:
+                    assert rows.second is not None, "factors are set before"
+                    factors = -2 * rows.second * share
+                    self.points.add(worker, tile, probs * factors.unsqueeze(1))
+                found = self._coefficients(kept, k, share, statistics, rows)
+                if class_sums is not None and linear:
+                    torch.sum(found, 0, out=class_sums[tile])
+                gradients.add(worker, tile, found)
 
-def _integer_power(ratio: Tensor, h_exp: float | Tensor) -> Tensor | None:
-    """Return ratio ** -h_exp by repeated squaring; None if that is no whole number to 1023."""
-    if isinstance(h_exp, Tensor) or h_exp != round(h_exp) or h_exp < -1023:
-        return None
-    bits = f"{int(-h_exp):b}"[1:]
-    power = ratio
-    if bits.startswith("1"):  # a cube is one pass over the tile, a square and a product are two
-        power, bits = torch.pow(ratio, 3), bits[1:]
-    for bit in bits:
-        power = torch.mul(power, power, out=None if power is ratio else power)
-        if bit == "1":
-            power.mul_(ratio)
-    return power
+        self.workers.run(work)
+        return class_sums
+
+    def _coefficients(
+        self, kept: list[Tensor], k: int, share: Tensor, statistics: TileStatistics, rows: Rows
+    ) -> Tensor:
+        """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
+        slope = 1.0 if self.geometry.linear else -2 * self.h_exp
+        found = kept[0].mul_((slope * rows.mass * share).unsqueeze(1))
+        if self.second is not None and rows.second is not None:
+            factors = slope * rows.second * torch.exp(self.second.log_share(statistics, rows, k))
+            found.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
+        if self.smoothed:
+            floor = (slope * rows.floor).unsqueeze(1)
+            if self.geometry.linear:
+                found.sub_(floor)
+            else:
+                found.addcmul_(kept[self.slots["inverse"]], floor, value=-1)
+        return found
+
+    def _joined(self, near: list[Tensor | None]) -> Tensor | None:
+        """Join the tiles' near columns, valid ones first, without needless slots."""
+        found = [columns for columns in near if columns is not None]
+        if not found:
+            return None
+        joined = torch.cat(found, 1)  # [T, S]
+        if not self.on_cpu:
+            return joined
+        width = int((joined >= 0).sum(1).max())
+        return joined.sort(1, descending=True).values[:, :width]

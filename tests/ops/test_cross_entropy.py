@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from harmonic_sft.ops import (
     LossOptions,
     TokenMetrics,
-    chunked,
     distance_cross_entropy_with_metrics,
-    fused,
+    engine,
     linear_cross_entropy_with_metrics,
 )
 
@@ -178,16 +177,10 @@ def assert_metrics_near(actual, expected, inputs, tolerance):
     assert_near(best, logits.amax(1), tolerance)
 
 
-@pytest.fixture(autouse=True)
-def tiles_of_pytorch(monkeypatch):
-    """Those in C have tests of their own."""
-    monkeypatch.setattr(fused, "serve", lambda _: False)
-
-
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(fused, "STORED_ROWS", 8)
-    monkeypatch.setattr(fused, "TILE_ROWS", 8)
+    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS"):
+        monkeypatch.setattr(engine, name, 8)
 
 
 def test_the_cases_cover_every_pair_of_factors():
@@ -201,9 +194,8 @@ def test_the_cases_cover_every_pair_of_factors():
 def test_the_chunked_loss_equals_dense_float64(
     option, shape, kind, h_exp, dtype, rows, monkeypatch
 ):
-    if rows is not None:
-        monkeypatch.setattr(fused, "STORED_ROWS", rows)
-        monkeypatch.setattr(fused, "TILE_ROWS", rows)
+    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS") if rows else ():
+        monkeypatch.setattr(engine, name, rows)
     inputs = Inputs(option, shape, kind, h_exp, dtype)
     tolerance, gradient_tolerance = TOLERANCES[dtype]
     loss, metrics = inputs.run()
@@ -304,13 +296,3 @@ def test_bias_and_exponent_learn_beside_frozen_vectors(option):
     found = gradients_of(inputs.loss(), inputs.leaves)
     for pair in zip(found, inputs.dense_gradients(), strict=True):
         assert_near(*pair, 1e-10)
-
-
-@pytest.mark.parametrize("gemm", ["mm", "auto"])
-def test_products_stay_float32_where_nothing_multiplies_bfloat16(gemm, monkeypatch):
-    monkeypatch.setattr(chunked, "multiplies_bfloat16", lambda: False)
-    inputs = Inputs("bfloat16 products", (9, 700, 20), "sphere", -7.3, torch.float32)
-    inputs.options = replace(inputs.options, gemm=gemm)
-    found = gradients_of(inputs.loss(), inputs.leaves)
-    for pair in zip(found, inputs.dense_gradients(), strict=True):
-        assert_near(*pair, 2e-5)

@@ -10,7 +10,6 @@ from harmonic_sft.ops import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
-from harmonic_sft.ops.gemm import choose_backend
 
 N, V, D = 4, 5, 3
 
@@ -102,10 +101,6 @@ REFUSED = {
     "gradients": (
         {"gradients": "backward"},
         r"^gradients: expected one of \['forward', 'recompute'\], got 'backward'$",
-    ),
-    "gemm": (
-        {"gemm": "cublas"},
-        r"^gemm: expected one of \['auto', 'native', 'mkldnn', 'mm'\], got 'cublas'$",
     ),
     "gradient_dtype": (
         {"gradient_dtype": torch.float16},
@@ -209,14 +204,6 @@ def test_the_same_is_refused_beside_metrics():
         linear_cross_entropy_with_metrics(*tensors)
     with pytest.raises(ValueError, match="h_exp: expected a number below 0, got 1"):
         distance_cross_entropy_with_metrics(*tensors[:2], integers(0, 1, 2, 3), h_exp=1)
-
-
-def test_onednn_is_refused_where_it_does_not_serve():
-    message = "gemm: expected mm, since oneDNN does not serve torch.float64 here, got mkldnn"
-    with pytest.raises(ValueError, match=message):
-        choose_backend("mkldnn", torch.float64, D)
-    with pytest.raises(ValueError, match=message):
-        call(hidden_states=torch.ones(N, D, dtype=torch.float64), gemm="mkldnn")
 
 
 @pytest.mark.parametrize("shape", [[1], [2], [1, 1]])

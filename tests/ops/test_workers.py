@@ -8,10 +8,10 @@ import torch
 
 from harmonic_sft.ops import (
     LossOptions,
-    chunked,
     distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     linear_cross_entropy,
+    tiles,
 )
 from harmonic_sft.ops.workers import Workers, cpu_workers
 
@@ -28,7 +28,7 @@ def make_inputs(dtype=torch.float32):
 
 
 def loss_of(hidden_states, prototypes, labels, kind="sphere", **settings):
-    options = LossOptions(gemm="mm", **settings)
+    options = LossOptions(**settings)
     if kind == "linear":
         return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
     return distance_cross_entropy(
@@ -87,7 +87,7 @@ def test_an_error_in_a_tile_is_raised_and_the_next_call_works(monkeypatch):
 
     before, threads = run(), torch.get_num_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(chunked, "distance_weights", broken)
+        patch.setattr(tiles.TorchTiles, "_logits", broken)
         with pytest.raises(ArithmeticError, match="no statistics"):
             run()
     assert torch.get_num_threads() == threads

@@ -1,0 +1,118 @@
+"""The fused losses as one custom operator: one node for torch.compile, gradients of its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from harmonic_sft.ops import engine
+from harmonic_sft.ops.arguments import Arguments, Results, empty_gradient
+
+NUM_LEAVES = 5  # of the arguments, that gradients flow to
+NUM_TENSORS = 11
+_ARGUMENTS = (
+    "Tensor hidden_states, Tensor prototypes, Tensor? class_bias, Tensor h_exp, "
+    "Tensor? second_weight, Tensor labels, Tensor? target_weights, Tensor? token_weights, "
+    "Tensor? second_states, Tensor? second_bias, Tensor mix, str stage, str kind, float eps, "
+    "float label_smoothing, float z_loss, int num_heads, bool[] needs, bool early, "
+    "bool with_metrics, ScalarType? gradient_dtype, str impl"
+)
+_FORWARD = f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 13)})"
+_BACKWARD = (
+    f"({_ARGUMENTS}, Tensor log_normalizers, Tensor log_probs, Tensor saved, Tensor upstream) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(*flat: Any) -> Results:
+    return engine.forward(Arguments(*flat))
+
+
+def _backward(*flat: Any) -> tuple[Tensor, ...]:
+    arguments = Arguments(*flat[:-4])
+    return engine.backward(arguments, *flat[-4:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    arguments, results = Arguments(*inputs), Results(*output)
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*arguments[:NUM_TENSORS], *results[1:4])
+    ctx.settings = arguments[NUM_TENSORS:]
+    ctx.exponent, ctx.h_exp = results.exponent, arguments.h_exp.new_empty(0)
+    ctx.ready = list(results[-4:]) if arguments.early else None
+
+
+def is_uniform(upstream: Tensor) -> bool:
+    """Whether all tokens are known to have one upstream gradient, without a look at the values.
+
+    `loss.sum()` hands down a tensor of stride 0.
+    """
+    return upstream.shape[0] < 2 or upstream.stride(0) == 0
+
+
+def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * len(Arguments._fields)
+    if upstream is None:
+        return nothing
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused loss: expected one derivative, got create_graph=True. Use impl='reference'"
+        )
+    needs = ctx.settings[Arguments._fields.index("needs") - NUM_TENSORS]
+    ready, ctx.ready = ctx.ready, None
+    if ready is not None and is_uniform(upstream):
+        factor = upstream[:1].sum()
+        found = [gradient.mul_(factor.to(gradient.dtype)) for gradient in ready]
+    else:  # also for a second backward pass
+        tensors = ctx.saved_tensors
+        found = backward_op(*tensors[:NUM_TENSORS], *ctx.settings, *tensors[NUM_TENSORS:], upstream)
+    exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None
+    leaves = [found[0], found[1], found[2], exponent, found[3]]
+    wanted = [leaf if need else None for leaf, need in zip(leaves, needs, strict=True)]
+    return (*wanted, *nothing[NUM_LEAVES:])
+
+
+def _fake_forward(*flat: Any) -> Results:
+    arguments = Arguments(*flat)  # .shape and not len(), which would fix a symbolic size
+    hidden_states = arguments.hidden_states
+    dtype = torch.promote_types(hidden_states.dtype, arguments.prototypes.dtype)
+    num_tokens = hidden_states.shape[0]
+    tokens = hidden_states.new_empty(num_tokens, dtype=torch.promote_types(dtype, torch.float32))
+    num_labels = 1 if arguments.target_weights is None else arguments.labels.shape[1]
+    num_measured = num_tokens if arguments.with_metrics else 0
+    return Results(
+        tokens,
+        tokens.new_empty(num_tokens, arguments.num_heads),
+        tokens.new_empty(num_tokens, num_labels * arguments.num_heads),
+        torch.empty_like(tokens),
+        *(tokens.new_empty(num_measured) for _ in range(3)),
+        arguments.labels.new_empty(num_measured),
+        torch.empty_like(tokens) if arguments.needs[3] else tokens.new_empty(0),
+        *_fake_gradients(arguments, made=arguments.early),
+    )
+
+
+def _fake_gradients(arguments: Arguments, *, made: bool) -> tuple[Tensor, ...]:
+    leaves, needs = arguments[:NUM_LEAVES], arguments.needs
+    return tuple(
+        torch.empty_like(leaf, memory_format=torch.contiguous_format)
+        if made and needs[index] and leaf is not None
+        else empty_gradient(arguments, leaf)
+        for index, leaf in enumerate(leaves)
+        if index != Arguments._fields.index("h_exp")
+    )
+
+
+def _fake_backward(*flat: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(Arguments(*flat[:-4]), made=True)
+
+
+chunked_op = custom_op("harmonic_sft::chunked_loss", _forward, mutates_args=(), schema=_FORWARD)
+chunked_op.register_fake(_fake_forward)
+chunked_op.register_autograd(_gradient, setup_context=_setup_context)
+backward_op = custom_op(
+    "harmonic_sft::chunked_loss_backward", _backward, mutates_args=(), schema=_BACKWARD
+)
+backward_op.register_fake(_fake_backward)
