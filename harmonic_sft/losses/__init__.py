@@ -7,8 +7,7 @@ from harmonic_sft.losses.distill import Distillation, DistillLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
-from harmonic_sft.losses.sum import SumLoss, neighbor_tables, refresh_intervals
-from harmonic_sft.losses.terms import TERMS
+from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables, refresh_intervals
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 
 LOSSES = {**TERMS, "distill": DistillLoss, "sum": SumLoss}

@@ -9,10 +9,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
 from harmonic_sft.losses.cosface import check_is_cosine
 from harmonic_sft.models import CosineHead, Head
 from harmonic_sft.models.head import label_nll
+from harmonic_sft.ops import by_chunks
 
 MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
 

@@ -7,9 +7,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
 from harmonic_sft.models import CosineHead, Head
 from harmonic_sft.models.head import label_nll
+from harmonic_sft.ops import by_chunks
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,10 +8,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
-from harmonic_sft.losses.fused import form_cross_entropy
 from harmonic_sft.models import Head, MixtureForm
-from harmonic_sft.ops import Impl, LossOptions
+from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,16 +50,13 @@ class CrossEntropyLoss:
         Returns:
             `[N]`, in nats.
         """
-        form = head.form(hidden_states)
-        plain = self.is_plain
-        if form is None and plain:
-            return by_chunks(_nll, head, hidden_states, labels)
-        if form is None or (isinstance(form, MixtureForm) and not plain):
+        if self.impl == "reference":
+            return self._dense(head, hidden_states, labels)
+        logits = head.form(hidden_states)
+        if logits is None or (isinstance(logits, MixtureForm) and not self.is_plain):
             return by_chunks(self._dense, head, hidden_states, labels)
-        if plain:
-            return form_cross_entropy(form, labels, impl=self.impl)
         options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
-        return form_cross_entropy(form, labels, options=options, impl=self.impl)
+        return chunked_loss(logits, labels, options=options, impl=self.impl).loss
 
     def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
         """Return one loss per token from its logits.
@@ -79,8 +74,6 @@ class CrossEntropyLoss:
         return loss + self.z_loss * logits.logsumexp(-1).square() if self.z_loss else loss
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        if self.is_plain:
+            return head.nll(hidden_states, labels)
         return self.from_logits(head(hidden_states), head, labels)
-
-
-def _nll(head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-    return head.nll(hidden_states, labels)

@@ -10,10 +10,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks, chunk_rows
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.losses.fused import form_distillation
 from harmonic_sft.models import AffineForm, DistanceForm, Head
+from harmonic_sft.ops import by_chunks, chunked_loss
+from harmonic_sft.ops.chunks import chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -27,9 +27,7 @@ class DistillLoss:
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
     cross-entropy's three, and where the body trains too a forward pass of the old one; then it is
-    the cross-entropy. On the CPU it goes by the fused losses' tiles if both heads' logits are
-    products or distances; elsewhere, and for other heads, it is made densely, a chunk of tokens at
-    a time.
+    the cross-entropy.
 
     Source:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
@@ -120,10 +118,11 @@ class Distillation:
             return CrossEntropyLoss()(head, hidden_states, labels)
         states = self._taken(hidden_states)
         self.teacher.to(hidden_states.device)
-        form, taught = head.form(hidden_states), self.teacher.form(states)
-        plain = isinstance(form, AffineForm | DistanceForm) and isinstance(taught, AffineForm)
-        if plain and hidden_states.device.type == "cpu":
-            return form_distillation(form, taught, labels, share=self.weight)
+        logits, taught = head.form(hidden_states), self.teacher.form(states)
+        if isinstance(logits, AffineForm | DistanceForm) and isinstance(taught, AffineForm):
+            second = (taught.weight.detach(), taught.hidden_states.detach(), taught.bias)
+            mix = (1 - self.weight, self.weight)
+            return chunked_loss(logits, labels, stage="distillation", second=second, mix=mix).loss
         rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
 
         def dense(head: Head, hidden_states: Tensor, tokens: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import CPU_BYTES, by_chunks
-from harmonic_sft.losses.fused import form_cross_entropy
 from harmonic_sft.models import Head, MixtureForm
 from harmonic_sft.models.head import at_least_float32
-from harmonic_sft.ops import Impl, LossOptions
+from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
+from harmonic_sft.ops.chunks import CPU_BYTES
 
 
 class NeighborTable(NamedTuple):
@@ -114,12 +113,12 @@ class NeighborSmoothing:
         Returns:
             `[N]`, in nats; the entropy of the target where it is met, not 0.
         """
-        form = head.form(hidden_states)
-        if form is None or isinstance(form, MixtureForm):
+        logits = head.form(hidden_states)
+        if logits is None or isinstance(logits, MixtureForm) or self.loss.impl == "reference":
             return by_chunks(self._dense, head, hidden_states, labels)
         targets, weights = self._targets(labels)
         options = LossOptions(target_weights=weights)
-        return form_cross_entropy(form, targets, options=options, impl=self.loss.impl)
+        return chunked_loss(logits, targets, options=options, impl=self.loss.impl).loss
 
     def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
         """Return one loss per token from its logits.

@@ -11,16 +11,25 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.losses.arcface import ArcFaceLoss
+from harmonic_sft.losses.cosface import CosFaceLoss
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss, NeighborSmoothing
-from harmonic_sft.losses.terms import TERMS
-from harmonic_sft.losses.transport import Weights
-from harmonic_sft.losses.wasserstein import Transport
+from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
 from harmonic_sft.models import AffineForm, DistanceForm, Head, LossFunction
 
+# Every loss that stands by itself, by name.
+TERMS = {
+    "cross_entropy": CrossEntropyLoss,
+    "harmonic": HarmonicLoss,
+    "knn_label_smoothing": KNNLabelSmoothingLoss,
+    "wasserstein": WassersteinLoss,
+    "arcface": ArcFaceLoss,
+    "cosface": CosFaceLoss,
+    "info_nce": InfoNCELoss,
+}
 _ANY_TERM: Any = functools.reduce(operator.or_, TERMS.values())
 TermSection: Any = Annotated[_ANY_TERM, Field(discriminator="name")]
 
@@ -37,8 +46,8 @@ class Term:
 class SumLoss:
     """A weighted sum of losses.
 
-    Where two or more terms start from the logits of all classes, one chunk of logits serves them
-    all, and `impl` of a term has no effect; a single one takes its own, fused, way.
+    A plain cross-entropy beside an exact wasserstein shares its matrix products; every other term
+    makes its own.
     """
 
     name: Literal["sum"] = "sum"
@@ -95,61 +104,24 @@ class WeightedSum:
         Returns:
             `[N]`, in nats, but for the squared units of a wasserstein term.
         """
-        form = head.form(hidden_states)
-        fused = isinstance(form, AffineForm | DistanceForm)
+        logits = head.form(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
-        dense = [term for term in terms if _starts_from_logits(term[1], fused=fused)]
-        if len(dense) < 2:
-            dense = []
-        own = [term for term in terms if term not in dense]
-        found = [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in own]
-        transports = [loss for _, loss in dense if isinstance(loss, Transport)]
-        pair = _cross_entropy_and_transport(dense)
-        if pair is not None and isinstance(form, AffineForm | DistanceForm):
-            found.append(transports[0].with_cross_entropy(form, head, labels, pair))
-        elif dense:
-            grounds = [loss.ground(head) for loss in transports]
-            from_logits = functools.partial(_from_logits, dense)
-            found.append(by_chunks(from_logits, head, hidden_states, labels, shared=grounds))
+        found = []
+        exact = [term for term in terms if isinstance(term[1], Transport) and not term[1].top_k]
+        plain = [term for term in terms if _is_plain(term[1])]
+        if exact and plain and isinstance(logits, AffineForm | DistanceForm):
+            (carried, transport), (own, other) = exact[0], plain[0]
+            found.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
+            terms = [t for t in terms if t[1] is not transport and t[1] is not other]
+        found += [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in terms]
         return functools.reduce(operator.add, found)
 
 
-def _starts_from_logits(loss: Any, *, fused: bool) -> bool:
-    """Whether a loss needs the logits of all classes; those of a few are cheaper by themselves."""
-    few = isinstance(loss, Transport) and loss.top_k is not None and fused
-    return not few and not isinstance(loss, InfoNCELoss)
-
-
-def _cross_entropy_and_transport(dense: Sequence[tuple[float, Any]]) -> Weights | None:
-    """Return the weights of the two if the terms are these alone: they have their own function."""
-    plain = [
-        weight
-        for weight, loss in dense
-        if isinstance(loss, HarmonicLoss) or (isinstance(loss, CrossEntropyLoss) and loss.is_plain)
-    ]
-    exact = [w for w, loss in dense if isinstance(loss, Transport) and loss.top_k is None]
-    if len(exact) != 1 or len(plain) + 1 != len(dense):
-        return None
-    return Weights(cross_entropy=sum(plain), transport=exact[0])
-
-
-def _from_logits(
-    terms: Sequence[tuple[float, Any]],
-    head: Head,
-    hidden_states: Tensor,
-    labels: Tensor,
-    *grounds: Tensor,
-) -> Tensor:
-    """Return the weighted sum of the terms `[n]` over one chunk of logits."""
-    logits, left = head(hidden_states), iter(grounds)
-    total = logits.new_zeros(len(labels))
-    for weight, loss in terms:
-        if isinstance(loss, Transport):
-            found = loss.from_logits(logits, head, labels, ground=next(left))
-        else:
-            found = loss.from_logits(logits, head, labels)
-        total = total + weight * found
-    return total
+def _is_plain(loss: Any) -> bool:
+    """Whether a loss is the negative log-probability alone, by the default implementation."""
+    if isinstance(loss, HarmonicLoss):
+        return loss.impl != "reference"
+    return isinstance(loss, CrossEntropyLoss) and loss.is_plain and loss.impl != "reference"
 
 
 class _Weighted(torch.autograd.Function):

@@ -1,20 +1,17 @@
 """Squared 2-Wasserstein distance between prediction and label over the prototypes."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.chunks import by_chunks
-from harmonic_sft.losses.few_classes import logits_at, points_at, squared_gaps, top_classes
-from harmonic_sft.losses.transport import Weights, transport_cross_entropy
 from harmonic_sft.models import AffineForm, DistanceForm, Head
-from harmonic_sft.models.head import at_least_float32
+from harmonic_sft.models.head import at_least_float32, dense_logits
+from harmonic_sft.ops import by_chunks, chunked_loss
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,31 +98,34 @@ class Transport:
         Returns:
             `[N]`, in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
-        form = head.form(hidden_states)
-        if not isinstance(form, AffineForm | DistanceForm):
+        logits = head.form(hidden_states)
+        if self.top_k is not None and isinstance(logits, AffineForm | DistanceForm):
+            return by_chunks(self._sparse, head, hidden_states, labels, shared=[self.ground(head)])
+        if not isinstance(logits, AffineForm | DistanceForm):
             return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
-        if self.top_k is not None:
-            shared = [] if self._compares_on_ground(form, head) else [self.ground(head)]
-            return by_chunks(self._sparse, head, hidden_states, labels, shared=shared)
-        weights = Weights(cross_entropy=0.0, transport=1.0)
-        return self.with_cross_entropy(form, head, labels, weights)
+        return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
 
     def with_cross_entropy(
-        self, form: AffineForm | DistanceForm, head: Head, labels: Tensor, weights: Weights
+        self,
+        logits: AffineForm | DistanceForm,
+        head: Head,
+        labels: Tensor,
+        *,
+        mix: tuple[float, float],
     ) -> Tensor:
         """Return the weighted sum with the cross-entropy of the same logits.
 
         Args:
-            form: What the head's logits of N hidden states are made of.
+            logits: The head's, of N hidden states.
             head: Gives the prototypes.
             labels: `[N]`.
-            weights: Of the two losses.
+            mix: Factors of cross-entropy and transport.
 
         Returns:
             `[N]`.
         """
-        ground = None if self._compares_on_ground(form, head) else self.ground(head)
-        return transport_cross_entropy(form, ground, labels, weights)
+        second = (self.ground(head), None, None)
+        return chunked_loss(logits, labels, stage="transport", second=second, mix=mix).loss
 
     def from_logits(
         self, logits: Tensor, head: Head, labels: Tensor, *, ground: Tensor | None = None
@@ -143,72 +143,44 @@ class Transport:
         """
         ground = self.ground(head) if ground is None else ground
         if self.top_k is None:
-            cost: Tensor = _TransportCost.apply(logits, ground, labels)
-            return cost
+            points = ground.to(logits.dtype)
+            mean, squares = logits.softmax(-1) @ points, points.square().sum(-1)
+            targets = points[labels]
+            return logits.softmax(-1) @ squares - 2 * (mean * targets).sum(-1) + squares[labels]
         columns = logits.detach().topk(self.top_k).indices  # [N, K]
         columns = torch.cat([labels.unsqueeze(-1), columns], -1)
         return _truncated_cost(logits.gather(-1, columns), F.embedding(columns, ground), columns)
 
-    def _compares_on_ground(self, form: AffineForm | DistanceForm, head: Head) -> bool:
-        """Whether the prototypes are the form's weight, normalized: they need not be made again."""
-        on_sphere = isinstance(form, DistanceForm) and form.unit_sphere
-        return self.fixed is None and on_sphere and form.weight is head.weight
-
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
         return self.from_logits(head(hidden_states), head, labels, ground=ground)
 
-    def _sparse(self, head: Head, hidden_states: Tensor, labels: Tensor, *ground: Tensor) -> Tensor:
-        form = head.form(hidden_states)
-        assert isinstance(form, AffineForm | DistanceForm), "the others are dense"
+    def _sparse(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
         assert self.top_k is not None, "all classes are dense"
-        columns = torch.cat([labels.unsqueeze(-1), top_classes(form, self.top_k)], -1)  # [N, 1 + K]
-        points = points_at(form, columns)
-        logits = logits_at(form, points, columns)
-        places = F.embedding(columns, ground[0]) if ground else points
-        return _truncated_cost(logits, places, columns)
+        logits = head.form(hidden_states)
+        assert isinstance(logits, AffineForm | DistanceForm), "the others are dense"
+        with torch.no_grad():
+            columns = dense_logits(logits).topk(self.top_k).indices
+        columns = torch.cat([labels.unsqueeze(-1), columns], -1)  # [N, 1 + K]
+        return _truncated_cost(logits_at(logits, columns), F.embedding(columns, ground), columns)
 
 
-class _TransportCost(torch.autograd.Function):
-    """sum_j p_j |e_j - e_y| ** 2, with one matrix product forward.
+def logits_at(logits: AffineForm | DistanceForm, columns: Tensor) -> Tensor:
+    """Return the logits `[N, K]` of classes `columns` `[N, K]`, distances by direct difference."""
+    with torch.autocast(logits.hidden_states.device.type, enabled=False):
+        states = at_least_float32(logits.hidden_states).unsqueeze(1)  # [N, 1, D]
+        points = F.embedding(columns, logits.weight).to(states.dtype)  # [N, K, D]
+        if isinstance(logits, DistanceForm):
+            if logits.unit_sphere:
+                states, points = F.normalize(states, dim=-1), F.normalize(points, dim=-1)
+            return logits.h_exp * torch.log(_squared_gaps(points, states) + logits.eps)
+        found = torch.bmm(points, states.transpose(1, 2)).squeeze(-1)
+        return found if logits.bias is None else found + logits.bias.to(found.dtype)[columns]
 
-    The gradient of a logit is p_j (cost_j - loss) and needs no product. That of the ground points
-    is linear in the costs, so that it needs the mean points m = p E and the sums P^T E_y: two.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, ground: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(logits.device.type, enabled=False):
-            points = ground.to(logits.dtype)
-            targets = points[labels]  # [N, D]
-            probs = logits.softmax(-1)
-            costs = torch.addmm(points.square().sum(-1), targets, points.T, alpha=-2)  # [N, V]
-            costs.add_(targets.square().sum(-1, keepdim=True)).clamp_min_(0)
-            costs.scatter_(-1, labels.unsqueeze(-1), 0)  # rounding left it close to 0
-            loss = torch.linalg.vecdot(probs, costs)
-            slopes = costs.sub_(loss.unsqueeze(-1)).mul_(probs)
-        moving = ctx.needs_input_grad[1]
-        ctx.save_for_backward(slopes, labels, *((probs, ground) if moving else ()))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        slopes, labels, *moving = ctx.saved_tensors
-        (grad,) = upstream
-        weights = grad.unsqueeze(-1)  # [N, 1]
-        logits_gradient = slopes * weights if ctx.needs_input_grad[0] else None
-        if not moving:
-            return logits_gradient, None, None
-        probs, ground = moving
-        with torch.autocast(probs.device.type, enabled=False):
-            points = ground.to(probs.dtype)
-            targets = points[labels]
-            means = probs @ points  # [N, D]
-            probs = probs * weights
-            gradient = points * (2 * probs.sum(0)).unsqueeze(-1)  # [V, D]
-            gradient.addmm_(probs.T, targets, alpha=-2)
-            gradient.index_add_(0, labels, 2 * weights * (targets - means))
-        return logits_gradient, gradient.to(ground.dtype), None
+def _squared_gaps(points: Tensor, other: Tensor) -> Tensor:
+    """Return the squared distances `[N, K]` of `[N, K, D]` and `[N, 1, D]`, by difference."""
+    distances = torch.cdist(points, other, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.squeeze(-1).square()  # no matrix of gaps; a gradient of 0 where there is none
 
 
 def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
@@ -222,5 +194,5 @@ def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
     again = columns == columns[:, :1]
     again[:, 0] = False
     probs = logits.masked_fill(again, -torch.inf).softmax(-1)
-    costs = squared_gaps(points, points[:, :1]).squeeze(-1)  # [N, 1 + K]
+    costs = _squared_gaps(points, points[:, :1])  # [N, 1 + K]
     return (probs * costs).sum(-1)

@@ -1,15 +1,16 @@
 """The distance head of harmonic loss."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from .head import DistanceForm, SphereHead, at_least_float32, distance_logits, label_nll
-from .metrics import SQUARED_METRICS, Metric, check_metric, stretch
 from .unit_rows import unit_rows
+
+Metric = Literal["euclidean", "mahalanobis"]
 
 
 class DistLayer(SphereHead):
@@ -20,17 +21,9 @@ class DistLayer(SphereHead):
     d ** 2 = 2 - 2 cos; the normalization is part of the forward pass, so the gradient of a
     prototype is tangent to the sphere.
 
-    Another metric takes the place of d, squared like it. `unit_sphere` normalizes both sides before
-    it. What each costs in forward and backward:
-
-    - cosine, d = 1 - cos: a matrix product; it normalizes off the sphere too.
-    - mahalanobis, d ** 2 = (x - w)^T (diag(a ** 2) + U U^T) (x - w), a and U learned: the Euclidean
-      distance of V * D * (1 + rank) operations more, with its fused losses. It starts at a = 1 and
-      a small random U.
-    - lp, chebyshev, bray_curtis: N * V * D elementwise operations, some ten times slower than a
-      matrix product; bray_curtis takes them twice, lp a power in each, ten times slower again,
-      unless p is 1 or 2. Refused where V * D is above 2 ** 28: on a GPU the gradient of one token
-      takes 1 GiB there.
+    The mahalanobis metric, d ** 2 = (x - w)^T (diag(a ** 2) + U U^T) (x - w) with a and U learned,
+    is the Euclidean distance of stretched vectors, at V * D * (1 + rank) operations more;
+    `unit_sphere` normalizes both sides before. It starts at a = 1 and a small random U.
 
     Args:
         hidden_size: D.
@@ -41,11 +34,10 @@ class DistLayer(SphereHead):
         eps: Added to d ** 2 before the logarithm, in squared units of the hidden states.
         learn_h_exp: Make the exponent a parameter, log(-h_exp), that starts at `h_exp`.
         metric: What d is.
-        p: Of the lp metric, from 1 to 8.
         rank: Columns of U in the mahalanobis metric; 0 leaves the diagonal alone.
 
     Raises:
-        ValueError: A number out of its range, a field of another metric, or a V * D too large.
+        ValueError: A number out of its range, a metric that is gone, or a field of another one.
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 1-2.
@@ -57,7 +49,7 @@ class DistLayer(SphereHead):
 
     scaled_by_h_exp = True
 
-    def __init__(  # noqa: PLR0913 - each one is a key of the head's section
+    def __init__(
         self,
         hidden_size: int,
         vocab_size: int,
@@ -67,16 +59,15 @@ class DistLayer(SphereHead):
         eps: float = 1e-6,
         learn_h_exp: bool = False,
         metric: Metric = "euclidean",
-        p: float = 1.0,
         rank: int = 0,
     ):
         super().__init__()
         if not 0 < eps < math.inf:
             raise ValueError(f"eps: expected a number above 0, got {eps}")
-        check_metric(metric, p=p, rank=rank, hidden_size=hidden_size, vocab_size=vocab_size)
+        _check_metric(metric, rank, hidden_size)
         self.log_steepness = None
         self.h_exp = h_exp
-        self.metric, self.p, self.rank = metric, float(p), rank
+        self.metric, self.rank = metric, rank
         self.unit_sphere = unit_sphere
         self.eps = float(eps)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
@@ -105,19 +96,17 @@ class DistLayer(SphereHead):
         if self.log_steepness is not None:
             self.log_steepness.data.fill_(math.log(-self._h_exp))
 
-    def form(self, hidden_states: Tensor) -> DistanceForm | None:
-        """Return the logits' form for hidden states `[N, D]`; None if no product gives them."""
-        if self.metric == "euclidean":
-            sphere, vectors = self.unit_sphere, (hidden_states, self.weight)
-        elif self.diagonal is not None:
+    def form(self, hidden_states: Tensor) -> DistanceForm:
+        """Return the logits' form for hidden states `[N, D]`."""
+        sphere, vectors = self.unit_sphere, [hidden_states, self.weight]
+        if self.diagonal is not None:
             sphere, vectors = False, self._stretched(hidden_states)
-        else:
-            return None
-        return DistanceForm(*vectors, self._exponent(), sphere, self.eps)
+        exponent = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
+        return DistanceForm(*vectors, exponent, sphere, self.eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        return self._logits(hidden_states, None)
+        return distance_logits(self.form(hidden_states), None)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the harmonic loss of each label.
@@ -133,7 +122,7 @@ class DistLayer(SphereHead):
             `[N]`, in nats.
         """
         labels = labels.unsqueeze(-1)  # [N, 1]
-        return label_nll(self._logits(hidden_states, labels), labels)
+        return label_nll(distance_logits(self.form(hidden_states), labels), labels)
 
     def reset_parameters(self) -> None:
         """Draw prototypes of norm 1 on average; the exponent is the one given."""
@@ -149,34 +138,51 @@ class DistLayer(SphereHead):
         """Return the name and the fields of this head, with the h_exp it has now."""
         fields = {"h_exp": self.h_exp, "unit_sphere": self.unit_sphere, "eps": self.eps}
         learned = {"learn_h_exp": True} if self.log_steepness is not None else {}
-        metric = {"metric": self.metric} if self.metric != "euclidean" else {}
-        own = {"lp": {"p": self.p}, "mahalanobis": {"rank": self.rank}}.get(self.metric, {})
-        return {"name": "dist", **fields, **learned, **metric, **own}
-
-    def _exponent(self) -> float | Tensor:
-        return self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
-
-    def _logits(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
-        """Return logits `[N, V]`; see `distance_logits` for `labels` `[N, 1]`."""
-        form = self.form(hidden_states)
-        if form is not None:
-            return distance_logits(form, labels)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            squared = SQUARED_METRICS[self.metric](*self._vectors(hidden_states), self.p)
-            return self._exponent() * torch.log(squared + self.eps)
+        metric = {} if self.diagonal is None else {"metric": self.metric, "rank": self.rank}
+        return {"name": "dist", **fields, **learned, **metric}
 
     def _stretched(self, hidden_states: Tensor) -> list[Tensor]:
+        """Return both sides as `_stretch` maps them, normalized before on the sphere."""
         assert self.diagonal is not None, "the mahalanobis metric has a diagonal"
         with torch.autocast(hidden_states.device.type, enabled=False):
-            vectors = self._vectors(hidden_states)
-            diagonal = self.diagonal.to(vectors[0])
-            factor = None if self.factor is None else self.factor.to(vectors[0])
-            return [stretch(side, diagonal, factor) for side in vectors]
+            hidden_states = at_least_float32(hidden_states)
+            sides = [hidden_states, self.weight.to(hidden_states.dtype)]
+            if self.unit_sphere:
+                sides = [unit_rows(side) for side in sides]
+            return [_stretch(side, self.diagonal, self.factor) for side in sides]
 
-    def _vectors(self, hidden_states: Tensor) -> list[Tensor]:
-        """Return both sides in float32 or better, as the metric takes them."""
-        hidden_states = at_least_float32(hidden_states)
-        sides = [hidden_states, self.weight.to(hidden_states.dtype)]
-        if not self.unit_sphere or self.metric == "cosine":  # which normalizes by itself
-            return sides
-        return [unit_rows(side) for side in sides]
+
+def _stretch(vectors: Tensor, diagonal: Tensor, factor: Tensor | None) -> Tensor:
+    """Map vectors to where the Mahalanobis distance is the Euclidean one, `[..., D + rank]`.
+
+    |stretch(x) - stretch(w)| ** 2 = (x - w)^T (diag(a ** 2) + U U^T) (x - w).
+
+    Args:
+        vectors: `[..., D]`.
+        diagonal: a, `[D]`.
+        factor: U, `[D, rank]`, or None.
+    """
+    scaled = vectors * diagonal.to(vectors)
+    return scaled if factor is None else torch.cat([scaled, vectors @ factor.to(vectors)], dim=-1)
+
+
+def _check_metric(metric: str, rank: int, hidden_size: int) -> None:
+    replacements = {
+        "cosine": "metric: euclidean with unit_sphere: true and twice the h_exp, which is the same",
+        "lp": "metric: euclidean or mahalanobis",
+        "chebyshev": "metric: euclidean or mahalanobis",
+        "bray_curtis": "metric: euclidean or mahalanobis",
+    }
+    if metric in replacements:
+        raise ValueError(
+            f"metric: expected euclidean or mahalanobis, got {metric!r}, which version 0.2 "
+            f"removed. Use {replacements[metric]}"
+        )
+    if metric not in ("euclidean", "mahalanobis"):
+        raise ValueError(f"metric: expected one of ['euclidean', 'mahalanobis'], got {metric!r}")
+    if metric != "mahalanobis" and rank != 0:
+        raise ValueError(
+            f"rank: expected nothing for metric {metric}, got {rank}. It is that of mahalanobis"
+        )
+    if not 0 <= rank <= hidden_size:
+        raise ValueError(f"rank: expected a number from 0 to {hidden_size}, got {rank}")

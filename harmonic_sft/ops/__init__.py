@@ -1,6 +1,8 @@
 """Fused losses: the same numbers as the heads give, without the [N, V] matrix of logits."""
 
+from harmonic_sft.ops.chunks import by_chunks
 from harmonic_sft.ops.cross_entropy import (
+    chunked_loss,
     distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     linear_cross_entropy,
@@ -14,6 +16,8 @@ __all__ = [
     "LossOptions",
     "Reduction",
     "TokenMetrics",
+    "by_chunks",
+    "chunked_loss",
     "distance_cross_entropy",
     "distance_cross_entropy_with_metrics",
     "linear_cross_entropy",

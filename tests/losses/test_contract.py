@@ -29,7 +29,7 @@ SETTINGS = {
 HEADS = (
     "linear",
     "dist",
-    "dist l1",
+    "dist mahalanobis",
     "cosine",
     "power",
     "rotation of dist",

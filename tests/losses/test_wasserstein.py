@@ -8,7 +8,15 @@ from harmonic_sft.models import build_head
 from harmonic_sft.training.memory import LiveBytes
 from tests.head_variants import VARIANTS, D, V
 
-HEADS = ("linear", "dist", "dist off the sphere", "dist l1", "cosine", "power", "multi_head")
+HEADS = (
+    "linear",
+    "dist",
+    "dist off the sphere",
+    "dist mahalanobis",
+    "cosine",
+    "power",
+    "multi_head",
+)
 
 
 def build(name):
@@ -120,7 +128,7 @@ def test_a_certain_and_right_prediction_costs_nothing():
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
     rows, vocab_size = 8, 2000
-    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", rows * 4 * vocab_size)
+    monkeypatch.setattr("harmonic_sft.ops.chunks.CPU_BYTES", rows * 4 * vocab_size)
     head = build_head({"name": "linear"}, hidden_size=8, vocab_size=vocab_size)
     states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
     loss = WassersteinLoss(top_k=top_k).prepare(head)

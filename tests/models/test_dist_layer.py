@@ -13,11 +13,6 @@ from harmonic_sft.models import DistLayer, HarmonicForMaskedLM, build_head
 D, V, N = 16, 30, 5
 EPS = 1e-6
 METRICS = {
-    "cosine": {"metric": "cosine"},
-    "l1": {"metric": "lp"},
-    "l3": {"metric": "lp", "p": 3.0},
-    "chebyshev": {"metric": "chebyshev"},
-    "bray_curtis": {"metric": "bray_curtis"},
     "diagonal": {"metric": "mahalanobis"},
     "low_rank": {"metric": "mahalanobis", "rank": 3},
 }
@@ -40,14 +35,6 @@ def distance(head: DistLayer, x: Tensor, w: Tensor) -> Tensor:
     """One distance, as the papers write it."""
     if head.unit_sphere:
         x, w = x / x.norm(), w / w.norm()
-    if head.metric == "cosine":
-        return 1 - x @ w / (x.norm() * w.norm())
-    if head.metric == "lp":
-        return sum(abs(a - b) ** head.p for a, b in zip(x, w, strict=True)) ** (1 / head.p)
-    if head.metric == "chebyshev":
-        return max(abs(a - b) for a, b in zip(x, w, strict=True))
-    if head.metric == "bray_curtis":
-        return (x - w).abs().sum() / ((x + w).abs().sum() + 1e-6)
     matrix = torch.diag(head.diagonal.detach().double() ** 2)
     if head.factor is not None:
         factor = head.factor.detach().double()
@@ -106,15 +93,6 @@ def test_losses_and_gradients_are_finite(metric, unit_sphere, case):
         assert tensor.grad.isfinite().all()
 
 
-def test_states_at_an_extreme_norm_keep_high_powers_finite():
-    head = DistLayer(D, V, metric="lp", p=8.0, unit_sphere=False)
-    states = torch.full((1, D), 1e4, requires_grad=True)
-    loss = head.nll(states, torch.tensor([3])).sum()
-    loss.backward()
-    assert loss.isfinite()
-    assert states.grad.isfinite().all()
-
-
 @spheres
 @pytest.mark.parametrize("metric", ["diagonal", "low_rank"])
 def test_the_fused_loss_is_that_of_the_dense_logits(metric, unit_sphere):
@@ -141,17 +119,6 @@ def test_a_fresh_mahalanobis_head_of_a_diagonal_is_the_euclidean_one():
     assert 0 < low_rank.factor.norm() < 1
 
 
-def test_cosine_normalizes_off_the_sphere_too():
-    head, states, _ = make("cosine", unit_sphere=False)
-    expected = head(states)
-    with torch.no_grad():
-        head.weight.mul_(torch.rand(V, 1) + 0.5)
-    torch.testing.assert_close(head(7 * states), expected, rtol=1e-4, atol=1e-5)
-    before = head.weight.detach().clone()
-    head.renormalize_()
-    assert torch.equal(head.weight, before)
-
-
 @metrics
 def test_logits_are_float32_under_autocast_and_in_16_bits(metric):
     head, states, _ = make(metric, unit_sphere=True)
@@ -169,7 +136,6 @@ def test_settings_rebuild_the_head_and_name_no_foreign_field(metric):
     head, _, _ = make(metric, unit_sphere=False)
     settings = head.settings()
     assert settings["metric"] == METRICS[metric]["metric"]
-    assert ("p" in settings) == (settings["metric"] == "lp")
     assert ("rank" in settings) == (settings["metric"] == "mahalanobis")
     assert build_head(settings, hidden_size=D, vocab_size=V).settings() == settings
     assert "metric" not in DistLayer(D, V).settings()
@@ -183,9 +149,41 @@ def test_a_head_of_meta_tensors_is_cheap_to_check(metric):
     assert head.settings()["h_exp"] == -12.0
 
 
-def test_a_metric_that_does_not_fit_is_refused_by_the_head():
-    with torch.device("meta"), pytest.raises(ValueError, match="metric lp: expected vocab_size"):
-        DistLayer(4096, 128_256, metric="lp")
+REMOVED = {
+    "cosine": "unit_sphere: true and twice the h_exp",
+    "lp": "euclidean or mahalanobis$",
+    "chebyshev": "euclidean or mahalanobis$",
+    "bray_curtis": "euclidean or mahalanobis$",
+}
+
+
+@pytest.mark.parametrize(("metric", "replacement"), REMOVED.items())
+def test_a_metric_that_is_gone_names_its_replacement(metric, replacement):
+    with pytest.raises(ValueError, match=f"^metric: .*removed. Use metric: .*{replacement}"):
+        DistLayer(D, V, metric=metric)
+
+
+BAD = {
+    "unknown": ({"metric": "manhattan"}, "metric: expected one of .* got 'manhattan'"),
+    "rank of another": ({"rank": 2}, "rank: expected nothing for metric euclidean, got 2"),
+    "large rank": ({"metric": "mahalanobis", "rank": D + 1}, f"rank: expected .* 0 to {D}"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD)
+def test_a_bad_metric_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DistLayer(D, V, **fields)
+
+
+def test_the_cosine_metric_was_the_sphere_at_twice_the_exponent():
+    torch.manual_seed(0)
+    head, states = DistLayer(D, V, h_exp=-6.0), torch.randn(N, D, dtype=torch.float64)
+    cosines = torch.nn.functional.cosine_similarity(
+        states.unsqueeze(1), head.weight.double().unsqueeze(0), dim=-1
+    )
+    expected = (-3.0 * (1 - cosines).square().log()).softmax(-1)
+    torch.testing.assert_close(head(states).softmax(-1), expected, rtol=1e-4, atol=0)
 
 
 @metrics

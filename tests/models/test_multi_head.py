@@ -208,8 +208,8 @@ def test_tied_to_the_input_embeddings_it_has_no_weight_of_its_own(tmp_path):
         ({"inner": {"bias": True}}, "multi_head inner: expected one of .*got None"),
         ({"inner": {"name": "linear", "eps": 1.0}}, "head linear: expected its own fields"),
         (
-            {"inner": {"name": "dist", "metric": "lp"}},
-            "multi_head inner metric: expected euclidean, got lp",
+            {"inner": {"name": "dist", "metric": "mahalanobis"}},
+            "multi_head inner metric: expected euclidean, got mahalanobis",
         ),
     ],
 )

@@ -1,8 +1,10 @@
+"""The stages of transport and mixtures against dense logits; distillation: tests/losses."""
+
 import pytest
 import torch
 
-from harmonic_sft.losses.transport import Weights, transport_cross_entropy
 from harmonic_sft.models import AffineForm, DistanceForm, build_head
+from harmonic_sft.ops import chunked_loss, engine
 from harmonic_sft.training.memory import LiveBytes
 from tests.head_variants import VARIANTS, D, V
 
@@ -18,12 +20,18 @@ HEADS = (
     "l2",
     "rotation of dist",
 )
-WEIGHTS = Weights(cross_entropy=0.7, transport=0.3)
+MIX = (0.7, 0.3)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", 4 * 4 * V)
+    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS"):
+        monkeypatch.setattr(engine, name, 4)
+
+
+def transport_loss(form, ground, labels):
+    second = (ground, None, None)
+    return chunked_loss(form, labels, stage="transport", second=second, mix=MIX).loss
 
 
 def problem(name, dtype=torch.float64):
@@ -40,7 +48,7 @@ def plain(head, states, labels, ground):
     costs = (ground[labels].unsqueeze(1) - ground).square().sum(-1)  # [N, V]
     transport = (logits.softmax(-1) * costs).sum(-1)
     nll = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return WEIGHTS.cross_entropy * nll + WEIGHTS.transport * transport
+    return MIX[0] * nll + MIX[1] * transport
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -51,7 +59,7 @@ def test_losses_and_gradients_are_those_of_dense_logits(name, moving, uniform):
     upstream = torch.ones(9) if uniform else torch.rand(9)
     results = []
     for loss_fn in (
-        lambda ground: transport_cross_entropy(head.form(states), ground, labels, WEIGHTS),
+        lambda ground: transport_loss(head.form(states), ground, labels),
         lambda ground: plain(head, states, labels, ground),
     ):
         losses = loss_fn(head.prototypes if moving else head.prototypes.detach())
@@ -68,7 +76,7 @@ def test_float32_is_as_good_as_dense_logits(name):
     head, _, _ = problem(name, torch.float32)
     states = double.detach().float().requires_grad_()
     expected = plain(exact, double, labels, exact.prototypes)
-    found = transport_cross_entropy(head.form(states), head.prototypes, labels, WEIGHTS)
+    found = transport_loss(head.form(states), head.prototypes, labels)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     gradients = torch.autograd.grad(found.sum(), [states, head.weight])
     for mine, good in zip(
@@ -83,7 +91,7 @@ def test_more_near_pairs_than_there_is_room_for():
     torch.manual_seed(0)
     weight = 1 + 1e-4 * torch.randn(3000, 4)
     form = DistanceForm(torch.ones(2, 4), weight, -2.0, unit_sphere=False, eps=1e-6)
-    losses = transport_cross_entropy(form, weight, torch.tensor([0, 1]), WEIGHTS)
+    losses = transport_loss(form, weight, torch.tensor([0, 1]))
     assert losses.isfinite().all()
 
 
@@ -92,21 +100,34 @@ def test_what_needs_no_gradient_gets_none():
     head.bias.requires_grad_(False)
     form = head.form(states.detach())
     ground = head.prototypes.detach().requires_grad_()
-    transport_cross_entropy(form, ground, labels, WEIGHTS).sum().backward()
+    transport_loss(form, ground, labels).sum().backward()
     assert head.bias.grad is None
     assert head.weight.grad.abs().sum() > 0
     assert ground.grad.abs().sum() > 0
     with torch.no_grad():
-        assert not transport_cross_entropy(form, ground, labels, WEIGHTS).requires_grad
+        assert not transport_loss(form, ground, labels).requires_grad
 
 
 def test_memory_is_that_of_a_few_chunks(monkeypatch):
     rows, vocab_size = 8, 2000
-    monkeypatch.setattr("harmonic_sft.losses.chunks.CPU_BYTES", rows * 4 * vocab_size)
+    monkeypatch.setattr(engine, "KEPT_ROWS", rows)
     weight = torch.randn(vocab_size, 8, requires_grad=True)
     states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
     with LiveBytes() as live:
         form = AffineForm(states, weight)
-        transport_cross_entropy(form, weight, labels, WEIGHTS).sum().backward()
+        transport_loss(form, weight, labels).sum().backward()
     assert live.peak < 5 * rows * 4 * vocab_size + 8 * weight.nbytes
     assert live.peak < 0.3 * 400 * 4 * vocab_size
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("multi_head")])
+def test_a_mixture_is_that_of_dense_logits(name, uniform):
+    head, states, labels = problem(name)
+    upstream = torch.ones(9) if uniform else torch.rand(9)
+    results = []
+    for losses in (chunked_loss(head.form(states), labels).loss, head.nll(states, labels)):
+        total = losses.sum() if uniform else (losses * upstream).sum()
+        results.append([losses, *torch.autograd.grad(total, [states, *head.parameters()])])
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected)

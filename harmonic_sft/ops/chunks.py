@@ -1,4 +1,4 @@
-"""Any loss over a head, a few tokens at a time: no more than one chunk of logits exists."""
+"""The chunk loop for a loss without a row-wise stage: dense logits of a few tokens at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harmonic_sft.models import Head
+from harmonic_sft.ops.engine import chunk_slices
+from harmonic_sft.ops.operator import is_uniform
 
 # Of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over all
 # prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
@@ -85,11 +87,11 @@ class _Chunks(torch.autograd.Function):
         inputs = ctx.saved_tensors[: 2 + ctx.num_shared]
         gradients = ctx.saved_tensors[2 + ctx.num_shared :]
         (grad,) = upstream
-        if grad.numel() > 1 and any(grad.stride()):
-            scaled = _differentiate(ctx, inputs, grad)[1]
-        else:
-            factor = grad.flatten()[0] if grad.numel() else grad.sum()
+        if is_uniform(grad):
+            factor = grad[:1].sum()
             scaled = [g * factor.to(g.dtype) for g in gradients]
+        else:
+            scaled = _differentiate(ctx, inputs, grad)[1]
         found = iter(scaled)
         return (None,) * 4 + tuple(next(found) if n else None for n in ctx.needs_input_grad[4:])
 
@@ -105,8 +107,8 @@ def _differentiate(
     totals = [torch.zeros_like(source) for source in sources]
     hidden_gradient = torch.zeros_like(hidden_states)
     losses = []
-    for start in range(0, max(len(labels), 1), ctx.rows):
-        chunk = slice(start, start + ctx.rows)
+    # Without any token once more, for a graph.
+    for chunk in chunk_slices(len(labels), ctx.rows) if len(labels) else [slice(0, 0)]:
         # The gradients are made here, where autocast, if it is on, would round their products.
         no_autocast = torch.autocast(hidden_states.device.type, enabled=False)
         with torch.set_grad_enabled(any(needs)), no_autocast:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from harmonic_sft.losses.chunks import by_chunks
+from harmonic_sft.ops.chunks import by_chunks
 from harmonic_sft.models import LinearHead
 from harmonic_sft.training.memory import LiveBytes
 
