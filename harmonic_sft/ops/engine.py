@@ -107,6 +107,9 @@ class Softmax:
         hidden, prototypes = gradients.hidden_states, gradients.prototypes
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
         narrow = arguments.gradient_dtype or dtype
+        if arguments.gradient_dtype is None and arguments.impl == "triton":
+            # What the states are rounded to is enough for what their gradients are made of.
+            narrow = torch.bfloat16 if self.hidden_states.dtype.itemsize == 2 else dtype
         self.products = GradientProducts(
             self.geometry,
             narrow,

@@ -52,16 +52,24 @@ class GradientProducts:
 
     def add(self, worker: int, tile: slice, coefficients: Tensor) -> None:
         """Add the products of a tile's coefficients `[T, W]`, which are overwritten."""
-        geometry = self.geometry
-        if geometry.with_sums:
+        if self.geometry.with_sums:
             self.sums[worker].add_(coefficients.sum(1, keepdim=True))
             if self.columns is not None:
                 self.columns[tile].add_(coefficients.sum(0))
-        if geometry.scale is not None:
-            coefficients.mul_(geometry.scale[tile])
-        coefficients = coefficients.to(self.dtype)
+        if self.geometry.scale is not None:
+            coefficients.mul_(self.geometry.scale[tile])
+        self.multiply(worker, tile, coefficients.to(self.dtype))
+
+    def add_sums(self, rows: Tensor, columns: Tensor) -> None:
+        """Add row sums `[T]` and column sums `[V]` of coefficients."""
+        self.sums[0].add_(rows.unsqueeze(1))
+        if self.columns is not None:
+            self.columns.add_(columns)
+
+    def multiply(self, worker: int, tile: slice, coefficients: Tensor) -> None:
+        """Add the products alone, of coefficients in `dtype` that `Geometry.scale` is part of."""
         if self.wants_hidden:
-            vectors = geometry.tile(tile.start, tile.stop).to(self.dtype)
+            vectors = self.geometry.tile(tile.start, tile.stop).to(self.dtype)
             _add_product_(self.parts[worker], coefficients, vectors, beta=1)
         if self.prototypes is not None:  # the first chunk writes, the others add
             beta = 0 if self.untouched else 1

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from harmonic_sft.ops.chunks import by_chunks
 from harmonic_sft.models import LinearHead
+from harmonic_sft.ops.chunks import by_chunks
 from harmonic_sft.training.memory import LiveBytes
 
 V, D = 12, 6

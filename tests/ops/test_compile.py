@@ -7,11 +7,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from harmonic_sft.ops import (
     LossOptions,
     cross_entropy,
-    operator,
     distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
+    operator,
 )
 
 KINDS = ["euclidean", "sphere", "linear"]

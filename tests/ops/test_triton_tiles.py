@@ -1,0 +1,194 @@
+"""The row-wise stage as Triton kernels: in the interpreter against float64, and compiled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from harmonic_sft.ops import (
+    LossOptions,
+    distance_cross_entropy_with_metrics,
+    engine,
+    linear_cross_entropy_with_metrics,
+)
+from tests.ops.baselines import harmonic_float64
+
+pytest.importorskip("triton")
+N, V, D = 37, 70, 20  # rows of three blocks, classes of three
+KINDS = [("euclidean", -14.0), ("sphere", -7.3), ("linear", -1.0)]
+SETTINGS = {
+    "plain": {},
+    "weights and z-loss": {"token_weights": torch.linspace(0, 2, N), "z_loss": 1e-2},
+    "bias": {"class_bias": torch.linspace(-1, 1, V)},
+    "smoothing": {"label_smoothing": 0.1},
+    "all": {
+        "class_bias": torch.linspace(-1, 1, V),
+        "label_smoothing": 0.1,
+        "token_weights": torch.linspace(0, 2, N),
+    },
+    "recompute": {"gradients": "recompute", "label_smoothing": 0.1},
+    "a class ruled out": {
+        "class_bias": torch.zeros(V).index_fill(0, torch.tensor([3]), -torch.inf)
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    knobs = pytest.importorskip("triton.knobs")
+    if not knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET was not set before the first import of triton")
+
+
+def make_inputs(case="random", gap=1e-3):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(N, D, generator=generator)
+    prototypes = torch.randn(V, D, generator=generator)
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[3:5] = 4  # of a few tokens that are ruled out in no case
+    labels[labels == 3] = 4
+    if case == "about a mean":
+        prototypes += 20 * torch.randn(D, generator=generator)
+        states = prototypes[labels] + states
+    if case == "near wrong ones":
+        states = prototypes[(labels + 1) % V] + gap * states
+    return states, prototypes, labels
+
+
+def run(kind, h_exp, settings, impl, dtype, inputs, prototype_dtype=None):
+    states, prototypes, labels = inputs
+    states = states.to(dtype).requires_grad_()
+    prototypes = prototypes.to(prototype_dtype or dtype).requires_grad_()
+    cast = {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+    bias = cast.get("class_bias")
+    leaves = [states, prototypes] + ([] if bias is None else [bias.requires_grad_()])
+    options = {"options": LossOptions(**cast), "impl": impl}
+    if kind == "linear":
+        loss, metrics = linear_cross_entropy_with_metrics(states, prototypes, labels, **options)
+    else:
+        sphere = kind == "sphere"
+        loss, metrics = distance_cross_entropy_with_metrics(
+            states, prototypes, labels, h_exp=h_exp, unit_sphere=sphere, **options
+        )
+    return [loss, *torch.autograd.grad(loss.sum(), leaves), *metrics]
+
+
+def check(actual, expected, tolerance):
+    for found, wanted in zip(actual, expected, strict=True):
+        scale = max(wanted.abs().max().item(), 1e-3)
+        torch.testing.assert_close(
+            found.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale
+        )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("kind", "h_exp"), KINDS)
+def test_the_kernels_agree_with_the_definition(kind, h_exp, name):
+    inputs, settings = make_inputs(), SETTINGS[name]
+    expected = run(kind, h_exp, settings, "reference", torch.float64, inputs)
+    check(run(kind, h_exp, settings, "triton", torch.float32, inputs), expected, 1e-5)
+
+
+@pytest.mark.parametrize("case", ["about a mean", "near wrong ones"])
+@pytest.mark.parametrize("kind", ["euclidean", "sphere"])
+def test_distances_keep_their_digits(kind, case):
+    inputs = make_inputs(case, gap=1e-1 if kind == "sphere" else 1e-3)
+    loss, *gradients = run(kind, -14.0, {}, "triton", torch.float32, inputs)[:3]
+    expected = harmonic_float64(*inputs, -14.0, kind == "sphere")
+    check([loss], expected[:1], 1e-5)
+    for found, wanted in zip(gradients, expected[1:], strict=True):
+        rows = wanted.norm(dim=1)
+        errors = (found - wanted).norm(dim=1)[rows > 0] / rows[rows > 0]
+        assert errors.median() < 1e-5
+
+
+@pytest.mark.parametrize("prototype_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "h_exp"), KINDS)
+def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
+    states, prototypes, labels = make_inputs()
+    inputs = states.bfloat16(), prototypes.to(prototype_dtype), labels
+    found = run(kind, h_exp, {}, "triton", torch.bfloat16, inputs, prototype_dtype)
+    expected = run(kind, h_exp, {}, "reference", torch.float64, inputs)
+    check(found[:1], expected[:1], 2e-5)  # of what the rounded states say
+    check(found[3:6], expected[3:6], 1e-4)
+    for gradient, wanted in zip(found[1:3], expected[1:3], strict=True):
+        assert (gradient - wanted).norm() < 2**-6 * wanted.norm()
+
+
+def test_two_runs_are_equal_to_the_last_bit():
+    runs = [run("sphere", -7.3, {}, "triton", torch.float32, make_inputs()) for _ in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_a_token_that_is_not_a_number_spoils_itself_alone():
+    states, prototypes, labels = make_inputs()
+    states[2] = torch.nan
+    loss, gradient = run("sphere", -7.3, {}, "triton", torch.float32, (states, prototypes, labels))[
+        :2
+    ]
+    others = torch.arange(N) != 2
+    assert loss[2].isnan()
+    assert loss[others].isfinite().all()
+    assert gradient[others].isfinite().all()
+
+
+def test_chunks_add_up(monkeypatch):
+    whole = run("euclidean", -7.3, SETTINGS["all"], "triton", torch.float32, make_inputs())
+    monkeypatch.setattr(engine, "KEPT_ROWS", 8)
+    monkeypatch.setattr(engine, "MIN_ROWS", 8)
+    check(
+        run("euclidean", -7.3, SETTINGS["all"], "triton", torch.float32, make_inputs()), whole, 1e-5
+    )
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 89, 32))
+
+def compile_only(self, *args, run=JITFunction.run, **options):
+    kernel = run(self, *args, **options | {"warmup": True})
+    assert kernel.metadata.shared <= 99 * 1024, (self.fn.__name__, kernel.metadata.shared)
+    names.append(self.fn.__name__)
+
+names = []
+driver.set_active(Driver())
+JITFunction.run = compile_only
+import os
+from harmonic_sft.ops import triton_tiles
+triton_tiles._closest = lambda near: None  # nothing has written these columns
+os.environ["TRITON_INTERPRET"] = "1"  # what `impl` asks for; the kernels are compiled all the same
+from harmonic_sft.ops import LossOptions, distance_cross_entropy_with_metrics
+from harmonic_sft.ops import linear_cross_entropy_with_metrics
+
+bias = torch.zeros(1001, requires_grad=True)
+labels = torch.zeros(70, dtype=torch.long)
+for dtype, smoothing in ((torch.float32, 0.0), (torch.bfloat16, 0.1)):
+    x = torch.ones(70, 64, dtype=dtype, requires_grad=True)
+    w = torch.ones(1001, 64, requires_grad=True)
+    options = LossOptions(class_bias=bias, label_smoothing=smoothing)
+    settings = {"options": options, "impl": "triton"}
+    linear_cross_entropy_with_metrics(x, w, labels, **settings)
+    for sphere in (True, False):
+        distance_cross_entropy_with_metrics(
+            x, w, labels, h_exp=-7.3, unit_sphere=sphere, **settings
+        )
+print(*sorted(set(names)))
+"""
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
+    """Without one: to PTX, with the shapes and types the launch functions really pass."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "error", "-c", COMPILE]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["coefficient_kernel", "statistics_kernel"]
