@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmonic_sft.experiments.stacked import (
+from experiments.stacked import (
     StackedMLP,
     multi_head_log_probs,
     principal_components,

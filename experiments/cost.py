@@ -1,4 +1,4 @@
-"""What a head and its loss cost in a training step, next to a baseline in the same process."""
+"""Time and memory of steps that take turns in one process, next to a baseline among them."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from harmonic_sft.models import Head, LossFunction
 
+Step = Callable[[], object]
 
-class Arm(NamedTuple):
-    """A head with its loss on one batch.
+
+class HeadStep(NamedTuple):
+    """Forward and backward of a head with its loss, without backbone and optimizer.
 
     Attributes:
         head: Its parameters get gradients.
@@ -31,66 +33,52 @@ class Arm(NamedTuple):
     hidden_states: Tensor
     labels: Tensor
 
-    def step(self) -> None:
-        """Forward, backward, prototypes back to norm 1; without backbone and optimizer."""
+    def __call__(self) -> None:
+        """Take the step, put the prototypes back to norm 1, and drop the gradients."""
         self.loss_fn(self.head, self.hidden_states, self.labels).sum().backward()
         self.head.renormalize_()
-
-    def clear(self) -> None:
-        """Drop the gradients, as the trainer does between steps."""
         self.head.zero_grad()
         self.hidden_states.grad = None
 
 
-class Cost(NamedTuple):
-    """What one step takes.
-
-    Attributes:
-        seconds: Median over the rounds.
-        time_ratio: Median over the rounds of the seconds, divided by the baseline's in that round.
-        peak_bytes: Of tensors alive at once that the step made, gradients among them.
-        memory_ratio: Of the baseline's.
-    """
-
-    seconds: float
-    time_ratio: float
-    peak_bytes: int
-    memory_ratio: float
-
-
-def measure_costs(arms: Mapping[str, Arm], *, baseline: str, rounds: int) -> dict[str, Cost]:
-    """Let the arms take turns, in changing order, so that a busy machine slows all of them.
+def measure(
+    steps: Mapping[str, Step], *, baseline: str, rounds: int, device: torch.device | None = None
+) -> dict[str, dict[str, Any]]:
+    """Let steps take turns, in changing order, so that a busy machine slows all of them.
 
     Args:
-        arms: By name.
-        baseline: The name of the arm that the others are divided by.
-        rounds: Measured steps of each arm, after one to warm up.
+        steps: By name.
+        baseline: The name of the one that the others are divided by.
+        rounds: Measured calls of each, after one that warms up.
+        device: Where they work; None is the CPU.
+
+    Returns:
+        By name: `seconds`, their median; `time_ratio`, the median of the ratios to the baseline in
+        the same round; `peak_bytes` (see `allocated_peak`) and `memory_ratio`.
     """
-    peaks = {name: peak_bytes(arm) for name, arm in arms.items()}  # warms up too
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
+    peaks = {name: allocated_peak(step, device) for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
     for index in range(rounds):
         start = index % len(names)
         for name in names[start:] + names[:start]:
-            seconds[name].append(_seconds(arms[name]))
+            _wait(device)
+            began = time.perf_counter()
+            steps[name]()
+            _wait(device)
+            seconds[name].append(time.perf_counter() - began)
     return {
-        name: Cost(
-            seconds=median(times),
-            time_ratio=median(a / b for a, b in zip(times, seconds[baseline], strict=True)),
-            peak_bytes=peaks[name],
-            memory_ratio=peaks[name] / peaks[baseline],
-        )
+        name: {
+            "seconds": median(times),
+            "time_ratio": median(a / b for a, b in zip(times, seconds[baseline], strict=True)),
+            "peak_bytes": peaks[name],
+            "memory_ratio": peaks[name] / peaks[baseline],
+        }
         for name, times in seconds.items()
     }
 
 
-def peak_bytes(arm: Arm) -> int:
-    """Return the peak of bytes that PyTorch's allocator holds for one step."""
-    arm.clear()
-    return allocated_peak(arm.step, arm.hidden_states.device)
-
-
-def allocated_peak(step: Callable[[], None], device: torch.device | None = None) -> int:
+def allocated_peak(step: Step, device: torch.device | None = None) -> int:
     """Return the peak of bytes that PyTorch's allocator gets during a step, fused losses and all.
 
     On the CPU it is taken on one thread: the allocator reports only to the thread that profiles.
@@ -123,15 +111,6 @@ def allocated_peak(step: Callable[[], None], device: torch.device | None = None)
     return peak
 
 
-def _seconds(arm: Arm) -> float:
-    arm.clear()
-    _wait(arm.hidden_states.device)
-    start = time.perf_counter()
-    arm.step()
-    _wait(arm.hidden_states.device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+def _wait(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
