@@ -62,7 +62,6 @@ class Finished(NamedTuple):
 
     run: RunConfig
     results: dict[str, Any]  # what its results/train.json holds
-    word_similarity: dict[str, dict[str, float]]
 
 
 def main(name: str, arguments: Sequence[str]) -> None:
@@ -206,13 +205,15 @@ def compare(
         logger.info("%d of %d: %s, seed %d", number, len(plan), name, seed)
         try:
             run = configure(family, name, seed, output / f"{name}-{seed}", overrides)
-            results = finish(run)
-            finished[name].append(Finished(run, results, _rate(run, ratings)))
+            finished[name].append(Finished(run, finish(run)))
         except Exception as error:  # whatever it is, the other runs go on
             logger.warning("%s, seed %d failed: %s", name, seed, error)
             errors[name][f"seed {seed}"] = f"{type(error).__name__}: {error}"
         release_memory()
-    rows = [{"name": name, "errors": errors[name], **_row(finished[name])} for name in family.rows]
+    rows = [
+        {"name": name, "errors": errors[name], **_row(finished[name], ratings or {})}
+        for name in family.rows
+    ]
     _add_costs(rows, finished)
     rated = largest_set(rows)
     return {
@@ -233,21 +234,14 @@ def _read_ratings(folder: Path) -> Ratings:
     return ratings
 
 
-def _rate(run: RunConfig, ratings: Ratings | None) -> dict[str, dict[str, float]]:
-    if not ratings:
-        return {}
-    tokenizer = AutoTokenizer.from_pretrained(run.output_dir, trust_remote_code=False)
-    return rate_prototypes(load_trained(run.output_dir).dist_head.prototypes, tokenizer, ratings)
-
-
-def _row(finished: Sequence[Finished]) -> Row:
+def _row(finished: Sequence[Finished], ratings: Ratings) -> Row:
     """Sum up one row over its seeds; nothing if no run was finished."""
     if not finished:
         return {}
     finals = [one.results["final"] for one in finished]
     known = set.intersection(*(set(final) for final in finals))
     config = finished[0].results["config"]
-    sets = [one.word_similarity for one in finished]
+    rated = [_rate(one.run.output_dir, ratings) for one in finished]
     return {
         "seeds": [one.run.seed for one in finished],
         "head": config["head"],
@@ -256,11 +250,18 @@ def _row(finished: Sequence[Finished]) -> Row:
         "steps": finished[0].results["steps"],
         "metrics": {key: spread([final[key] for final in finals]) for key in sorted(known)},
         "word_similarity": {
-            key: {what: spread([one[key][what] for one in sets]) for what in sets[0][key]}
-            for key in sets[0]
+            key: {what: spread([one[key][what] for one in rated]) for what in found}
+            for key, found in rated[0].items()
         },
         "start": measure_start([one.results for one in finished]),
     }
+
+
+def _rate(folder: Path, ratings: Ratings) -> dict[str, dict[str, float]]:
+    if not ratings:
+        return {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return rate_prototypes(load_trained(folder).dist_head.prototypes, tokenizer, ratings)
 
 
 def _post_hoc_loss(row: Row) -> float:
@@ -272,24 +273,13 @@ def _add_costs(rows: Sequence[Row], finished: dict[str, list[Finished]]) -> None
     first = {name: runs[0].run for name, runs in finished.items() if runs}
     if not first:
         return
-    run = next(iter(first.values()))
-    device, batch = run.training_arguments().device, _evaluation_batch(run)
-    steps: dict[str, HeadStep] = {}
-    for row in rows:
-        if row["name"] not in first:
-            continue
-        run = first[row["name"]]
+    some = next(iter(first.values()))
+    device, batch = some.training_arguments().device, _evaluation_batch(some)
+    steps = {BASELINE: _baseline(load_trained(some.output_dir).to(device), batch)}
+    for name, run in first.items():
         model = load_trained(run.output_dir).to(device)
-        if not steps:
-            steps[BASELINE] = _baseline(model, batch)
         head = model.dist_head.train()
-        try:
-            step = HeadStep(head, run.loss.prepare(head), *_scored(model, batch))
-            step()
-        except Exception as error:  # such as too little memory: the others are measured
-            row["errors"]["cost"] = f"{type(error).__name__}: {error}"
-            continue
-        steps[row["name"]] = step
+        steps[name] = HeadStep(head, run.loss.prepare(head), *_scored(model, batch))
     logger.info("Measuring head and loss: %d rounds of %d", ROUNDS, len(steps))
     costs = measure(steps, baseline=BASELINE, rounds=ROUNDS, device=device)
     for row in rows:

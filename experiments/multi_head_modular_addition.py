@@ -12,6 +12,7 @@ from experiments.stacked import (
     StackedMLP,
     multi_head_log_probs,
     principal_components,
+    reproduce,
     seeded_generators,
 )
 from harmonic_sft.results import show_table
@@ -102,6 +103,11 @@ def first_stable_epoch(accuracies: Sequence[float]) -> int | None:
         if min(accuracies[start : start + NUM_ABOVE]) > THRESHOLD:
             return (start + 1) * EPOCHS_BETWEEN_EVALUATIONS
     return None
+
+
+def main(name: str, arguments: Sequence[str]) -> None:
+    """Run the experiment as the command line says."""
+    reproduce(name, arguments, run=run, show=show, num_epochs=NUM_EPOCHS)
 
 
 def run(num_seeds: int, num_epochs: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from experiments.stacked import (
     StackedMLP,
     multi_head_log_probs,
     principal_components,
+    reproduce,
     seeded_generators,
 )
 from harmonic_sft.results import show_table
@@ -96,6 +97,11 @@ def train(
         losses.sum().backward()
         optimizer.step()
     return model, losses.detach()
+
+
+def main(name: str, arguments: Sequence[str]) -> None:
+    """Run the experiment as the command line says."""
+    reproduce(name, arguments, run=run, show=show, num_epochs=NUM_EPOCHS)
 
 
 def run(num_seeds: int, num_epochs: int) -> dict[str, Any]:

@@ -1,11 +1,17 @@
 """Small models trained for many seeds at once: seeds are the leading axis S of every tensor."""
 
+import argparse
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from experiments.figures import keep
 
 
 class StackedMLP(nn.Module):
@@ -98,3 +104,37 @@ def principal_components(embeddings: Tensor) -> tuple[Tensor, Tensor]:
     variances = singular_values.square()  # [S, min(V, D)]
     shares = variances / variances.sum(-1, keepdim=True)
     return shares[:, :2], left[..., :2] * singular_values[:, None, :2]
+
+
+def reproduce(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    run: Callable[[int, int], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    num_epochs: int,
+) -> None:
+    """Run an experiment on small models, print its table, and keep results and picture.
+
+    Args:
+        name: Of the experiment.
+        arguments: What follows the name on the command line.
+        run: From the numbers of seeds and of epochs to what was found.
+        show: Prints that.
+        num_epochs: The experiment's own.
+
+    Raises:
+        ValueError: A number below 1.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
+    parser.add_argument("--seeds", type=int, default=10, help="how many; default: 10")
+    parser.add_argument("--epochs", type=int, default=num_epochs, help=f"default: {num_epochs}")
+    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
+    options = parser.parse_args(arguments)
+    for key, value in (("seeds", options.seeds), ("epochs", options.epochs)):
+        if value < 1:
+            raise ValueError(f"{key}: expected at least 1, got {value}")
+    start = time.perf_counter()
+    payload = run(options.seeds, options.epochs)
+    show(payload)
+    keep(name, {**payload, "seconds": round(time.perf_counter() - start, 1)}, options.output)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harmonic_sft.experiments.evidence import spread
-from harmonic_sft.experiments.family_table import add_differences, show_family
+from experiments.evidence import spread
+from experiments.family_table import add_differences, show_family
 
 PLAIN = {"name": "cross_entropy", "label_smoothing": 0.0, "z_loss": 0.0}
 

@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from harmonic_sft.experiments import multi_head_modular_addition as experiment
-from harmonic_sft.experiments.multi_head_modular_addition import (
+from experiments import multi_head_modular_addition as experiment
+from experiments.multi_head_modular_addition import (
     NUM_HEADS,
     draw_examples,
     evaluated_epochs,
@@ -17,7 +17,7 @@ from harmonic_sft.experiments.multi_head_modular_addition import (
     token_losses,
     train,
 )
-from harmonic_sft.experiments.stacked import StackedMLP, seeded_generators
+from experiments.stacked import StackedMLP, seeded_generators
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import build_head
 

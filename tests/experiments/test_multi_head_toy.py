@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from harmonic_sft.experiments import multi_head_toy
-from harmonic_sft.experiments.multi_head_toy import (
+from experiments import multi_head_toy
+from experiments.multi_head_toy import (
     BAYES_LOSS,
     NUM_HEADS,
     SETTINGS,
@@ -17,7 +17,7 @@ from harmonic_sft.experiments.multi_head_toy import (
     show,
     train,
 )
-from harmonic_sft.experiments.stacked import StackedMLP, seeded_generators
+from experiments.stacked import StackedMLP, seeded_generators
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import build_head
 

@@ -1,18 +1,17 @@
-"""The benchmark's data, its scores of scope, and a short run of all of it."""
+"""The data, the scores of scope, and three steps of all heads."""
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 from transformers import AutoTokenizer
 
+from experiments import classification
+from experiments.__main__ import main
+from experiments.classification import ARMS, auroc, load_tasks, scope_scores
 from harmonic_sft.models import HarmonicForSequenceClassification
-from harmonic_sft.training import load_run_config
-from scripts import benchmark_classification as benchmark
-
-CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "classification").glob("*.yaml"))
+from harmonic_sft.results import read_results
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def data(tmp_path):
 
 
 def test_out_of_scope_rows_are_never_trained_on(data):
-    banking, sst2 = benchmark.load_tasks(data, num_rows=None)
+    banking, sst2 = load_tasks(data)
     known = {row["label"] for row in banking.train}
     assert len(known) == 2
     assert {row["label"] for row in banking.test} == known
@@ -51,7 +50,7 @@ def test_the_score_is_the_distance_to_the_nearest_prototype(tiny_base):
         model = HarmonicForSequenceClassification.from_base(
             str(tiny_base), labels=["x", "y", "z"], head={"name": head}
         )
-        scores = benchmark.scope_scores(model, tokenizer, texts)
+        scores = scope_scores(model, tokenizer, texts)
         for index, text in enumerate(texts):
             inputs = tokenizer([text], return_tensors="pt")
             state = model.model(**inputs).last_hidden_state[0].mean(0)
@@ -62,29 +61,24 @@ def test_the_score_is_the_distance_to_the_nearest_prototype(tiny_base):
             torch.testing.assert_close(scores["probability"][index], 1 - highest)
 
 
-def test_a_short_run_writes_table_figures_and_picture(data, tmp_path, monkeypatch, tiny_base):
-    monkeypatch.setattr(benchmark, "BASE", str(tiny_base))
-    words = ["--smoke", "--json", str(tmp_path / "out.json"), "--figure", str(tmp_path / "out.png")]
-    monkeypatch.setattr(benchmark, "NUM_HELD_OUT", 12)
-    rows = benchmark.main([str(data), *words])
-    saved = json.loads((tmp_path / "out.json").read_text())
-    assert saved["summary"] == rows
-    assert [(row["task"], row["arm"]) for row in rows] == [
-        (task, arm) for task in ("banking77", "SST-2") for arm in benchmark.ARMS
+def test_auroc_is_that_of_scikit_learn():
+    scores = torch.randint(5, (30,), generator=torch.Generator().manual_seed(0)).float()
+    inside, outside = scores[:12], scores[12:]
+    expected = roc_auc_score([0] * 12 + [1] * 18, scores.numpy())
+    assert auroc(inside, outside) == pytest.approx(expected)
+
+
+def test_three_steps_of_every_head_write_table_figures_and_picture(data, tiny_base, capsys):
+    output = data / "out"
+    options = ["--seeds", "1", "--output", str(output), f"model.base={tiny_base}"]
+    assert main(["classification", str(data), "training.max_steps=3", *options]) == 0
+    found = read_results(output / "classification.json")
+    assert [(row["task"], row["arm"]) for row in found["summary"]] == [
+        (task, arm) for task in ("banking77", "SST-2") for arm in ARMS
     ]
-    for run in saved["runs"]:
+    for run in found["runs"]:
         assert 0 <= run["scope_auroc"] <= 1
         assert run["scope_auroc_by"] == ("probability" if "linear" in run["arm"] else "distance")
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configurations_can_be_read_and_name_their_source(path):
-    run = load_run_config(path)
-    assert run.model.task == "sequence_classification"
-    assert run.data.eval.source is not None
-    assert "# Source: " in path.read_text()
-
-
-def test_there_are_configurations():
-    assert len(CONFIGS) == 4
+    assert (output / "classification.png").stat().st_size > 10_000
+    assert "out-of-scope AUROC" in capsys.readouterr().out
+    assert classification.NUM_HELD_OUT == 20
