@@ -121,13 +121,21 @@ def draw_classification(payload: Payload, out_png: Path) -> Path:
             means = [row[key]["mean"] for row in rows]
             spreads = [row[key]["std"] or 0.0 for row in rows]
             bars = axes.barh(arms, means, xerr=spreads, color=CURRENT, height=0.6)
-            axes.bar_label(bars, fmt="%.3f", padding=6, fontsize="small")
+            axes.bardescribe_setting(bars, fmt="%.3f", padding=6, fontsize="small")
             axes.set_title(f"{task}: {title}", loc="left", fontsize="medium")
             axes.margins(x=0.25)
             axes.invert_yaxis()
         for axes in line[1:]:
             axes.set_yticklabels([])
     return save_figure(figure, out_png, grid="x")
+
+
+def describe_setting(setting: Row) -> str:
+    """Return a setting of the toy language in a few words."""
+    return (
+        f"D = {setting['hidden_size']}, learning rate {setting['learning_rate']:g}, "
+        f"weight decay {setting['weight_decay']:g}"
+    )
 
 
 def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
@@ -143,7 +151,7 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     means = [row["mean_percent"] for row in rows]
     least = [min(row["percent"]) for row in rows]
     most = [max(row["percent"]) for row in rows]
-    label = f"{_label(settings[shown])}: mean and range of {payload['num_seeds']} seeds"
+    label = f"{describe_setting(settings[shown])}: mean and range of {payload['num_seeds']} seeds"
     panels[0].fill_between(heads, least, most, color=CURRENT, alpha=0.18, linewidth=0)
     panels[0].plot(heads, means, "o-", color=CURRENT, linewidth=2.0, ms=5, label=label)
     blog = payload["blog_percent"]
@@ -205,7 +213,7 @@ def draw_overhead(payload: Payload, out_png: Path) -> Path:
         rows = [row for row in payload["rows"] if row["vocab_size"] == size]
         percents = [100 * row["overhead"] for row in rows]
         bars = axes.barh([row["name"] for row in rows], percents, height=0.6, color=CURRENT)
-        axes.bar_label(bars, fmt="{:+.1f}", padding=3, fontsize="small")
+        axes.bardescribe_setting(bars, fmt="{:+.1f}", padding=3, fontsize="small")
         axes.axvline(0, color=REFERENCE, linewidth=1.0)
         axes.set_title(f"V = {size:,}", loc="left", fontsize="medium")
         axes.set_xlabel("added to a step of dist, harmonic (%)")
@@ -400,7 +408,7 @@ def _draw_setting(axes: "Axes", setting: Row, tolerance: float) -> None:
     rows = setting["rows"]
     heads = [row["num_heads"] for row in rows]
     means = [row["mean_percent"] for row in rows]
-    (line,) = axes.plot(heads, means, "--", linewidth=1.0, label=_label(setting))
+    (line,) = axes.plot(heads, means, "--", linewidth=1.0, label=describe_setting(setting))
     for row in rows:
         reaches = max(row["excess_loss"]) <= tolerance
         face = line.get_color() if reaches else "white"
@@ -425,10 +433,3 @@ def _draw_tokens(axes: "Axes", row: Row) -> None:
 def _arrivals(row: Row) -> str:
     arrived = sum(epoch is not None for epoch in row["test_epochs"])
     return f"{row['num_heads']}\n{arrived} of {len(row['test_epochs'])}"
-
-
-def _label(setting: Row) -> str:
-    return (
-        f"D = {setting['hidden_size']}, learning rate {setting['learning_rate']:g}, "
-        f"weight decay {setting['weight_decay']:g}"
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.figures import describe_setting
 from experiments.stacked import (
     StackedMLP,
     multi_head_log_probs,
@@ -153,11 +154,11 @@ def show(payload: dict[str, Any]) -> None:
         ]
         columns = ["heads", "mean", "standard deviation", "least", "most", "blog, one run"]
         verdict = "rises with every doubling" if payload["is_monotone"] else "does not always rise"
-        title = f"Variance in two components (%), {describe(setting)}: the mean {verdict}"
+        title = f"Variance in two components (%), {describe_setting(setting)}: the mean {verdict}"
         show_table(title, columns, rows)
     rows = [
         [
-            describe(setting),
+            describe_setting(setting),
             *(row["mean_percent"] for row in setting["rows"]),
             setting["worst_excess_loss"],
         ]
@@ -166,14 +167,6 @@ def show(payload: dict[str, Any]) -> None:
     heads = [f"{num_heads} heads" for num_heads in NUM_HEADS]
     columns = ["setting", *heads, "nats above Bayes, at most"]
     show_table("Mean variance in two components (%) of every setting", columns, rows)
-
-
-def describe(setting: dict[str, Any]) -> str:
-    """Return the fields of a setting in a few words."""
-    return (
-        f"D {setting['hidden_size']}, learning rate {setting['learning_rate']:g}, "
-        f"weight decay {setting['weight_decay']:g}"
-    )
 
 
 def _row(setting: Setting, num_heads: int, seeds: Sequence[int], num_epochs: int) -> dict[str, Any]:

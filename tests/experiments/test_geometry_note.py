@@ -1,11 +1,15 @@
 """Every part of the note on the tiny base, by its command: results, table, figure."""
 
+from pathlib import Path
+
 import pytest
 
 from experiments import geometry_note, overhead
 from experiments.__main__ import main
+from experiments.family import FILE, configure, read_family
 from experiments.geometry_note import PARTS, add_differences, common_levels, loss_curve
 from harmonic_sft.results import read_results
+from harmonic_sft.training import load_run_config
 
 
 @pytest.fixture
@@ -136,3 +140,12 @@ def test_a_table_of_metrics_marks_what_is_decided():
         "2.000 +- 0.500 (higher)",
         "2.000 +- 0.500",
     ]
+
+
+@pytest.mark.parametrize("name", ["wikitext103_bert", "gpt2_medium_wikitext103"])
+def test_files_of_the_notes_own_size_are_its_row_on_another_base(name):
+    path = Path(__file__).parents[2] / "configs" / "geometry" / f"{name}.yaml"
+    assert path.read_text().startswith("# NOT RUN")
+    run = load_run_config(path)
+    row = configure(read_family(FILE, "family"), "rotation_wasserstein", 42, Path("runs/x"))
+    assert (run.head, run.h_exp, run.loss) == (row.head, row.h_exp, row.loss)

@@ -98,7 +98,7 @@ def test_the_first_setting_at_the_bayes_loss_is_reported(monkeypatch, capsys):
     assert payload["is_monotone"] is True
     show(payload)
     printed = " ".join(capsys.readouterr().out.split())  # long titles are folded
-    assert "D 64, learning rate 0.001, weight decay 0.01: the mean rises" in printed
+    assert "D = 64, learning rate 0.001, weight decay 0.01: the mean rises" in printed
 
 
 def test_a_mean_that_does_not_rise_is_reported_as_such(monkeypatch, capsys):
