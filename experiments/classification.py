@@ -13,6 +13,7 @@ the first 8,000 rows of a random order are used.
 import argparse
 import csv
 import json
+import logging
 import random
 import tempfile
 from collections.abc import Sequence
@@ -25,11 +26,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from experiments.evidence import show_spread, spread
+from experiments.family import finish
 from experiments.figures import keep
 from harmonic_sft.models import HarmonicForSequenceClassification
 from harmonic_sft.results import show_table
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
 
+logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parents[1] / "configs" / "classification"
 NUM_HELD_OUT = 20  # intents of banking77
 SST2_ROWS = 8_000
@@ -137,6 +140,7 @@ def load_tasks(folder: Path) -> list[Task]:
 
 def run_once(task: Task, arm: str, seed: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train and measure one arm with one seed."""
+    logger.info("%s, %s, seed %d", task.name, arm, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for split, rows in (("train", task.train), ("test", task.test)):
@@ -149,7 +153,7 @@ def run_once(task: Task, arm: str, seed: int, overrides: Sequence[str] = ()) -> 
             f"training.seed={seed}",
             "training.disable_tqdm=true",
         ]
-        results = train(load_run_config(task.config, [*ARMS[arm], *fixed, *overrides]))
+        results = finish(load_run_config(task.config, [*ARMS[arm], *fixed, *overrides]))
         model = HarmonicForSequenceClassification.from_pretrained(folder / "run").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder / "run")
     scores = [

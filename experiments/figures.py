@@ -121,7 +121,7 @@ def draw_classification(payload: Payload, out_png: Path) -> Path:
             means = [row[key]["mean"] for row in rows]
             spreads = [row[key]["std"] or 0.0 for row in rows]
             bars = axes.barh(arms, means, xerr=spreads, color=CURRENT, height=0.6)
-            axes.bardescribe_setting(bars, fmt="%.3f", padding=6, fontsize="small")
+            axes.bar_label(bars, fmt="%.3f", padding=6, fontsize="small")
             axes.set_title(f"{task}: {title}", loc="left", fontsize="medium")
             axes.margins(x=0.25)
             axes.invert_yaxis()
@@ -213,7 +213,7 @@ def draw_overhead(payload: Payload, out_png: Path) -> Path:
         rows = [row for row in payload["rows"] if row["vocab_size"] == size]
         percents = [100 * row["overhead"] for row in rows]
         bars = axes.barh([row["name"] for row in rows], percents, height=0.6, color=CURRENT)
-        axes.bardescribe_setting(bars, fmt="{:+.1f}", padding=3, fontsize="small")
+        axes.bar_label(bars, fmt="{:+.1f}", padding=3, fontsize="small")
         axes.axvline(0, color=REFERENCE, linewidth=1.0)
         axes.set_title(f"V = {size:,}", loc="left", fontsize="medium")
         axes.set_xlabel("added to a step of dist, harmonic (%)")

@@ -1,6 +1,7 @@
 """The claims and questions of the geometry note: arms made of rows of the family, compared."""
 
 import argparse
+import logging
 import math
 import shutil
 import tempfile
@@ -30,7 +31,6 @@ from experiments.family import (
     configure,
     finish,
     load_trained,
-    logger,
     quiet,
     read_family,
 )
@@ -42,6 +42,7 @@ from harmonic_sft.results import read_results, show_table, write_results
 from harmonic_sft.training import RunConfig
 from harmonic_sft.training.data_view import load_run_data
 
+logger = logging.getLogger(__name__)
 PLAIN = "dist_harmonic"
 LINEAR = "linear_ce"
 SMOOTHED = "dist_knn_smoothing"
