@@ -179,9 +179,9 @@ def compare(
     family: Family,
     output: Path,
     *,
-    seeds: Sequence[int] = SEEDS,
-    overrides: Sequence[str] = (),
-    ratings: Ratings | None = None,
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    ratings: Ratings,
 ) -> dict[str, Any]:
     """Train every row with every seed, and measure the cost of its head and loss.
 
@@ -211,7 +211,7 @@ def compare(
             errors[name][f"seed {seed}"] = f"{type(error).__name__}: {error}"
         release_memory()
     rows = [
-        {"name": name, "errors": errors[name], **_row(finished[name], ratings or {})}
+        {"name": name, "errors": errors[name], **_row(finished[name], ratings)}
         for name in family.rows
     ]
     _add_costs(rows, finished)
