@@ -86,7 +86,7 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(family_file, tmp_path, c
 def test_what_cannot_be_compared_is_refused(family_file, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"expected a section 'mine', got \['family'\]"):
         read_family(family_file, "mine")
-    with pytest.raises(ValueError, match=r"rows: expected some of \['linear_ce', .*, got 'dist'"):
+    with pytest.raises(ValueError, match=r"rows: expected some of .*'linear_ce'.*, got 'dist'"):
         choose(read_family(family_file, "family"), ["dist"])
     assert main(["family", str(family_file), "--wordsim", str(tmp_path)]) == 1
     assert "wordsim: expected a folder with TSV files" in capsys.readouterr().err
