@@ -15,7 +15,7 @@ from experiments import (
     multi_head_modular_addition,
     multi_head_toy,
 )
-from harmonic_sft.training import StoppedError
+from harmonic_sft.training.callbacks import StoppedError
 
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,

@@ -31,8 +31,9 @@ from harmonic_sft.models import (
     HarmonicLanguageModel,
     LinearHead,
 )
-from harmonic_sft.training import RunConfig, load_run_config, train
+from harmonic_sft.training import RunConfig, load_run_config
 from harmonic_sft.training.data_view import load_run_data
+from harmonic_sft.training.run import train
 
 logger = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("family.yaml")
