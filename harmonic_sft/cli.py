@@ -1,4 +1,4 @@
-"""The command line: harmonic-sft train | data | eval | compare | push | export | reproduce."""
+"""The command line: harmonic-sft train | data | eval | compare | push | export."""
 
 import argparse
 import logging
@@ -9,9 +9,6 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from harmonic_sft.experiments import EXPERIMENTS, reproduce
-from harmonic_sft.experiments.family import SEEDS, compare_family, config_files
-from harmonic_sft.experiments.geometry_note import PARTS, reproduce_part
 from harmonic_sft.hub import Destination, PushError, export_linear, push
 from harmonic_sft.results import read_results
 from harmonic_sft.training import (
@@ -25,7 +22,6 @@ from harmonic_sft.training import (
 )
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
-GEOMETRY_NOTE = "geometry_note"
 OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
 
 
@@ -86,18 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     command.set_defaults(run_command=_eval)
 
-    command = commands.add_parser(
-        "compare", help="compare finished runs, or train and compare a folder of YAML files"
-    )
+    command = commands.add_parser("compare", help="compare finished runs")
     command.add_argument(
-        "folders",
-        nargs="+",
-        help="output folders of runs, or one of YAML files and key=value pairs for all of them",
+        "folders", nargs="+", type=Path, metavar="RUN", help="output folders of runs"
     )
     command.add_argument("--figure", type=Path, help="where to draw the comparison")
-    command.add_argument("--seeds", nargs="+", type=int, help="of YAML files; default: 42 43 44")
-    command.add_argument("--wordsim", type=Path, help="TSV files of human ratings of word pairs")
-    command.add_argument("--output", type=Path, help="of YAML files; default: runs/FOLDER")
     command.set_defaults(run_command=_compare)
 
     command = commands.add_parser("push", help="publish a run on the Hub")
@@ -119,24 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", choices=["linear"], default="linear", help="the kind of head")
     command.add_argument("--output", type=Path, help="a new folder; default: RUN-linear")
     command.set_defaults(run_command=_export)
-
-    _add_reproduction(commands.add_parser("reproduce", help="run an experiment of a paper again"))
     return parser
-
-
-def _add_reproduction(command: argparse.ArgumentParser) -> None:
-    names = sorted([*EXPERIMENTS, GEOMETRY_NOTE])
-    command.add_argument("experiment", choices=names, help="its name")
-    command.add_argument(
-        "--seeds", type=int, metavar="N", help=f"how many; default: 10, of {GEOMETRY_NOTE} 3"
-    )
-    command.add_argument("--epochs", type=int, metavar="N", help="default: the experiment's own")
-    command.add_argument("--output", type=Path, help="a folder; default: runs/EXPERIMENT")
-    command.add_argument("--part", choices=list(PARTS), help=f"of {GEOMETRY_NOTE}")
-    command.add_argument(
-        "--family", type=Path, help=f"of {GEOMETRY_NOTE}: runs of compare; default: runs/family"
-    )
-    command.set_defaults(run_command=_reproduce)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -153,27 +125,7 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    folders = [Path(word) for word in options.folders if "=" not in word]
-    overrides = [word for word in options.folders if "=" in word]
-    if not folders:
-        raise ValueError(f"compare: expected a folder, got only overrides {overrides}")
-    folder = folders[0]
-    if len(folders) == 1 and config_files(folder):
-        compare_family(
-            folder,
-            overrides=overrides,
-            output_dir=options.output or Path("runs") / folder.resolve().name,
-            seeds=options.seeds or SEEDS,
-            wordsim=options.wordsim,
-            figure=options.figure,
-        )
-        return
-    for name in ("seeds", "wordsim", "output"):
-        if vars(options)[name] is not None:
-            raise ValueError(f"--{name}: expected with one folder of YAML files, got {folder}")
-    if overrides:
-        raise ValueError(f"compare: expected finished runs, got overrides {overrides}")
-    paths = [folder / "results" / "train.json" for folder in folders]
+    paths = [folder / "results" / "train.json" for folder in options.folders]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")
@@ -195,26 +147,3 @@ def _export(options: argparse.Namespace) -> None:
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
     sys.stdout.write(f"{export_linear(folder, target)}\n")
-
-
-def _reproduce(options: argparse.Namespace) -> None:
-    output = options.output or Path("runs") / options.experiment
-    is_note = options.experiment == GEOMETRY_NOTE
-    for name in ("epochs",) if is_note else ("part", "family"):
-        if vars(options)[name] is not None:
-            raise ValueError(f"--{name}: expected nothing for {options.experiment}, got a value")
-    if is_note:
-        path = reproduce_part(
-            options.part,
-            output,
-            family=options.family or Path("runs") / "family",
-            num_seeds=len(SEEDS) if options.seeds is None else options.seeds,
-        )
-    else:
-        path = reproduce(
-            options.experiment,
-            output,
-            num_seeds=10 if options.seeds is None else options.seeds,
-            num_epochs=options.epochs,
-        )
-    sys.stdout.write(f"{path}\n")

@@ -4,20 +4,14 @@ import pytest
 import torch
 import yaml
 
-HARMONIC = {"name": "harmonic"}
-WASSERSTEIN = {
-    "name": "sum",
-    "terms": [{"loss": HARMONIC}, {"weight": 0.1, "loss": {"name": "wasserstein"}}],
-}
-ROTATION = {"name": "rotation", "inner": {"name": "dist"}}
-H_EXP = {"start": -12.0, "end": -12.0}
-SECTIONS = {  # head, h_exp and loss of files of the family
-    "linear_ce": ({"name": "linear"}, None, {"name": "cross_entropy"}),
-    "dist_harmonic": ({"name": "dist"}, H_EXP, HARMONIC),
-    "dist_knn_smoothing": ({"name": "dist"}, H_EXP, {"name": "knn_label_smoothing"}),
-    "dist_wasserstein": ({"name": "dist"}, H_EXP, WASSERSTEIN),
-    "rotation_dist": (ROTATION, H_EXP, HARMONIC),
-    "rotation_wasserstein": (ROTATION, H_EXP, WASSERSTEIN),
+TRANSPORT = {"weight": 0.1, "loss": {"name": "wasserstein"}}
+WASSERSTEIN = {"name": "sum", "terms": [{"loss": {"name": "harmonic"}}, TRANSPORT]}
+ROWS = {
+    "linear_ce": {"head": {"name": "linear"}, "h_exp": None, "loss": {"name": "cross_entropy"}},
+    "dist_harmonic": {},
+    "dist_knn_smoothing": {"loss": {"name": "knn_label_smoothing", "epsilon": 0.1}},
+    "dist_wasserstein": {"loss": WASSERSTEIN},
+    "rotation_dist": {"head": {"name": "rotation", "inner": {"name": "dist"}}},
 }
 
 
@@ -31,19 +25,20 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def family_configs(tmp_path_factory, tiny_base, run_settings):
-    """Files of the family's names, of 10 steps each on the tiny base."""
-    folder = tmp_path_factory.mktemp("configs")
-    for name, (head, h_exp, loss) in SECTIONS.items():
-        settings = {**run_settings(tiny_base, folder / "unused"), "head": head, "loss": loss}
-        settings["h_exp"] = h_exp
-        if h_exp is None:
-            del settings["h_exp"]
-        settings["training"] = {
-            **settings["training"],
-            "max_steps": 10,
-            "save_strategy": "no",
-        }
-        del settings["training"]["save_steps"]
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+def family_file(tmp_path_factory, tiny_base, run_settings):
+    """A family on the tiny base, of three steps a run."""
+    folder = tmp_path_factory.mktemp("family")
+    settings = run_settings(tiny_base, folder / "unused")
+    settings["h_exp"] = {"start": -12.0, "end": -12.0}
+    settings["training"] |= {"max_steps": 3, "save_strategy": "no"}
+    del settings["training"]["save_steps"]
+    (folder / "base.yaml").write_text(yaml.safe_dump(settings))
+    sections = {"family": {"base": "base.yaml", "rows": ROWS}}
+    (folder / "family.yaml").write_text(yaml.safe_dump(sections))
+    return folder / "family.yaml"
+
+
+@pytest.fixture(scope="session")
+def family_runs(tmp_path_factory):
+    """Where the runs of that family are, for all tests."""
+    return tmp_path_factory.mktemp("runs")

@@ -2,9 +2,11 @@
 
 import pytest
 
-from harmonic_sft.experiments.evidence import (
+from experiments.evidence import (
     paired_difference,
     show_difference,
+    show_spread,
+    spread,
     tokens_to_reach,
 )
 
@@ -63,3 +65,12 @@ def test_a_level_is_reached_between_two_evaluations(level, expected):
     tokens, losses = [0, 100, 200, 300, 400], [5.0, 4.0, 3.0, 3.5, 2.0]
     found = tokens_to_reach(tokens, losses, level)
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_spread_is_the_standard_deviation_of_a_sample():
+    found = spread([1.0, 2.0, 6.0])
+    assert found["mean"] == pytest.approx(3.0)
+    assert found["std"] == pytest.approx(7**0.5)
+    assert show_spread(found, digits=1) == "3.0 +- 2.6"
+    assert show_spread(spread([0.25]), scale=100, digits=0) == "25"
+    assert show_spread(None) is None

@@ -1,9 +1,9 @@
-"""Differences to the linear head are taken seed by seed, where the seeds are the same."""
+"""Differences to the linear head, seed by seed where the seeds are the same; the start of runs."""
 
 import pytest
 
-from harmonic_sft.experiments.evidence import spread
-from harmonic_sft.experiments.family_table import add_differences, show_family
+from experiments.evidence import spread
+from experiments.family_table import add_differences, measure_start, show_family
 
 PLAIN = {"name": "cross_entropy", "label_smoothing": 0.0, "z_loss": 0.0}
 
@@ -67,10 +67,48 @@ def test_without_a_linear_head_nothing_is_compared(rows):
 
 def test_the_table_of_differences_is_printed(rows, capsys):
     name = add_differences(rows, "MEN")
-    results = {"folder": "x", "seeds": [1, 2, 3], "rated": "MEN", "rows": rows}
-    show_family({**results, "compared_with": name})
+    results = {"seeds": [1, 2, 3], "rated": "MEN", "rows": rows}
+    show_family("x", {**results, "compared_with": name})
     shown = capsys.readouterr().out
     assert "Difference to linear" in shown
     assert shown.index("some (2 of 3 seeds)") < shown.index("Difference to linear")
-    show_family({**results, "compared_with": None})
+    show_family("x", {**results, "compared_with": None})
     assert "Difference" not in capsys.readouterr().out
+
+
+def run(losses, *, old=3.0, swapped=None):
+    swap = {"old_head": {"loss": old}}
+    if swapped is not None:
+        swap["swapped"] = {"loss": swapped}
+    history = [
+        {"eval_loss": loss, "num_input_tokens_seen": 100 * step} if step else {"eval_loss": loss}
+        for step, loss in enumerate(losses)
+    ]
+    history.insert(1, {"loss": 9.9, "num_input_tokens_seen": 50})  # a training loss
+    before, final = {"loss": losses[0]}, {"loss": losses[-1]}
+    return {"swap": swap, "before": before, "final": final, "history": history}
+
+
+def test_tokens_to_the_old_heads_loss_are_linear_between_evaluations():
+    found = measure_start([run([5, 4, 2, 1], swapped=8.0), run([5, 3.5, 3, 1], swapped=10.0)])
+    assert found["tokens"]["values"] == [150, 200]
+    means = [found[key]["mean"] for key in ("old_head", "swapped", "before", "after")]
+    assert means == [3.0, 9.0, 5.0, 1.0]
+
+
+def test_what_never_arrives_or_was_hardly_evaluated_has_no_count():
+    assert measure_start([run([5, 4, 2, 1]), run([5, 4.5, 4, 3.5])])["tokens"] is None
+    assert measure_start([run([5, 1])])["tokens"] is None
+    assert measure_start([run([3, 1], old=3.0)])["tokens"]["mean"] == 0
+    assert measure_start([run([5, 4, 2, 1])])["swapped"] is None
+    assert measure_start([run([5, 1]), {"before": {}, "final": {}, "history": []}]) is None
+
+
+def test_the_start_is_printed_where_there_is_one(rows, capsys):
+    rows[2]["start"] = measure_start([run([5, 4, 2, 1], swapped=7.0)])
+    results = {"seeds": [1, 2, 3], "rated": None, "rows": rows, "compared_with": None}
+    show_family("x", results)
+    shown = capsys.readouterr().out
+    assert shown.count("The start") == 1
+    assert "150" in shown
+    assert "7.00" in shown

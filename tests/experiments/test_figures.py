@@ -1,105 +1,110 @@
-"""Figures of the experiments: what is drawn of which results."""
+"""Pictures are drawn from the results files of docs/, and show what stands there."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from harmonic_sft.experiments.figures import draw_multi_head_modular_addition, draw_multi_head_toy
+from experiments.figures import FIGURES, main
+from harmonic_sft.results import read_results
 
-TOKENS = {"x": [float(i) for i in range(40)], "y": [float(-i) for i in range(40)]}
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = {
+    name: next(path for path in (DOCS, DOCS / "geometry_note") if (path / f"{name}.json").is_file())
+    / f"{name}.json"
+    for name in FIGURES
+}
 
 
 @pytest.fixture
-def figures(monkeypatch) -> list[Figure]:
-    """The figures that are saved while a test runs."""
+def draw(monkeypatch, tmp_path):
+    """Draw a payload, or the results file of that name, and return the figure."""
     saved: list[Figure] = []
-    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **options: saved.append(figure))
 
-    def keep(figure: Figure, path: Path, **options: Any) -> None:
-        saved.append(figure)
-        save(figure, path, **options)
+    def drawn(name, payload=None):
+        FIGURES[name](payload or read_results(FILES[name]), tmp_path / f"{name}.png")
+        return saved[-1]
 
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
+    return drawn
 
 
-def toy_setting(hidden_size: int, excess: float) -> dict[str, Any]:
-    rows = [
-        {
-            "num_heads": 1,
-            "mean_percent": 50.0,
-            "percent": [40.0, 60.0],
-            "excess_loss": [0.0],
-            **TOKENS,
-        },
-        {
-            "num_heads": 2,
-            "mean_percent": 70.0,
-            "percent": [65.0, 75.0],
-            "excess_loss": [excess],
-            **TOKENS,
-        },
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_results_file_can_be_drawn_again(name, tmp_path):
+    main("draw", [name, str(FILES[name]), str(tmp_path / "new" / "picture.png")])
+    assert (tmp_path / "new" / "picture.png").stat().st_size > 10_000
+
+
+def test_a_family_has_a_panel_per_figure_and_no_row_for_what_failed(draw):
+    payload = read_results(FILES["family"])
+    payload["rows"] = [*payload["rows"][:3], {"name": "broken", "errors": {}}]
+    payload["rows"][2]["compared_with"] = "linear_ce"  # which this row is
+    figure = draw("family", payload)
+    panels = {axes.get_xlabel().split("\n")[0]: axes for axes in figure.axes}
+    assert list(panels) == [
+        "loss (nats per token)",
+        "accuracy (%)",
+        "calibration error (%)",
+        "error cosine",
+        "Spearman, MEN-TR-3k",
+        "relative to linear",
     ]
-    fields = {"hidden_size": hidden_size, "learning_rate": 0.001, "weight_decay": 0.01}
-    return {**fields, "rows": rows}
+    rows = payload["rows"][:3]
+    losses = panels["loss (nats per token)"]
+    assert losses.get_xlabel().endswith("- linear_ce")
+    assert [tick.get_text() for tick in losses.get_yticklabels()] == [row["name"] for row in rows]
+    differences = [row.get("difference", {}).get("loss", {}).get("mean", 0) for row in rows]
+    assert list(losses.containers[0].lines[0].get_xdata()) == pytest.approx(differences)
+    assert losses.get_xscale() == "linear"  # all of them are within 0.1 nats
+    errors = [100 * row["metrics"]["ece"]["mean"] for row in rows]
+    calibration = panels["calibration error (%)"].containers[0].lines[0]
+    assert list(calibration.get_xdata()) == pytest.approx(errors)
+    payload["compared_with"] = None  # then the losses themselves
+    losses = draw("family", payload).axes[0].containers[0].lines[0]
+    assert list(losses.get_xdata()) == [row["metrics"]["loss"]["mean"] for row in rows]
 
 
-def test_the_toy_language_is_drawn_with_spread_and_the_blogs_run(tmp_path, figures):
-    payload = {
-        "num_seeds": 2,
-        "tolerance": 1e-3,
-        "blog_percent": {"1": 59.59, "2": 64.34},
-        "settings": [toy_setting(32, 0.15), toy_setting(64, 0.0)],
-        "chosen": 1,
-    }
-    draw_multi_head_toy(payload, tmp_path / "new" / "toy.png")
-    shares, first, last = figures[0].axes
+@pytest.mark.parametrize("payload", [{"seeds": []}, {"rows": [{"name": "x", "errors": {}}]}])
+def test_a_family_without_figures_is_refused(draw, payload):
+    with pytest.raises(ValueError, match="rows: expected at least one with metrics, got none"):
+        draw("family", payload)
+
+
+def test_the_toy_language_is_hollow_where_bayes_is_missed(draw):
+    payload = read_results(FILES["multi_head_toy"])
+    shares, _, last = draw("multi_head_toy", payload).axes
+    chosen = payload["settings"][payload["chosen"]]["rows"]
     lines = {line.get_label(): line for line in shares.get_lines()}
-    chosen = lines["D = 64, learning rate 0.001, weight decay 0.01: mean and range of 2 seeds"]
-    assert list(chosen.get_ydata()) == [50.0, 70.0]
-    assert list(lines["blog: one run, settings unknown"].get_ydata()) == [59.59, 64.34]
-    assert list(lines["blog: one run, settings unknown"].get_xdata()) == [1, 2]
-    assert "D = 32, learning rate 0.001, weight decay 0.01" in lines
-    (band,) = shares.collections
-    assert band.get_datalim(shares.transData).intervaly.tolist() == [40.0, 75.0]
+    label = "D = 64, learning rate 0.001, weight decay 0.01: mean and range of 10 seeds"
+    assert list(lines[label].get_ydata()) == [row["mean_percent"] for row in chosen]
     points = [line for line in shares.get_lines() if len(line.get_xdata()) == 1]
     hollow = [to_hex(point.get_markerfacecolor()) == "#ffffff" for point in points]
-    assert hollow == [False, True]  # D = 32 misses the Bayes loss with two heads only
+    others = [one for place, one in enumerate(payload["settings"]) if place != payload["chosen"]]
+    assert hollow == [max(row["excess_loss"]) > 1e-3 for one in others for row in one["rows"]]
     assert [line.get_label() for line in last.get_lines()] == ["A", "B", "C", "D"]
-    assert list(first.get_lines()[1].get_xdata()) == [float(i) for i in range(10, 20)]
-    assert last.get_title("left") == "M = 2, seed 0: 65.0 %"
 
 
-def test_modular_addition_is_drawn_without_the_seeds_that_never_arrive(tmp_path, figures):
-    def row(num_heads: int, test_epochs: list[int | None], middle: float | None) -> dict[str, Any]:
-        return {
-            "num_heads": num_heads,
-            "train_epochs": [5, 10],
-            "test_epochs": test_epochs,
-            "median_train_epoch": 7.5,
-            "median_test_epoch": middle,
-            "curves": {"train": [0.5, 1.0], "test": [0.1, 0.8]},
-        }
-
-    rows = [row(1, [10, 5], 7.5), row(2, [None, 5], None), row(4, [None, None], None)]
-    payload = {"num_seeds": 2, "evaluated_epochs": [5, 10], "rows": [*rows, row(8, [5, 5], 5)]}
-    draw_multi_head_modular_addition(payload, tmp_path / "addition.png")
-    curves, epochs = figures[0].axes
-    labels = [line.get_label() for line in curves.get_lines()]
-    assert [label for label in labels if not label.startswith("_")] == [
-        "1 head",
-        "2 heads",
-        "4 heads",
-        "8 heads",
-    ]
-    assert list(curves.get_lines()[0].get_xdata()) == [5, 10]
-    assert list(curves.get_lines()[0].get_ydata()) == [0.1, 0.8]
-    dots = [line for line in epochs.get_lines() if line.get_marker() == "o"]
-    assert [list(line.get_ydata()) for line in dots[4:]] == [[10, 5], [5], [], [5, 5]]
+def test_modular_addition_is_drawn_without_the_seeds_that_never_arrive(draw):
+    payload = read_results(FILES["multi_head_modular_addition"])
+    _, epochs = draw("multi_head_modular_addition", payload).axes
     ticks = [label.get_text() for label in epochs.get_xticklabels()]
-    assert ticks == ["1\n2 of 2", "2\n1 of 2", "4\n0 of 2", "8\n2 of 2"]
-    medians = [line for line in epochs.get_lines() if line.get_marker() == "_"]
-    assert len(medians) == 6
+    assert ticks == ["1\n10 of 10", "2\n1 of 10", "4\n0 of 10", "8\n0 of 10"]
+    dots = [line for line in epochs.get_lines() if line.get_marker() == "o"]
+    arrived = [[e for e in row["test_epochs"] if e is not None] for row in payload["rows"]]
+    assert [list(line.get_ydata()) for line in dots[4:]] == arrived
+
+
+def test_parts_of_the_note_show_their_numbers(draw):
+    rows = read_results(FILES["overhead"])["rows"]
+    bars = [bar.get_width() for axes in draw("overhead").axes for bar in axes.patches]
+    assert bars == pytest.approx([100 * row["overhead"] for row in rows])
+    (axes,) = draw("tokens").axes
+    payload = read_results(FILES["tokens"])
+    assert len(axes.get_lines()) == 4 * len(payload["seeds"]) + len(payload["levels"])
+    first, _ = draw("subwords").axes
+    for place in range(3):
+        assert sum(bar[place].get_width() for bar in first.containers) == pytest.approx(100)
+    panels = draw("sweep").axes
+    assert [tick.get_text() for tick in panels[0].get_xticklabels()][:2] == ["0", "0.02"]
+    assert [tick.get_text() for tick in panels[4].get_xticklabels()][:2] == ["0", "0.01"]

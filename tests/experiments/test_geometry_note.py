@@ -1,96 +1,151 @@
-"""Every part by its command: results file, table, line, figure, refusals."""
+"""Every part of the note on the tiny base, by its command: results, table, figure."""
 
-import logging
-import re
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
-from harmonic_sft.cli import main
-from harmonic_sft.experiments.geometry_note import PARTS, reproduce_part
-from harmonic_sft.results import read_results, write_results
+from experiments import geometry_note, overhead
+from experiments.__main__ import main
+from experiments.family import FILE, configure, read_family
+from experiments.geometry_note import PARTS, add_differences, common_levels, loss_curve
+from harmonic_sft.results import read_results
 from harmonic_sft.training import load_run_config
-from tests.experiments.note_payloads import PAYLOADS
-
-ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs" / "geometry").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        ("overhead", ["30,522", "rotation of dist, harmonic", "0.500", "+8.5"]),
-        ("calibration", ["5.50 +- 0.71", "+3.00 +- 0.00 (higher)", "ECE, % - dist_harmonic"]),
-        ("tokens", ["3.50 nats", "1600 +- 141"]),
-        ("refresh", ["0.610 +- 0.014 (higher)", "90.0 +- 0.0", "55.0 +- 7.1", "0.510 +- 0.014"]),
-        ("subwords", ["word, before training", "22,698", "70.0", "4.1", "60.0"]),
-        ("sweep", ["epsilon_0.1", "0.410 +- 0.014 (lower)", "61.00 +- 1.41 (higher)"]),
-    ],
-)
-def test_every_part_writes_shows_tells_and_draws(
-    name, cells, tmp_path, monkeypatch, capsys, caplog
-):
-    caplog.set_level(logging.INFO, "harmonic_sft")
-    benches = []
+@pytest.fixture
+def run_part(family_file, family_runs, tmp_path, capsys):
+    """Run a part with one seed; return what it found and printed."""
 
-    def run(bench):
-        benches.append(bench)
-        return PAYLOADS[name]
+    def run(part):
+        where = ["--file", str(family_file), "--family", str(family_runs)]
+        options = ["--part", part, "--seeds", "42", "--output", str(tmp_path)]
+        assert main(["geometry_note", *options, *where]) == 0
+        assert (tmp_path / f"{part}.png").stat().st_size > 10_000
+        return read_results(tmp_path / f"{part}.json"), capsys.readouterr().out
 
-    monkeypatch.setitem(PARTS, name, PARTS[name]._replace(run=run))
-    path = reproduce_part(name, tmp_path / "new", family=tmp_path, num_seeds=2)
-    payload = read_results(path)
-    assert payload["experiment"] == f"geometry_note, {name}"
-    assert payload["environment"]["versions"]["torch"]
-    assert benches[0].seeds == payload["seeds"] == [42, 43]
-    assert (benches[0].family, benches[0].output) == (tmp_path, tmp_path / "new")
-    printed = capsys.readouterr().out
-    for cell in cells:
-        assert cell in printed
-    assert f"The note: {PARTS[name].asked}." in caplog.text
-    assert f"Measured: what {name} found." in caplog.text
-    assert imread(tmp_path / "new" / f"{name}.png").shape[:2] > (300, 800)
+    return run
 
 
-def test_the_command_reads_the_runs_of_a_family(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("linear_ce", "dist_harmonic", "rotation_dist", "dist_wasserstein"):
-        final = {"final": {"ece": 0.02, "post_hoc_ece": 0.01}}
-        write_results(f"mine/{name}-42/results", "train", final)
-    command = ["reproduce", "geometry_note", "--part", "calibration", "--seeds", "1"]
-    assert main([*command, "--family", "mine"]) == 1
-    assert "family: expected finished runs of rotation_wasserstein" in capsys.readouterr().err
-    write_results("mine/rotation_wasserstein-42/results", "train", final)
-    assert main([*command, "--family", "mine"]) == 0
-    assert (tmp_path / "runs" / "geometry_note" / "calibration.json").is_file()
-    assert main(command) == 1  # runs/family is the default
-    assert "got 0 in 'runs/family'" in capsys.readouterr().err
+def by_name(payload):
+    return {row["name"]: row for row in payload["rows"]}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["geometry_note"], "part: expected one of ['overhead', 'calibration', 'tokens', "),
-        (["geometry_note", "--part", "sweep", "--seeds", "0"], "seeds: expected at least 1, got 0"),
-        (["geometry_note", "--part", "sweep"], "configs: expected a folder with dist_harmonic.ya"),
-        (["geometry_note", "--epochs", "3"], "--epochs: expected nothing for geometry_note, got"),
-        (["multi_head_toy", "--part", "sweep"], "--part: expected nothing for multi_head_toy, got"),
-        (["multi_head_toy", "--family", "x"], "--family: expected nothing for multi_head_toy"),
-    ],
-)
-def test_what_cannot_run_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *arguments]) == 1
-    assert re.search(re.escape(message), capsys.readouterr().err)
-    assert not list(tmp_path.iterdir())
+def test_overhead_is_of_whole_steps(run_part, monkeypatch):
+    monkeypatch.setattr(overhead, "ROUNDS", 2)
+    monkeypatch.setattr(overhead, "VOCAB_SIZES", (100, 200))  # fewer and more than the base has
+    payload, printed = run_part("overhead")
+    assert [row["name"] for row in payload["rows"]] == 2 * list(overhead.ARMS)
+    assert by_name(payload)["dist, harmonic"]["overhead"] == 0
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in payload["rows"])
+    assert by_name(payload)["dist, knn_label_smoothing"]["prepare_seconds"] > 0
+    assert "rotation of dist, harmonic" in printed
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_files_of_the_notes_own_size_say_that_nobody_has_run_them(path):
-    header = path.read_text().split("model:")[0]
-    assert header.startswith("# NOT RUN")
-    assert f"accelerate launch scripts/sft.py configs/geometry/{path.name}\n" in header
+def test_calibration_compares_rows_of_the_family(run_part, family_runs, tmp_path, monkeypatch):
+    names = ("linear_ce", "dist_harmonic", "rotation_dist")
+    monkeypatch.setattr(geometry_note, "CALIBRATED", names)
+    payload, printed = run_part("calibration")
+    rows = by_name(payload)
+    assert list(rows) == list(names)
+    results = read_results(family_runs / "rotation_dist-42" / "results" / "train.json")
+    assert rows["rotation_dist"]["ece"]["values"] == [results["final"]["ece"]]
+    against = rows["rotation_dist"]["against"]["linear_ce"]["ece"]["mean"]
+    means = [rows[name]["ece"]["mean"] for name in ("rotation_dist", "linear_ce")]
+    assert against == pytest.approx(means[0] - means[1])
+    assert "linear_ce" not in rows["linear_ce"]["against"]
+    assert "ECE, % - dist_harmonic" in printed
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # all are rows themselves
+
+
+def test_tokens_are_counted_to_levels_that_every_run_reaches(run_part, monkeypatch):
+    monkeypatch.setattr(geometry_note, "COUNTED", ("linear_ce", "dist_harmonic"))
+    payload, printed = run_part("tokens")
+    assert list(by_name(payload)) == ["linear_ce", "dist_harmonic"]
+    for row in payload["rows"]:
+        (curve,) = row["curves"]
+        assert curve["tokens"][0] == 0
+        assert len(curve["tokens"]) == 4  # before, and after each of 3 steps
+        assert min(curve["losses"]) <= payload["levels"][0]
+        reached = [found["mean"] for found in row["reached"]]
+        assert reached == sorted(reached, reverse=True)  # a higher level comes sooner
+    assert f"{payload['levels'][0]:.2f} nats" in printed
+
+
+def test_neighbors_are_followed_at_every_refresh(run_part, tmp_path):
+    payload, printed = run_part("refresh")
+    assert [row["refresh_every"] for row in payload["rows"]] == [None, 1]
+    for row in payload["rows"]:
+        assert row["steps"] == [0, 1, 2, 3]
+        for kind in ("all", "weighted"):
+            means = [found["mean"] for found in row["kept"][kind]]
+            assert means[0] == 1
+            assert all(0 < mean <= 1 for mean in means)
+    assert "difference" not in payload["rows"][0]
+    assert "neighbors kept, %" in printed
+    assert not list(tmp_path.rglob("checkpoint-*"))  # measured and deleted
+    assert run_part("refresh")[0]["rows"] == payload["rows"]
+
+
+def test_the_sweep_takes_every_weight_and_the_plain_arm(run_part, monkeypatch, tmp_path):
+    monkeypatch.setattr(geometry_note, "EPSILONS", (0.1, 0.4))
+    monkeypatch.setattr(geometry_note, "LAMBDAS", (1.0,))
+    payload, printed = run_part("sweep")
+    assert [(row["name"], row["knob"], row["value"]) for row in payload["rows"]] == [
+        ("dist_harmonic", None, 0.0),
+        ("epsilon_0.1", "epsilon", 0.1),
+        ("epsilon_0.4", "epsilon", 0.4),
+        ("lambda_1", "lambda", 1.0),
+    ]
+    assert len({row["post_hoc_loss"]["mean"] for row in payload["rows"]}) == 4  # all are used
+    trained = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert trained == {"epsilon_0.4-42", "lambda_1-42"}  # 0.1 is a row of the family
+    assert "epsilon_0.4" in printed
+
+
+def test_subwords_are_described_before_and_after_training(run_part):
+    payload, printed = run_part("subwords")
+    for when in ("before", "after"):
+        tokens = {kind: found["tokens"] for kind, found in payload[when].items()}
+        assert tokens == {"word": 104, "special": 5}
+    assert 0 < payload["kept"] < 1
+    assert "word, before training" in printed
+
+
+def test_levels_lie_between_the_worst_end_and_the_lowest_start():
+    curves = [[8.0, 4.0, 3.001], [9.0, 2.0, 2.5], [7.0, 3.0, 2.9]]
+    assert common_levels(curves) == pytest.approx([3.01, 4.01, 5.01])
+    assert common_levels([[5.0, 4.0], [3.5, 2.0]]) == [4.0]  # one starts below what others reach
+
+
+def test_a_curve_has_the_evaluations_alone_and_none_twice():
+    history = [
+        {"step": 0, "eval_post_hoc_loss": 5.0},
+        {"step": 2, "loss": 4.0, "num_input_tokens_seen": 100},
+        {"step": 2, "eval_post_hoc_loss": 3.0, "num_input_tokens_seen": 100},
+        {"step": 2, "eval_post_hoc_loss": 3.0, "num_input_tokens_seen": 100},
+    ]
+    assert loss_curve(history) == {"tokens": [0, 100], "losses": [5.0, 3.0]}
+
+
+def test_a_table_of_metrics_marks_what_is_decided():
+    def row(name, losses):
+        values = {"mean": sum(losses) / 2, "std": 0.5, "values": losses}
+        return {"name": name, **dict.fromkeys(geometry_note.METRICS, values)}
+
+    rows = [row("none", [1.0, 2.0]), row("some", [1.5, 2.5]), row("more", [1.0, 3.0])]
+    add_differences(rows)
+    _, cells = PARTS["sweep"][1]({"rows": rows})
+    assert [line[1] for line in cells] == [
+        "1.500 +- 0.500",
+        "2.000 +- 0.500 (higher)",
+        "2.000 +- 0.500",
+    ]
+
+
+@pytest.mark.parametrize("name", ["wikitext103_bert", "gpt2_medium_wikitext103"])
+def test_files_of_the_notes_own_size_are_its_row_on_another_base(name):
+    path = Path(__file__).parents[2] / "configs" / "geometry" / f"{name}.yaml"
+    assert path.read_text().startswith("# NOT RUN")
     run = load_run_config(path)
-    family = load_run_config(ROOT / "configs" / "family" / "rotation_wasserstein.yaml")
-    assert (run.head, run.h_exp, run.loss) == (family.head, family.h_exp, family.loss)
+    row = configure(read_family(FILE, "family"), "rotation_wasserstein", 42, Path("runs/x"))
+    assert (run.head, run.h_exp, run.loss) == (row.head, row.h_exp, row.loss)

@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from harmonic_sft.experiments import multi_head_modular_addition as experiment
-from harmonic_sft.experiments.multi_head_modular_addition import (
+from experiments import multi_head_modular_addition as experiment
+from experiments.multi_head_modular_addition import (
     NUM_HEADS,
     draw_examples,
     evaluated_epochs,
@@ -17,7 +17,7 @@ from harmonic_sft.experiments.multi_head_modular_addition import (
     token_losses,
     train,
 )
-from harmonic_sft.experiments.stacked import StackedMLP, seeded_generators
+from experiments.stacked import StackedMLP, seeded_generators
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import build_head
 
@@ -80,13 +80,6 @@ def test_every_number_of_heads_sees_the_same_batches(monkeypatch):
     first, second = list(chain(*seen[:25])), list(chain(*seen[25:50]))
     assert sorted(first) == sorted(second)
     assert first != second
-
-
-def test_training_memorizes():
-    _, accuracies = train(1, [0], num_epochs=60)
-    assert accuracies.shape == (12, 2, 1)
-    assert accuracies[-1, 0].item() > 0.6
-    assert accuracies[0, 0].item() < 0.3
 
 
 @pytest.mark.parametrize(

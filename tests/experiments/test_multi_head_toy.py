@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from harmonic_sft.experiments import multi_head_toy
-from harmonic_sft.experiments.multi_head_toy import (
+from experiments import multi_head_toy
+from experiments.multi_head_toy import (
     BAYES_LOSS,
     NUM_HEADS,
     SETTINGS,
@@ -17,7 +17,7 @@ from harmonic_sft.experiments.multi_head_toy import (
     show,
     train,
 )
-from harmonic_sft.experiments.stacked import StackedMLP, seeded_generators
+from experiments.stacked import StackedMLP, seeded_generators
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import build_head
 
@@ -98,7 +98,7 @@ def test_the_first_setting_at_the_bayes_loss_is_reported(monkeypatch, capsys):
     assert payload["is_monotone"] is True
     show(payload)
     printed = " ".join(capsys.readouterr().out.split())  # long titles are folded
-    assert "D 64, learning rate 0.001, weight decay 0.01: the mean rises" in printed
+    assert "D = 64, learning rate 0.001, weight decay 0.01: the mean rises" in printed
 
 
 def test_a_mean_that_does_not_rise_is_reported_as_such(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import torch
 from sklearn.decomposition import PCA
 from torch import nn
 
-from harmonic_sft.experiments.stacked import (
+from experiments.stacked import (
     StackedMLP,
     multi_head_log_probs,
     principal_components,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harmonic_sft.experiments.subwords import (
+from experiments.subwords import (
     describe_neighbors,
     neighbor_overlap,
     plain_form,

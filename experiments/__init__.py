@@ -1,0 +1,1 @@
+"""Papers and comparisons, run again; README.md has a row for each figure."""

@@ -1,0 +1,57 @@
+"""Run an experiment again: `python -m experiments NAME`; `NAME --help` shows its options."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from transformers.utils import logging as transformers_logging
+
+from experiments import (
+    classification,
+    decoder_cost,
+    family,
+    figures,
+    geometry_note,
+    multi_head_modular_addition,
+    multi_head_toy,
+)
+from harmonic_sft.training.callbacks import StoppedError
+
+EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
+    "family": family.main,
+    "causal_family": family.main,
+    "classification": classification.main,
+    "decoder_cost": decoder_cost.main,
+    "geometry_note": geometry_note.main,
+    "multi_head_toy": multi_head_toy.main,
+    "multi_head_modular_addition": multi_head_modular_addition.main,
+    "draw": figures.main,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one experiment.
+
+    Args:
+        arguments: Its name, and what it takes.
+
+    Returns:
+        The exit status: 0, or 1 after an error that was printed in one line.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("experiments").setLevel(logging.INFO)
+    transformers_logging.set_verbosity_warning()
+    name = arguments[0] if arguments else "nothing"
+    if name not in EXPERIMENTS:
+        sys.stderr.write(f"error: experiment: expected one of {list(EXPERIMENTS)}, got {name!r}\n")
+        return 1
+    try:
+        EXPERIMENTS[name](name, arguments[1:])
+    except (ValueError, OSError, StoppedError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""Every experiment has its name, and errors are one line."""
+
+import pytest
+from matplotlib.image import imread
+
+from experiments.__main__ import EXPERIMENTS, main
+from harmonic_sft.results import read_results
+
+
+@pytest.mark.parametrize("name", ["multi_head_toy", "multi_head_modular_addition"])
+def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
+    assert main([name, "--seeds", "2", "--epochs", "3", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out
+    payload = read_results(tmp_path / f"{name}.json")
+    assert payload["experiment"] == name
+    assert (payload["num_seeds"], payload["num_epochs"]) == (2, 3)
+    assert payload["environment"]["versions"]["torch"]
+    assert imread(tmp_path / f"{name}.png").shape[:2] > (400, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "experiment: expected one of ['family', 'causal_family', "),
+        (["grokking"], "'draw'], got 'grokking'"),
+        (["multi_head_toy", "--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["multi_head_toy", "--epochs", "-1"], "epochs: expected at least 1, got -1"),
+        (["draw", "family", "none.json", "x.png"], "results: expected an existing JSON file"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_name_has_help(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"python -m experiments {name}" in capsys.readouterr().out
