@@ -4,8 +4,8 @@
         [--json docs/benchmark_ops.json] [--figure docs/benchmark_ops.png]
 
 Every arm makes the mean loss and the gradients of hidden states [N, D] and prototypes [V, D]. The
-arms take turns in shuffled order; ratios are medians over neighboring steps. The floor is the
-three matrix products alone.
+arms take turns in shuffled order; ratios are medians over neighboring steps. Each arm is also
+measured against its own number of bare matrix products of the same shapes, by `torch.mm`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from harmonic_sft.results import environment, show_table, write_results
 from scripts.benchmark_ops_arms import (
     ARMS,
     BASELINE,
-    FLOORS,
+    FLOOR,
     Arm,
     Inputs,
     LossStep,
@@ -124,20 +124,21 @@ def median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     return median(a / b for a, b in zip(seconds, others, strict=True))
 
 
-def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the floor's name and each arm's figures."""
-    floor = min(FLOORS.keys() & seconds, key=lambda name: median(seconds[name]), default=None)
-    arms = {
-        name: {
-            "group": "floor" if name in FLOORS else "ours" if ARMS[name].is_ours else "peer",
+def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Return each arm's figures; the last is of its own number of bare products."""
+    arms = {}
+    for name, times in seconds.items():
+        products = 3 if name == FLOOR else ARMS[name].products
+        floor = [products / 3 * other for other in seconds.get(FLOOR, [])]
+        arms[name] = {
+            "group": "floor" if name == FLOOR else "ours" if ARMS[name].is_ours else "peer",
             "median_seconds": median(times),
             "min_seconds": min(times),
             "median_ratio": median_ratio(times, seconds[BASELINE]),
-            "ratio_to_floor": None if floor is None else median_ratio(times, seconds[floor]),
+            "products": products,
+            "ratio_to_products": median_ratio(times, floor) if floor else None,
         }
-        for name, times in seconds.items()
-    }
-    return {"floor": floor, "arms": arms}
+    return arms
 
 
 def high_water_bytes() -> int:
@@ -183,7 +184,7 @@ def add_memory(
 ) -> None:
     """Put peak bytes above the inputs, and above the gradients too, into the arms' figures."""
     context = multiprocessing.get_context("spawn")
-    for name in [name for name in arms if name not in FLOORS]:
+    for name in [name for name in arms if name != FLOOR]:
         if on_cpu:
             with ProcessPoolExecutor(1, mp_context=context) as fresh:
                 dtype = inputs.hidden_states.dtype
@@ -248,7 +249,7 @@ def exact_gradient(name: str, h_exp: float, inputs: Inputs) -> Tensor:
 def applies(arm: Arm, name: str) -> bool:
     """Whether an arm computes the function of a regime."""
     wanted = "linear" if name == "linear" else "sphere" if "sphere" in name else "euclidean"
-    return arm.head == wanted and not arm.label_smoothing
+    return arm.head == wanted and arm.accurate and not arm.label_smoothing
 
 
 def measure_accuracy(
@@ -285,15 +286,16 @@ def measure_accuracy(
 def show_row(sizes: Sizes, row: dict[str, Any], repetitions: int) -> None:
     """Print the figures of one size."""
     title = f"{sizes} (N x D x V), forward and backward, {repetitions} interleaved steps"
-    columns = ["arm", "ms", "min ms", "ratio", "to floor", "peak MiB", "above gradients"]
+    columns = ["arm", "ms", "min ms", "ratio", "products", "to them", "MB", "above gradients"]
     table = [
         (
             name,
             f"{1e3 * arm['median_seconds']:.2f}",
             f"{1e3 * arm['min_seconds']:.2f}",
             f"{arm['median_ratio']:.2f}",
-            "-" if arm["ratio_to_floor"] is None else f"{arm['ratio_to_floor']:.2f}",
-            *(_mebibytes(arm.get(key)) for key in ("peak_bytes", "peak_bytes_above_gradients")),
+            arm["products"],
+            "-" if arm["ratio_to_products"] is None else f"{arm['ratio_to_products']:.2f}",
+            *(_megabytes(arm.get(key)) for key in ("peak_bytes", "peak_bytes_above_gradients")),
         )
         for name, arm in row["arms"].items()
     ]
@@ -316,9 +318,10 @@ def measure_row(sizes: Sizes, device: torch.device, options: argparse.Namespace)
     """Measure all that is wanted at one size, and print it."""
     dtype = DTYPES[options.dtype]
     inputs = Inputs.draw(sizes, device, dtype)
-    names = [name for name in [*ARMS, *FLOORS] if name == BASELINE or options.only.search(name)]
+    names = [name for name in [*ARMS, FLOOR] if name == BASELINE or options.only.search(name)]
     steps, skipped = warm_up(names, inputs)
-    row = sizes._asdict() | summarize(measure(steps, inputs, options.repetitions))
+    row: dict[str, Any] = sizes._asdict() | {"floor": FLOOR if FLOOR in steps else None}
+    row["arms"] = summarize(measure(steps, inputs, options.repetitions))
     row["skipped"] = skipped
     if options.memory:
         add_memory(row["arms"], steps, inputs, sizes, on_cpu=device.type == "cpu")
@@ -381,8 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:.0f}"
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.0f}"
 
 
 def _version(package: str) -> str | None:

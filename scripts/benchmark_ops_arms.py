@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harmonic_sft.models import AffineForm, DistanceForm
 from harmonic_sft.ops import (
+    Impl,
     LossOptions,
+    chunked_loss,
     distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     linear_cross_entropy,
 )
-from harmonic_sft.ops.gemm import product
-from harmonic_sft.ops.options import Impl
-from harmonic_sft.ops.workers import Workers, cpu_workers
 from tests.ops.baselines import harmonic_full_logits, linear_full_logits
 
 BASELINE = "linear, full logits"
-CHUNK_ROWS, TILE_COLUMNS = 240, 512
+FLOOR = "three bare products"
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -123,64 +123,21 @@ class LossStep:
 
 
 class BareProducts:
-    """The three matrix products of a loss and nothing else, tile by tile on the CPU."""
-
-    def __init__(self, backend: str):
-        self.gemm = product(backend)
-        self.parts = torch.empty(0)  # a gradient of the chunk's hidden states per worker
+    """The three matrix products of a loss by `torch.mm`, and nothing else."""
 
     def prepare(self, inputs: Inputs) -> None:
         """Allocate and touch all that the products write to."""
         for tensor in inputs[:2]:
-            tensor.grad = torch.empty_like(tensor).fill_(0)
-        rows = min(CHUNK_ROWS, len(inputs.labels))
-        hidden_size = inputs.hidden_states.shape[1]
-        shape = (torch.get_num_threads(), rows, hidden_size)
-        self.parts = torch.full(shape, 0.0, dtype=inputs.hidden_states.dtype)
-
-    def __call__(self, inputs: Inputs) -> None:
-        """Multiply."""
-        num_tokens = len(inputs.labels)
-        count = -(-num_tokens // CHUNK_ROWS)
-        with torch.no_grad(), cpu_workers() as workers:
-            for index in range(count):
-                start, stop = (i * num_tokens // count for i in (index, index + 1))
-                self._chunk(inputs, slice(start, stop), workers)
-
-    def _chunk(self, inputs: Inputs, chunk: slice, workers: Workers) -> None:
-        hidden_states, prototypes = inputs.hidden_states[chunk], inputs.prototypes
-        hidden_gradient, weight_gradient = inputs.hidden_states.grad, inputs.prototypes.grad
-        assert hidden_gradient is not None, "prepare makes it"
-        assert weight_gradient is not None, "prepare makes it"
-        parts = self.parts[:, : len(hidden_states)].zero_()
-        starts = range(0, len(prototypes), TILE_COLUMNS)
-
-        def work(worker: int) -> None:
-            for start in starts[worker :: workers.count]:
-                tile = prototypes[start : start + TILE_COLUMNS]
-                scores = self.gemm(hidden_states, tile, None)  # [T, W]
-                parts[worker] += self.gemm(scores, tile.T, None)
-                found = self.gemm(scores.T, hidden_states.T, None)
-                weight_gradient[start : start + TILE_COLUMNS] += found
-
-        workers.run(work)
-        hidden_gradient[chunk] += parts.sum(0)
-
-
-class WholeProducts:
-    """The three matrix products of a loss and nothing else, whole, on an accelerator."""
-
-    def prepare(self, inputs: Inputs) -> None:
-        """Allocate the gradients."""
-        for tensor in inputs[:2]:
-            tensor.grad = torch.empty_like(tensor)
+            tensor.grad = torch.zeros_like(tensor)
+        shape = len(inputs.labels), len(inputs.prototypes)
+        self.logits = inputs.hidden_states.new_zeros(shape)
 
     def __call__(self, inputs: Inputs) -> None:
         """Multiply."""
         hidden_states, prototypes = inputs.hidden_states.detach(), inputs.prototypes.detach()
-        logits = torch.mm(hidden_states, prototypes.T)
-        torch.mm(logits, prototypes, out=inputs.hidden_states.grad)
-        torch.mm(logits.T, hidden_states, out=inputs.prototypes.grad)
+        torch.mm(hidden_states, prototypes.T, out=self.logits)
+        torch.mm(self.logits, prototypes, out=inputs.hidden_states.grad)
+        torch.mm(self.logits.T, hidden_states, out=inputs.prototypes.grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +148,10 @@ class Arm:
         build_fn: Makes the mean loss for a device; `Unavailable` if it cannot.
         is_ours: Whether this package makes it.
         head: Which function it computes.
+        products: How many matrix products it is measured against.
         h_exp: Of a distance head.
         label_smoothing: Share of the target spread over all classes.
+        accurate: Its gradient is that of the cross-entropy.
         devices: Where it applies.
         compiles: The first step at a size compiles for that size.
     """
@@ -200,8 +159,10 @@ class Arm:
     build_fn: Callable[[torch.device], LossFn]
     is_ours: bool = True
     head: Literal["linear", "euclidean", "sphere"] = "euclidean"
+    products: int = 3
     h_exp: float = -14.0
     label_smoothing: float = 0.0
+    accurate: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
     compiles: bool = False
 
@@ -213,16 +174,16 @@ def _distance(
     options: LossOptions | None = None,
 ) -> Callable[[torch.device], LossFn]:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        loss = distance_cross_entropy(
+        return distance_cross_entropy(
             hidden_states,
             prototypes,
             labels,
             h_exp=h_exp,
             unit_sphere=unit_sphere,
+            reduction="mean",
             options=options or LossOptions(),
             impl=impl,
         )
-        return loss.sum() / len(labels)  # unlike mean(), no fourth product on an accelerator
 
     return lambda device: mean_loss
 
@@ -230,7 +191,7 @@ def _distance(
 def _with_metrics(device: torch.device) -> LossFn:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
         loss, _ = distance_cross_entropy_with_metrics(
-            *(hidden_states, prototypes, labels), h_exp=-14.0, unit_sphere=False, impl="chunked"
+            hidden_states, prototypes, labels, h_exp=-14.0, unit_sphere=False, impl="chunked"
         )
         return loss.sum() / len(labels)
 
@@ -244,10 +205,14 @@ def _learned_exponent(device: torch.device) -> LossFn:
 
 def _linear(options: LossOptions | None = None) -> Callable[[torch.device], LossFn]:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        loss = linear_cross_entropy(
-            *(hidden_states, prototypes, labels), options=options or LossOptions(), impl="chunked"
+        return linear_cross_entropy(
+            hidden_states,
+            prototypes,
+            labels,
+            reduction="mean",
+            options=options or LossOptions(),
+            impl="chunked",
         )
-        return loss.sum() / len(labels)
 
     return lambda device: mean_loss
 
@@ -258,6 +223,27 @@ def _linear_bias(device: torch.device) -> LossFn:
         return _linear(LossOptions(class_bias=bias))(device)(hidden_states, prototypes, labels)
 
     return mean_loss
+
+
+def _distilled(device: torch.device) -> LossFn:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        logits = DistanceForm(hidden_states, prototypes, -14.0, unit_sphere=False, eps=1e-6)
+        second = (prototypes.detach(), hidden_states.detach(), None)
+        loss = chunked_loss(logits, labels, stage="distillation", second=second, mix=(0.5, 0.5))
+        return loss.loss.sum() / len(labels)
+
+    return mean_loss
+
+
+def _transported(*, moving: bool) -> Callable[[torch.device], LossFn]:
+    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+        points = prototypes if moving else prototypes.detach()
+        logits = AffineForm(hidden_states, prototypes)
+        second = (points, None, None)
+        loss = chunked_loss(logits, labels, stage="transport", second=second, mix=(1.0, 0.1))
+        return loss.loss.sum() / len(labels)
+
+    return lambda device: mean_loss
 
 
 def _compiled_linear(device: torch.device) -> LossFn:
@@ -341,11 +327,16 @@ ARMS = {
     ),
     "harmonic, learned h_exp": Arm(build_fn=_learned_exponent),
     "harmonic, metrics": Arm(build_fn=_with_metrics),
-    "harmonic, recompute": Arm(build_fn=_distance(options=LossOptions(gradients="recompute"))),
-    "harmonic, oneDNN": Arm(
-        build_fn=_distance(options=LossOptions(gemm="mkldnn")), devices=("cpu",)
+    "harmonic, recompute": Arm(
+        build_fn=_distance(options=LossOptions(gradients="recompute")), products=4
     ),
-    "harmonic, MKL": Arm(build_fn=_distance(options=LossOptions(gemm="mm")), devices=("cpu",)),
+    "harmonic, distilled": Arm(build_fn=_distilled, products=4, accurate=False),
+    "linear, transport on fixed points": Arm(
+        build_fn=_transported(moving=False), products=4, head="linear", accurate=False
+    ),
+    "linear, transport on its prototypes": Arm(
+        build_fn=_transported(moving=True), products=6, head="linear", accurate=False
+    ),
     "harmonic, bfloat16 gradients": Arm(
         build_fn=_distance(options=LossOptions(gradient_dtype=torch.bfloat16))
     ),
@@ -354,21 +345,16 @@ ARMS = {
         build_fn=_distance(unit_sphere=True, impl="triton"), head="sphere", devices=("cuda",)
     ),
 }
-FLOORS = {"three bare GEMMs, mm": "mm", "three bare GEMMs, mkldnn": "mkldnn"}
 
 
 def build_step(name: str, device: torch.device) -> Step:
-    """Build what a name in `ARMS` or `FLOORS` stands for.
+    """Build what `FLOOR` or a name in `ARMS` stands for.
 
     Raises:
         Unavailable: It does not apply to the device, or something is not installed.
     """
-    if name in FLOORS:
-        if device.type == "cpu":
-            return BareProducts(FLOORS[name])
-        if FLOORS[name] == "mm":
-            return WholeProducts()
-        raise Unavailable(f"not on {device.type}")
+    if name == FLOOR:
+        return BareProducts()
     arm = ARMS[name]
     if device.type not in arm.devices:
         raise Unavailable(f"only on {' and '.join(arm.devices)}")

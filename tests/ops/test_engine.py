@@ -1,0 +1,172 @@
+"""What the loop over chunks promises beyond agreement with dense logits."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from harmonic_sft.models import DistLayer
+from harmonic_sft.ops import (
+    LossOptions,
+    distance_cross_entropy,
+    engine,
+    linear_cross_entropy,
+    operator,
+)
+from harmonic_sft.training.memory import LiveBytes
+
+N, D, V = 9, 6, 1600  # three tiles
+
+
+def make_inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype)
+    prototypes = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(V, (N,), generator=generator)
+    return states.requires_grad_(), prototypes.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("zero", ["hidden state", "prototype", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_vector_without_direction_is_at_right_angles_and_gets_no_gradient(zero, dtype):
+    states, prototypes, labels = make_inputs(dtype)
+    with torch.no_grad():
+        if zero != "prototype":
+            states[2] = 0
+        if zero != "hidden state":
+            prototypes[labels[3]] = 0
+    loss = distance_cross_entropy(states, prototypes, labels, h_exp=-7.0)
+    x, w = (F.normalize(side.detach().double(), dim=-1) for side in (states, prototypes))
+    logits = -7.0 * (2 - 2 * x @ w.T + 1e-6).log()
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(loss.sum(), (states, prototypes))
+    for gradient, side in zip(gradients, (states, prototypes), strict=True):
+        assert gradient[side.norm(dim=-1) == 0].abs().sum() == 0
+        assert gradient.abs().max() < 1e3
+    head = DistLayer(D, V, h_exp=-7.0).to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(prototypes)
+    torch.testing.assert_close(head.nll(states, labels), loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_a_hidden_state_on_its_prototype_keeps_its_gradient(impl):
+    states, prototypes, labels = make_inputs(torch.float32)
+    with torch.no_grad():
+        states.copy_(prototypes[labels])
+    loss = distance_cross_entropy(states, prototypes, labels, h_exp=-2.0, impl=impl)
+    found = torch.autograd.grad(loss.sum(), (states, prototypes))
+    exact = [side.detach().double().requires_grad_() for side in (states, prototypes)]
+    x, w = (side / side.norm(dim=-1, keepdim=True) for side in exact)
+    squared = (x[:, None] - w).square().sum(-1)
+    expected = F.cross_entropy(-2.0 * (squared + 1e-6).log(), labels, reduction="sum")
+    for gradient, wanted in zip(found, torch.autograd.grad(expected, exact), strict=True):
+        assert (gradient - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["distance", "linear"])
+def test_a_small_label_smoothing_is_not_lost_on_confident_tokens(kind):
+    """At 1e-6 the label's slope is a difference of numbers that are equal to six digits."""
+    states, prototypes, labels = make_inputs(torch.float32)
+    options = LossOptions(label_smoothing=1e-6)
+    with torch.no_grad():
+        states.copy_(prototypes[labels] * (30 if kind == "linear" else 1) + 0.02)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, w = (side.detach().to(dtype).requires_grad_() for side in (states, prototypes))
+        if kind == "linear":
+            loss = linear_cross_entropy(x, w, labels, options=options)
+        else:
+            settings = {"h_exp": -20.0, "unit_sphere": False}
+            loss = distance_cross_entropy(x, w, labels, options=options, **settings)
+        found.append(torch.autograd.grad(loss.sum(), x)[0].double())
+    assert (found[0] - found[1]).norm() < 1e-4 * found[1].norm()
+
+
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_a_reduction_costs_no_second_pass(name, monkeypatch):
+    states, prototypes, labels = make_inputs()
+    options = LossOptions(token_weights=torch.linspace(0, 2, N))
+    losses = distance_cross_entropy(states, prototypes, labels, h_exp=-3.0, options=options)
+    expected = getattr(losses, name)()
+    wanted = torch.autograd.grad(expected, (states, prototypes))
+
+    def refused(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(operator, "backward_op", refused)
+    found = distance_cross_entropy(
+        states, prototypes, labels, h_exp=-3.0, reduction=name, options=options
+    )
+    torch.testing.assert_close(found, expected)
+    for pair in zip(torch.autograd.grad(found, (states, prototypes)), wanted, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_another_reduction_is_refused():
+    with pytest.raises(ValueError, match=r"^reduction: expected one of .* got 'average'"):
+        linear_cross_entropy(*make_inputs(), reduction="average")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("learned", ["hidden_states", "h_exp"])
+def test_forward_mode_is_refused_and_the_reference_has_it(learned):
+    states, prototypes, labels = make_inputs()
+    with forward_ad.dual_level():
+        h_exp = torch.tensor(-3.0, dtype=torch.float64)
+        if learned == "h_exp":
+            h_exp = forward_ad.make_dual(h_exp, torch.ones_like(h_exp))
+        else:
+            states = forward_ad.make_dual(states.detach(), torch.ones_like(states))
+        with pytest.raises(NotImplementedError, match="expected reverse-mode gradients"):
+            distance_cross_entropy(states, prototypes, labels, h_exp=h_exp)
+        loss = distance_cross_entropy(states, prototypes, labels, h_exp=h_exp, impl="reference")
+        assert forward_ad.unpack_dual(loss).tangent.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("rows", "size"), [(0, 3), (3, 0)])
+def test_no_class_or_no_dimension_is_refused(rows, size):
+    labels = torch.zeros(2, dtype=torch.int64)
+    message = r"^prototypes: expected at least one class and one dimension, got \["
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(torch.zeros(2, size), torch.zeros(rows, size), labels)
+
+
+@pytest.mark.parametrize("num_tokens", [600, 2400])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_memory_does_not_grow_with_the_tokens(num_tokens, smoothing):
+    states = torch.randn(num_tokens, 8, requires_grad=True)
+    prototypes = torch.randn(20_000, 8, requires_grad=True)
+    labels = torch.randint(20_000, (num_tokens,))
+    options = LossOptions(label_smoothing=smoothing)
+    with LiveBytes() as live:
+        distance_cross_entropy(
+            states, prototypes, labels, h_exp=-3.0, reduction="sum", options=options
+        ).backward()
+    results = 2 * states.nbytes + prototypes.nbytes
+    assert live.peak - results < 1.25 * (1 + (smoothing > 0)) * engine.KEPT_ROWS * 4 * 20_000
+
+
+RUN = """
+import hashlib, torch
+from harmonic_sft.ops import distance_cross_entropy
+torch.set_num_threads(2)
+torch.manual_seed(0)
+x, w = torch.randn(300, 32, requires_grad=True), torch.randn(5000, 32, requires_grad=True)
+labels = torch.randint(5000, (300,))
+distance_cross_entropy(x, w, labels, h_exp=-11.7, reduction="sum").backward()
+print(hashlib.sha256(x.grad.numpy().tobytes() + w.grad.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_processes_side_by_side_make_the_same_bits():
+    """No clock decides: three processes that hinder each other, and one alone."""
+    command = [sys.executable, "-c", RUN]
+    crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = {process.communicate(timeout=300)[0] for process in crowd}
+    alone = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found == {alone.stdout}
