@@ -226,10 +226,10 @@ class Transport(CrossEntropy):
         super().__init__(arguments, labels, target, h_exp)
         self.own, self.carried = arguments.mix.tolist()
         assert arguments.second_weight is not None, "a transport has points"
-        self.points = build_geometry(
-            "euclidean", arguments.second_weight, 0.0, target.dtype, centered=False
-        )
-        self.squares = self.points.columns(0, self.num_classes)
+        points = arguments.second_weight
+        ground = build_geometry("euclidean", points, 0.0, target.dtype, centered=False)
+        self.points = self.ground = ground
+        self.squares = ground.columns(0, self.num_classes)
 
     @property
     def second(self) -> SecondWeights:
@@ -238,15 +238,14 @@ class Transport(CrossEntropy):
 
     def targets(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]`."""
-        assert self.points is not None, "a transport has points"
-        return self.points.rows(self.labels[tokens, 0])
+        return self.ground.rows(self.labels[tokens, 0])
 
     def weigh(
         self, tile: slice, tokens: slice, logits: Tensor, probs: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Return e times the cost, and its sum and that with the logit: see `SecondWeights`."""
         targets = self.targets(tokens)
-        costs = torch.mm(targets, self.points.tile(tile.start, tile.stop).T)
+        costs = torch.mm(targets, self.ground.tile(tile.start, tile.stop).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
         weights = costs.mul_(probs)
@@ -271,7 +270,7 @@ class Transport(CrossEntropy):
         probs = (chunk.logits - row.log_normalizer.unsqueeze(1)).exp()
         targets = self.targets(chunk.tokens)
         costs = [
-            (self.points.rows(classes) - targets).square_().sum(1)
+            (self.ground.rows(classes) - targets).square_().sum(1)
             for classes in chunk.columns.clamp_min(0).unbind(1)
         ]
         return probs * torch.stack(costs, 1)
