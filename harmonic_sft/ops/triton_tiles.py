@@ -21,11 +21,11 @@ INTERPRETED = bool(knobs.runtime.interpret)
 # Said aloud, because triton 3.9 warns where the default of a later version will differ.
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 BLOCK_ROWS, BLOCK_CLASSES = (16, 32) if INTERPRETED else (32, 128)
-PRODUCT_CLASSES = 8192  # classes whose prototypes are split into two 16-bit terms at once
+PRODUCT_CLASSES = 8192  # of one product: their converted prototypes are a small copy
 # A tile reports its closest near pair. More than this many of a row (a cluster of prototypes that
 # the hidden state sits in) are dropped, since counting them would halt the device; hence the
 # narrower notion of near than on the CPU.
-NEAR_PER_ROW = 16
+NEAR_PER_ROW = 4
 NEAR_SHARE = 2.0**-3
 
 
@@ -49,8 +49,13 @@ class TritonTiles:
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = arguments.hidden_states.detach()
         self.narrow = self.hidden_states.dtype.itemsize == 2 and geometry.center is None
-        device = arguments.prototypes.device
-        self.h_exp = torch.as_tensor(h_exp, dtype=torch.float32, device=device)
+        self.blocks = [
+            slice(start, min(start + PRODUCT_CLASSES, len(geometry.prototypes)))
+            for start in range(0, len(geometry.prototypes), PRODUCT_CLASSES)
+        ]
+        if not isinstance(h_exp, Tensor):  # a copy from the host would halt the device
+            h_exp = torch.full((), h_exp, device=arguments.prototypes.device)
+        self.h_exp = h_exp.float()
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.column = self.column_factor = None
@@ -111,7 +116,8 @@ class TritonTiles:
             coefficient_kernel[grid](scores, out, num_rows, plan, **OPTIONS)
         if row_sums is not None and column_sums is not None:
             gradients.add_sums(row_sums.sum(0), column_sums.sum(0))
-        gradients.multiply(0, slice(0, num_classes), values)
+        for block in self.blocks:
+            gradients.multiply(0, block, values[:, block])
         return None if class_sums is None else class_sums.sum(0)
 
     def recompute(
@@ -123,18 +129,19 @@ class TritonTiles:
 
     def _products(self, chunk: Chunk) -> Tensor:
         """Return hidden states times prototypes, `[T, V]` in float32."""
-        geometry, size = self.geometry, len(self.geometry.prototypes)
-        if not self.narrow:
-            return torch.mm(chunk.placed, geometry.tile(0, size).T)
-        states = self.hidden_states[chunk.tokens]
-        products = chunk.placed.new_empty(len(states), size)
-        for start in range(0, size, PRODUCT_CLASSES):
-            tile = geometry.prototypes[start : start + PRODUCT_CLASSES]
+        geometry, states = self.geometry, self.hidden_states[chunk.tokens]
+        products = chunk.placed.new_empty(len(states), len(geometry.prototypes))
+        for block in self.blocks:
+            if not self.narrow:
+                tile = geometry.tile(block.start, block.stop)
+                torch.mm(chunk.placed, tile.T, out=products[:, block])
+                continue
+            tile = geometry.prototypes[block]
             left, right = states, tile.to(states.dtype)
             if tile.dtype != states.dtype:  # a high and a low term, in one product
                 low = (tile - right.to(tile.dtype)).to(states.dtype)
                 left, right = torch.cat([states, states], 1), torch.cat([right, low], 1)
-            products[:, start : start + PRODUCT_CLASSES] = wide_product(left, right.T)
+            products[:, block] = wide_product(left, right.T)
         return products
 
     def _launch(self, chunk: Chunk, products: Tensor) -> tuple[Scores, Plan, tuple[int, int]]:
