@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from harmonic_sft.training import load_run_config
 from tests.hub_server import HubServer
 
 RELEASE = Path(__file__).parent / "fixtures" / "release_30993ac"
+FORMS = ("full", "head", "peft")
 MODELS = sorted(path.name for path in (RELEASE / "models").iterdir())
 CLASSES = {
     model_class.__name__: model_class
@@ -92,7 +94,7 @@ def inputs(recorded):
     return {key: recorded[key] for key in ("input_ids", "attention_mask")}
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def hub():
     """A Hub with the base of the runs, at the commit that they name."""
     with HubServer() as server:
@@ -104,53 +106,70 @@ def hub():
         yield server
 
 
+def run_python(*words, environment):
+    command = [sys.executable, *words]
+    env = environment | PORTABLE
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
-def repos(tmp_path_factory):
+def repos(shared):
     """Every model and pushed repo with the code that it carries."""
-    folder = tmp_path_factory.mktemp("repos")
     paths = {name: RELEASE / "models" / name for name in MODELS}
-    paths |= {form: RELEASE / "pushed" / form for form in ("full", "head")}
-    for name, path in paths.items():
-        shutil.copytree(path, folder / name)
-        with zipfile.ZipFile(RELEASE / "code.zip") as archive:
-            archive.extractall(folder / name)
+    paths |= {form: RELEASE / "pushed" / form for form in FORMS[:2]}
+
+    def make(folder):
+        for name, path in paths.items():
+            shutil.copytree(path, folder / name)
+            with zipfile.ZipFile(RELEASE / "code.zip") as archive:
+                archive.extractall(folder / name)
+
+    folder = shared("old_repos", make)
     return {name: folder / name for name in paths}
 
 
 @pytest.fixture(scope="module")
-def own(repos, hub, tmp_path_factory):
+def own(repos, shared):
     """Logits and weights as every repo's own code makes them, in one process without ours."""
-    folder = tmp_path_factory.mktemp("own")
-    words = [f"{name}={path}" for name, path in repos.items()]
-    script, recorded = RELEASE / "own_code.py", RELEASE / "logits.safetensors"
-    command = [sys.executable, "-I", script, recorded, folder / "own", *words]
-    environment = hub.environment(folder / "home") | PORTABLE
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return load_file(folder / "own")
+
+    def make(folder):
+        words = [f"{name}={path}" for name, path in repos.items()]
+        script, recorded = RELEASE / "own_code.py", RELEASE / "logits.safetensors"
+        with hub() as server:
+            environment = server.environment(folder / "home")
+            run_python("-I", script, recorded, folder / "own", *words, environment=environment)
+
+    return load_file(shared("old_repos_by_own_code", make) / "own")
 
 
 @pytest.fixture(scope="module")
-def handled(repos, hub, tmp_path_factory):
+def handled(repos, shared):
     """The run evaluated, pushed and resumed by the present code; what its folders then hold."""
-    folder = tmp_path_factory.mktemp("handled")
-    for name in ("finished", "interrupted"):
-        shutil.copytree(RELEASE / "run", folder / name / "run")
-        shutil.copyfile(RELEASE / "text.txt", folder / name / "text.txt")
-    for name in ("model.safetensors", "trainer_state.json", "results/train.json"):
-        (folder / "interrupted" / "run" / name).unlink()
-    commands = [("finished", ["eval", "run"])]
-    for form in ("full", "head", "peft"):
-        words = ["push", "run", "--repo-id", f"alice/{form}", "--form", form]
-        commands.append(("finished", words))
-    commands.append(("interrupted", ["train", "run/run.yaml", "resume=true"]))
-    words = [[str(folder / name), arguments] for name, arguments in commands]
-    recorded, head = RELEASE / "logits.safetensors", repos["head"]
-    command = [sys.executable, "-c", PACKAGE, recorded, folder / "head", head, json.dumps(words)]
-    environment = hub.environment(folder / "home") | PORTABLE
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return folder
+
+    def make(folder):
+        for name in ("finished", "interrupted"):
+            shutil.copytree(RELEASE / "run", folder / name / "run")
+            shutil.copyfile(RELEASE / "text.txt", folder / name / "text.txt")
+        for name in ("model.safetensors", "trainer_state.json", "results/train.json"):
+            (folder / "interrupted" / "run" / name).unlink()
+        commands = [("finished", ["eval", "run"])]
+        for form in FORMS:
+            words = ["push", "run", "--repo-id", f"alice/{form}", "--form", form]
+            commands.append(("finished", words))
+        commands.append(("interrupted", ["train", "run/run.yaml", "resume=true"]))
+        words = json.dumps([[str(folder / name), arguments] for name, arguments in commands])
+        places = (RELEASE / "logits.safetensors", folder / "loaded_head", repos["head"])
+        with hub() as server:
+            environment = server.environment(folder / "home")
+            run_python("-c", PACKAGE, *places, words, environment=environment)
+            for form in FORMS:
+                (folder / form).mkdir()
+                for name, content in server.files(f"alice/{form}").items():
+                    if name.endswith(".safetensors"):
+                        (folder / form / name).write_bytes(content)
+
+    return shared("old_run", make)
 
 
 def same_bits(found, expected):
@@ -195,7 +214,7 @@ def test_a_repos_own_code_computes_the_same_bits(own, repos, recorded, name):
 
 def test_the_form_head_is_the_form_full(own, recorded, handled):
     same_bits(own["head"], recorded["full"])
-    ours = load_file(handled / "head")
+    ours = load_file(handled / "loaded_head")
     torch.testing.assert_close(ours.pop("logits"), recorded["full"], rtol=1e-5, atol=1e-5)
     assert_same_weights(ours, RELEASE / "pushed" / "full")
 
@@ -235,14 +254,12 @@ def test_a_run_evaluates_to_its_numbers(handled):
     assert found == pytest.approx({key: expected[key] for key in found}, rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["full", "head", "peft"])
-def test_a_run_is_published_with_the_same_weights(handled, hub, form, tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_is_published_with_the_same_weights(handled, form):
     old = {path.name: path for path in (RELEASE / "pushed" / form).glob("*.safetensors")}
-    files = hub.files(f"alice/{form}")
-    assert {name for name in files if name.endswith(".safetensors")} == old.keys()
+    assert {path.name for path in (handled / form).iterdir()} == old.keys()
     for name, path in old.items():
-        (tmp_path / name).write_bytes(files[name])
-        found, expected = load_file(tmp_path / name), load_file(path)
+        found, expected = load_file(handled / form / name), load_file(path)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], weight) for key, weight in expected.items())
 

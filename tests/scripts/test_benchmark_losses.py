@@ -5,7 +5,8 @@ import json
 from scripts import benchmark_losses
 
 
-def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
+def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys, use_small_demo):
+    use_small_demo(benchmark_losses)
     path = tmp_path / "losses.json"
     options = ["--steps", "2", "--batch-size", "4", "--vocab-sizes", "1000", "--json", str(path)]
     results = benchmark_losses.main(options)
