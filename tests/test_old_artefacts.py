@@ -153,7 +153,7 @@ def handled(repos, shared):
             shutil.copyfile(RELEASE / "text.txt", folder / name / "text.txt")
         for name in ("model.safetensors", "trainer_state.json", "results/train.json"):
             (folder / "interrupted" / "run" / name).unlink()
-        commands = [("finished", ["eval", "run"])]
+        commands = [("finished", [command, "run"]) for command in ("eval", "compare", "export")]
         for form in FORMS:
             words = ["push", "run", "--repo-id", f"alice/{form}", "--form", form]
             commands.append(("finished", words))

@@ -20,7 +20,7 @@ def execute(environment, folder, *, root=None):
     for cell in notebook.cells if root else []:
         cell.source = cell.source.replace(BASE, str(root / "base"))
     client = NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(root or NOTEBOOK.parent)}}
+        notebook, timeout=600, resources={"metadata": {"path": str(root or NOTEBOOK.parent)}}
     )
     client.execute(
         env={
