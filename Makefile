@@ -1,8 +1,11 @@
-# Every target first fills .venv with the tested set of packages, once.
+# Every target first fills .venv with what it needs of the tested set of packages, once.
 
 PYTHON ?= python3
 BIN := .venv/bin
+# What trains and draws; with it what tests and checks; what quantizes, for its tests alone.
+DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
+QUANTIZED := .venv/quantized
 
 # One process, on the first GPU if there is one: several GPUs would need several processes.
 # Without the number of threads, accelerate would allow PyTorch a single CPU core.
@@ -11,9 +14,13 @@ TRAIN := CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES-0} $(BIN)/accelerate launc
 	--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS) scripts/sft.py
 
-.PHONY: demo demo-compare test check clean
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# "All" leaves out what needs a GPU, the network, or packages of its own.
+ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-demo: $(INSTALLED)
+.PHONY: demo demo-compare test test-all test-quantized check size clean
+
+demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
 	$(TRAIN) configs/demo.yaml resume=true
 
@@ -24,22 +31,39 @@ demo-compare: demo
 		--figure runs/comparison.png
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST)
+
+test-all: $(INSTALLED)
+	$(PYTEST) -m '$(ALL)'
+
+test-quantized: $(INSTALLED) $(QUANTIZED)/.installed
+	PYTHONPATH="$(CURDIR)/$(QUANTIZED)" $(BIN)/python -m pytest -m quantized
 
 check: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
+size:
+	@$(PYTHON) scripts/size.py
+
 clean:
 	rm -rf .venv
 
-$(INSTALLED): pyproject.toml constraints.txt requirements-demo.txt requirements-quantized.txt
+$(DEMO_INSTALLED): pyproject.toml constraints.txt requirements-demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "PYTHON: expected Python >= 3.11, got $$($(PYTHON) --version 2>&1)." \
 			"Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Installing into .venv; the first time this takes minutes, most of them for PyTorch."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[plots]'
 	$(BIN)/python -m pip install --no-deps -r requirements-demo.txt
-	$(BIN)/python -m pip install --no-deps --target .venv/quantized -r requirements-quantized.txt
 	@touch $@
 	@echo "Installed."
+
+$(INSTALLED): $(DEMO_INSTALLED)
+	@echo "Installing the tools of tests and checks."
+	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev]'
+	@touch $@
+
+$(QUANTIZED)/.installed: requirements-quantized.txt $(DEMO_INSTALLED)
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(QUANTIZED) -r $<
+	@touch $@

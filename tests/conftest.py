@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 # These are read when the libraries are imported. The caches of whoever runs the tests stay as
@@ -24,6 +26,7 @@ os.environ |= {
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -46,9 +49,35 @@ def minilm_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory):
+def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Make a folder once for all test processes; only for tests that leave it as it is.
+
+    `shared(name, make)` calls `make(folder)` in the first process that comes, and returns the
+    folder in each.
+    """
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def tiny_base(shared):
     """A BERT of 3 blocks without dropout, 32 wide, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny_base")
+    return shared("tiny_base", save_tiny_base)
+
+
+def save_tiny_base(folder: Path) -> None:
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(SPECIAL + WORDS) + "\n")
     BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
@@ -64,20 +93,21 @@ def tiny_base(tmp_path_factory):
         attention_probs_dropout_prob=0.0,
     )
     BertForMaskedLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory):
+def text_file(shared):
     """120 documents in which every word is followed by its successor, so there is a rule."""
-    generator = random.Random(0)
-    lines = []
-    for _ in range(120):
-        start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
-        lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)))
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(lines))
-    return path
+
+    def write(folder: Path) -> None:
+        generator = random.Random(0)
+        lines = []
+        for _ in range(120):
+            start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
+            lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)))
+        (folder / "text.txt").write_text("\n".join(lines))
+
+    return shared("text", write) / "text.txt"
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +140,26 @@ def run_settings(text_file):
         }
 
     return settings
+
+
+@pytest.fixture(scope="session")
+def finished_run(shared, tiny_base, run_settings):
+    """The output folder of such a run, with checkpoints 3 and 6; `run_copy` may be changed."""
+
+    def make(folder: Path) -> None:
+        from harmonic_sft.training import load_run_config, train
+
+        path = folder / "tiny.yaml"
+        path.write_text(yaml.safe_dump(run_settings(tiny_base, folder / "run")))
+        train(load_run_config(path))
+
+    return shared("finished_run", make) / "run"
+
+
+@pytest.fixture
+def run_copy(finished_run, tmp_path):
+    """A copy of the finished run that a test may break."""
+    return shutil.copytree(finished_run, tmp_path / "copy")
 
 
 @pytest.fixture

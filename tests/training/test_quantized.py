@@ -1,23 +1,199 @@
-"""Quantized bodies, in a process of their own, which finds the packages they need."""
+"""Runs on quantized bodies; `make test-quantized` installs what they need."""
 
-import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    TorchAoConfig,
+)
+from transformers.quantizers import AutoQuantizationConfig
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ROOT / ".venv" / "quantized"
+from harmonic_sft.hub.linear_export import export_linear
+from harmonic_sft.hub.staging import check_form
+from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.models.backbones import is_quantized, settle_quantized_
+from harmonic_sft.models.bases import check_embeddings
+from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training.dry_run import dry_run
+from harmonic_sft.training.evaluation import evaluate_folder
+from tests import decoders
+from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
+
+__all__ = ["base", "text", "write"]  # fixtures
+pytestmark = [
+    pytest.mark.quantized,
+    pytest.mark.skipif(sys.platform != "linux", reason="bitsandbytes has no wheel"),
+]
+torchao = pytest.importorskip("torchao.quantization", reason="make test-quantized installs it")
+METHODS = {
+    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "nested": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+    "torchao": TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2)),
+}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="bitsandbytes has no wheel")
-def test_quantized_bodies():
-    assert PACKAGES.is_dir(), "make test installs them"
-    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/training/quantized_bodies.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+@pytest.fixture(scope="module", params=list(METHODS))
+def base(request, tmp_path_factory):
+    """Save a quantized Llama, of a width that blocks of 64 weights divide."""
+    root = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
+        for name, value in sizes.items():
+            patch.setitem(decoders.SIZES, name, value)
+        plain = decoders.save_decoder("llama", root / "plain")
+    config = METHODS[request.param]
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
+    model.save_pretrained(root / "base")
+    save_tokenizer(root / "base")
+    return root / "base"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def frozen(base, **fields):
+    return model_section(base, **{"unfreeze": {"last_blocks": 0}, **fields})
+
+
+def test_a_head_is_trained_on_a_quantized_body(base, write, tmp_path):
+    constant = {"start": -8.0, "end": -8.0}
+    results = train(load_run_config(write(model=frozen(base), h_exp=constant)))
+    assert results["final"]["loss"] < results["before"]["loss"]
+    folder = tmp_path / "run"
+    # The body is in the checkpoint as it was in the base, bit for bit.
+    before, after = tensors(base), tensors(folder)
+    body = {name.replace("model.", "model.backbone.", 1): t for name, t in before.items()}
+    del body["lm_head.weight"]
+    assert body.keys() == after.keys() - {"dist_head.weight"}
+    for name, tensor in body.items():
+        assert torch.equal(after[name], tensor), name
+    evaluated = evaluate_folder(folder)
+    assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
+
+
+def test_a_published_folder_generates_without_this_package(base, write, tmp_path):
+    train(load_run_config(write(model=frozen(base))))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", trust_remote_code=True)
+    native = AutoModelForCausalLM.from_pretrained(base)
+    settle_quantized_(native)
+    input_ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        hidden_states = model.model(input_ids=input_ids).last_hidden_state
+        expected = native.base_model(input_ids).last_hidden_state
+    torch.testing.assert_close(hidden_states, expected)
+    tokens = model.generate(input_ids, max_new_tokens=3, min_new_tokens=3)
+    assert tokens.shape == (1, 6)
+    # Saved again, after it has run, it is the same.
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(again(input_ids).logits, model(input_ids).logits)
+    other = HarmonicForCausalLM.from_base(str(tmp_path / "again"), init="output_embeddings")
+    torch.testing.assert_close(other.dist_head.weight, model.dist_head.weight)
+
+
+def test_a_stopped_run_goes_on(base, write, tmp_path):
+    best = [
+        "training.load_best_model_at_end=true",
+        "training.metric_for_best_model=post_hoc_loss",
+        "training.eval_strategy=steps",
+        "training.eval_steps=3",
+    ]
+    whole = train(load_run_config(write("whole", model=frozen(base)), best))
+    path = write("parts", model=frozen(base))
+    train(load_run_config(path, best))
+    # As if it had been killed after step 3: what came later is gone.
+    folder = tmp_path / "parts"
+    shutil.rmtree(folder / "checkpoint-6")
+    for name in ("model.safetensors", "results/train.json"):
+        (folder / name).unlink()
+    again = train(load_run_config(path, ["resume=true", *best]))
+    assert again["final"]["loss"] == pytest.approx(whole["final"]["loss"], rel=1e-4)
+
+
+def test_distillation_from_the_quantized_model(base, write):
+    run = load_run_config(write(model=frozen(base), loss={"name": "distill"}))
+    results = train(run)
+    assert results["final"]["loss"] < results["before"]["loss"]
+
+
+def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_path):
+    one = load_run_config(write("one", model=model_section(base)))
+    two = load_run_config(write("two", model=frozen(base), peft={"r": 2}))
+    for start in (train, dry_run):
+        with pytest.raises(ValueError, match=r"model.unfreeze: expected {last_blocks: 0} on"):
+            start(one)
+        with pytest.raises(ValueError, match="peft: expected no section on a base quantized by"):
+            start(two)
+    assert not (tmp_path / "two").exists()
+    dry_run(load_run_config(write("run", model=frozen(base))))
+    train(load_run_config(write("run", model=frozen(base))))
+    with pytest.raises(ValueError, match="export: expected a base in a floating dtype"):
+        export_linear(tmp_path / "run", tmp_path / "exported")
+    model = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
+    for form in ("head", "peft"):
+        with pytest.raises(ValueError, match=f"--form {form}: expected a base in a floating dtype"):
+            check_form(model.config, form)
+
+
+def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):
+    """As in published models that leave sensitive layers out."""
+    config = AutoConfig.from_pretrained(base).quantization_config
+    field = "modules_to_not_convert" if "quant_type" in config else "llm_int8_skip_modules"
+    quantization = AutoQuantizationConfig.from_dict(
+        {**config, field: ["lm_head", "model.layers.1.mlp"]}
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "25 passed, 2 skipped" in done.stdout
+    plain = base.parent / "plain"
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantization)
+    folder = tmp_path / "partly"
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    results = train(load_run_config(write(model=frozen(folder))))
+    loaded = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
+    assert type(loaded.model.backbone.layers[1].mlp.up_proj.weight) is torch.nn.Parameter
+    assert is_quantized(loaded.model.backbone.layers[0].mlp.up_proj.weight)
+    evaluated = evaluate_folder(tmp_path / "run")
+    assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
+    if field == "llm_int8_skip_modules":  # transformers finds torchao's only below a head
+        body = AutoModel.from_pretrained(tmp_path / "run")
+        assert type(body.backbone.layers[1].mlp.up_proj.weight) is torch.nn.Parameter
+
+
+def test_packed_embeddings_and_output_layers_are_refused(base, tmp_path):
+    if "torchao" not in base.parent.name:
+        pytest.skip("bitsandbytes packs neither")
+    quantization = TorchAoConfig(
+        torchao.Int8WeightOnlyConfig(version=2), include_input_output_embeddings=True
+    )
+    plain = base.parent / "plain"
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantization)
+    model.save_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match="base: expected an output layer that is not quantized"):
+        HarmonicForCausalLM.from_base(str(tmp_path / "packed"))
+    model.model.embed_tokens.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match="base x: expected token embeddings that are not quant"):
+        check_embeddings("x", model.base_model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_weights_are_not_cast(base, dtype):
+    packed = tensors(base)
+    model = HarmonicForCausalLM.from_base(str(base), dtype=dtype)
+    assert model.get_input_embeddings().weight.dtype == dtype
+    state = model.hf_quantizer.get_state_dict_and_metadata(model.model.backbone)[0]
+    state = model.model.backbone.state_dict() if state is None else state
+    for name, tensor in state.items():
+        kept = packed[f"model.{name}"]
+        plain = "norm" in name or "embed" in name
+        assert torch.equal(tensor, kept.to(dtype) if plain else kept), name
