@@ -64,7 +64,13 @@ class DistLayer(SphereHead):
         super().__init__()
         if not 0 < eps < math.inf:
             raise ValueError(f"eps: expected a number above 0, got {eps}")
-        _check_metric(metric, rank, hidden_size)
+        check_metric(metric)
+        if metric != "mahalanobis" and rank != 0:
+            raise ValueError(
+                f"rank: expected nothing for metric {metric}, got {rank}. It is that of mahalanobis"
+            )
+        if not 0 <= rank <= hidden_size:
+            raise ValueError(f"rank: expected a number from 0 to {hidden_size}, got {rank}")
         self.log_steepness = None
         self.h_exp = h_exp
         self.metric, self.rank = metric, rank
@@ -166,7 +172,12 @@ def _stretch(vectors: Tensor, diagonal: Tensor, factor: Tensor | None) -> Tensor
     return scaled if factor is None else torch.cat([scaled, vectors @ factor.to(vectors)], dim=-1)
 
 
-def _check_metric(metric: str, rank: int, hidden_size: int) -> None:
+def check_metric(metric: str) -> None:
+    """Refuse a metric that is not there, or no longer.
+
+    Raises:
+        ValueError: It is not; the message names what to use instead.
+    """
     replacements = {
         "cosine": "metric: euclidean with unit_sphere: true and twice the h_exp, which is the same",
         "lp": "metric: euclidean or mahalanobis",
@@ -175,14 +186,8 @@ def _check_metric(metric: str, rank: int, hidden_size: int) -> None:
     }
     if metric in replacements:
         raise ValueError(
-            f"metric: expected euclidean or mahalanobis, got {metric!r}, which version 0.2 "
-            f"removed. Use {replacements[metric]}"
+            f"metric: expected euclidean or mahalanobis, got {metric!r}, which is removed. "
+            f"Use {replacements[metric]}"
         )
     if metric not in ("euclidean", "mahalanobis"):
         raise ValueError(f"metric: expected one of ['euclidean', 'mahalanobis'], got {metric!r}")
-    if metric != "mahalanobis" and rank != 0:
-        raise ValueError(
-            f"rank: expected nothing for metric {metric}, got {rank}. It is that of mahalanobis"
-        )
-    if not 0 <= rank <= hidden_size:
-        raise ValueError(f"rank: expected a number from 0 to {hidden_size}, got {rank}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .cosine_heads import CosineHead, VonMisesFisherHead
-from .dist_layer import DistLayer
+from .dist_layer import DistLayer, check_metric
 from .head import Head
 from .linear_heads import L2Head, LinearHead, PowerHead
 from .multi_head import MultiHead
@@ -34,6 +34,10 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
     name = fields.pop("name", None)
     if name not in HEADS:
         raise ValueError(f"head name: expected one of {sorted(HEADS)}, got {name!r}")
+    if name == "dist":
+        check_metric(fields.get("metric", "euclidean"))
+        if fields.get("p") == 1.0:  # what the version before wrote for every metric but lp
+            del fields["p"]
     try:
         return HEADS[name](hidden_size, vocab_size, **fields)
     except TypeError as error:
