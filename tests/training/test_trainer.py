@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from harmonic_sft.training import StoppedError, load_run_config, train
-from harmonic_sft.training.out_of_memory import split_batch
+from harmonic_sft.training.batches import split_batch
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -265,7 +265,7 @@ def test_a_non_finite_gradient_stops_before_the_step(make_yaml, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HarmonicTrainer, "training_step", training_step)
-        with pytest.raises(StoppedError, match="gradient norm: expected a finite number, got nan"):
+        with pytest.raises(StoppedError, match="gradient norm: expected a finite number, got inf"):
             train(load_run_config(make_yaml()))
     resumed = train(load_run_config(make_yaml(), ["resume=true"]))
     assert resumed["steps"] == 6
