@@ -30,8 +30,8 @@ from harmonic_sft.experiments.subwords import describe_neighbors, neighbor_overl
 from harmonic_sft.losses.knn_label_smoothing import find_neighbors
 from harmonic_sft.results import read_results, write_results
 from harmonic_sft.training import RunConfig
-from harmonic_sft.training.data_view import load_run_data
-from harmonic_sft.training.model_loading import load_model
+from harmonic_sft.training.loading import load_run_data
+from harmonic_sft.training.loading import load_model
 
 PLAIN = "dist_harmonic"
 LINEAR = "linear_ce"
@@ -273,7 +273,7 @@ def subwords(bench: Bench) -> dict[str, Any]:
     run = configure(bench.file(PLAIN), seed, folder)
     with quiet():
         tokenizer, data = load_run_data(run)
-        model = load_model(run, data).model
+        model, _ = load_model(run, tokenizer, data)
         trained = load_trained(folder) if bench.finished(PLAIN, seed) else None
     names = tokenizer.convert_ids_to_tokens(list(range(len(model.dist_head.weight))))
     first = _neighbors(model.dist_head.prototypes)

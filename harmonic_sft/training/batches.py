@@ -5,7 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harmonic_sft.models import scored_positions
+from torch import Tensor
+
+from harmonic_sft.models import HarmonicHeadModel, scored_positions
+
+COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +55,11 @@ def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
     size = math.ceil(len(batch["input_ids"]) / num_chunks)
     parts = {key: value.split(size) for key, value in batch.items() if key != "label_positions"}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", *COUNTS)}
+    hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
+    states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
+    return states, model.targets(batch["labels"]).reshape(states.shape[:2])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harmonic_sft.data import LabeledData
+from harmonic_sft.data import LabeledData, LoadedData, StreamedRows
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
@@ -37,6 +37,33 @@ METRIC_COLUMNS = [
     "best loss, nats",
     "at h_exp (*)",
 ]
+
+
+def log_data(data: LoadedData | LabeledData) -> None:
+    """Log how much there is to train and to evaluate on, and what was left out."""
+    if isinstance(data, LabeledData):
+        logger.info("Data: %d classes.", len(data.labels))
+    if isinstance(data.train, StreamedRows):
+        logger.info(
+            "Data: %d logical streams; %d rows kept for evaluation.",
+            len(data.train.streams),
+            len(data.eval),
+        )
+        return
+    logger.info(
+        "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
+        data.num_documents,
+        data.num_tokens,
+        len(data.train),
+        len(data.eval),
+    )
+    if data.fill_rate is not None:
+        logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
+    if tokens := data.bad_rows.unscored_tokens:
+        logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
+    if first := data.bad_rows.first:
+        count = data.bad_rows.total - data.bad_rows.blank
+        logger.warning("Left out: %d bad rows, such as %s", count, "; ".join(first))
 
 
 def show_parts(rows: Sequence[Part], *, title: str) -> None:

@@ -25,7 +25,7 @@ from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
-from harmonic_sft.training.batches import CountingCollator, split_batch
+from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
 from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
@@ -332,17 +332,10 @@ class HarmonicTrainer(Trainer):
         scores = []
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            labels = batch.pop("labels")
-            del batch["label_positions"], batch["num_tokens"]
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
-                hidden_states = model.model(**batch).last_hidden_state
-                states = model.select(hidden_states, batch.get("attention_mask"))  # [B, S, D]
+                states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
             rows = score_rows(
-                model.dist_head,
-                states,
-                model.targets(labels).reshape(states.shape[:2]),
-                grid=grid,
-                embeddings=model.class_embeddings(),
+                model.dist_head, states, labels, grid=grid, embeddings=model.class_embeddings()
             )
             scores.append(self.accelerator.gather_for_metrics(rows).cpu().double())
             self.control = self.callback_handler.on_prediction_step(

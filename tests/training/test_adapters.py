@@ -23,7 +23,7 @@ from harmonic_sft.training.adapters import (
 )
 from harmonic_sft.training.freezing import parts, unfreeze_
 from harmonic_sft.training.memory import build_fake_model
-from harmonic_sft.training.model_loading import load_base_config
+from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.sections import PeftConfig, UnfreezeConfig
 

@@ -118,7 +118,7 @@ def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
     run = load_run_config(write())
     results = train(run)
     native = AutoModelForCausalLM.from_pretrained(base).eval()
-    from harmonic_sft.training.data_view import load_run_data
+    from harmonic_sft.training.loading import load_run_data
 
     _, data = load_run_data(run)
     batch = data.collator([data.eval[index] for index in range(len(data.eval))])
@@ -262,7 +262,7 @@ def test_settings_that_do_not_fit(base, text, write, sections, message):
 @pytest.mark.parametrize("packing", [False, True])
 def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
     from harmonic_sft.data import DataConfig, load_data
-    from harmonic_sft.training.model_loading import load_tokenizer
+    from harmonic_sft.training.loading import load_tokenizer
     from harmonic_sft.training.sections import ModelConfig
 
     tokenizer = load_tokenizer(ModelConfig(base=str(base), task="causal_lm"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
-from harmonic_sft.training.class_means import class_means
+from harmonic_sft.training.loading import class_means
 
 LABELS = ["a", "b", "c"]
 
