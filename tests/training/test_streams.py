@@ -1,34 +1,14 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from harmonic_sft.data.files import BadRows
-from harmonic_sft.training import load_run_config, run, train
-
-ROOT = Path(__file__).parents[2]
-KILLED = """
-import os, signal, sys
-from harmonic_sft.cli import main
-from harmonic_sft.training.trainer import HarmonicTrainer
-training_step = HarmonicTrainer.training_step
-def killed(self, *arguments):
-    loss = training_step(self, *arguments)
-    if self.state.global_step == 19:
-        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of step 20
-    return loss
-HarmonicTrainer.training_step = killed
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-
+from harmonic_sft.training import StoppedError, load_run_config, run, train
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, text_file):
@@ -65,52 +45,57 @@ def stream_yaml(make_yaml, shards):
     return make
 
 
-def launch(path, folder, *words, script=ROOT / "scripts" / "sft.py", processes=1, status=0):
-    run_words = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    command = [sys.executable, *run_words, str(script), str(path), *words]
-    command.append(f"training.output_dir={folder}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == (status == 0), done.stderr[-4000:]
-    if status:
-        return None
+def read(folder):
     results = json.loads((folder / "results" / "train.json").read_text())
     losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
     return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
 
 
-@pytest.fixture
-def killed_script(tmp_path):
-    path = tmp_path / "killed.py"
-    path.write_text(KILLED)
-    return path
-
-
-def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed_script):
-    whole, left_out, reasons = launch(stream_yaml(), tmp_path / "whole")
+def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, launch):
+    path = stream_yaml()
+    launch([path, f"training.output_dir={tmp_path / 'whole'}"])
+    whole, left_out, reasons = read(tmp_path / "whole")
     assert len(whole) == 40
     assert left_out == 24
     assert len(reasons) == 5
-    # Each of two processes reads four of the streams.
-    for processes, workers in ((1, 0), (1, 2), (2, 2)):
-        words = [
-            f"training.dataloader_num_workers={workers}",
+    for processes in (1, 2):  # of two, each reads four of the streams
+        folder = tmp_path / f"cut {processes}"
+        command = [
+            path,
+            "training.dataloader_num_workers=2",
             f"training.per_device_train_batch_size={8 // processes}",
+            f"training.output_dir={folder}",
         ]
-        folder = tmp_path / f"cut {processes} {workers}"
-        killed = {"script": killed_script, "status": 1}
-        launch(stream_yaml(), folder, *words, **killed, processes=processes)
+        launch(command, processes=processes, kill_at=19)
         assert not (folder / "checkpoint-34").exists()
-        resumed, *skipped = launch(
-            stream_yaml(), folder, *words, "resume=true", processes=processes
-        )
+        launch([*command, "resume=true"], processes=processes)
+        resumed, *skipped = read(folder)
         assert skipped == [left_out, reasons]
         if processes == 1:
             assert resumed == whole
         else:  # sums in another order
-            torch.testing.assert_close(
-                torch.tensor(resumed), torch.tensor(whole), rtol=1e-4, atol=0
-            )
+            assert resumed == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
+    """As transformers saves one after SIGTERM."""
+    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    step = JITCheckpointCallback.on_step_begin
+
+    def signalled(self, args, state, control, **kwargs):
+        self.jit_manager.is_checkpoint_requested = state.global_step == 3
+        step(self, args, state, control, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
+        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
+            train(load_run_config(path))
+    assert not (tmp_path / "run" / "results" / "train.json").exists()
+    again = train(load_run_config(path, ["resume=true"]))
+    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
+    assert losses[0] == losses[1]
+    assert again["final"] == whole["final"]
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from harmonic_sft.training import StoppedError, load_run_config, train
-from harmonic_sft.training.batches import split_batch
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -347,10 +346,3 @@ def test_checkpoints_hold_no_pickled_arguments(make_yaml, tmp_path):
     names = {path.name for path in (tmp_path / "run").rglob("*")}
     assert "training_args.bin" not in names
     assert {"optimizer.pt", "trainer_state.json", "modeling_harmonic.py"} <= names
-
-
-def test_split_batch_keeps_rows_and_order():
-    batch = {"input_ids": torch.arange(10).view(5, 2), "labels": torch.arange(5).view(5, 1)}
-    chunks = split_batch(batch, 2)
-    assert [len(chunk["labels"]) for chunk in chunks] == [3, 2]
-    assert torch.equal(torch.cat([chunk["input_ids"] for chunk in chunks]), batch["input_ids"])
