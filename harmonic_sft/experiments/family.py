@@ -23,8 +23,7 @@ from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
 from harmonic_sft.plots import plot_family
 from harmonic_sft.results import environment, read_results, write_results
 from harmonic_sft.training import RunConfig, load_run_config, train
-from harmonic_sft.training.loading import load_run_data
-from harmonic_sft.training.loading import LANGUAGE_MODELS
+from harmonic_sft.training.loading import LANGUAGE_MODELS, load_run_data
 from harmonic_sft.training.output_folder import check_output_folder, is_finished, results_path
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,7 @@ from harmonic_sft.experiments.subwords import describe_neighbors, neighbor_overl
 from harmonic_sft.losses.knn_label_smoothing import find_neighbors
 from harmonic_sft.results import read_results, write_results
 from harmonic_sft.training import RunConfig
-from harmonic_sft.training.loading import load_run_data
-from harmonic_sft.training.loading import load_model
+from harmonic_sft.training.loading import load_model, load_run_data
 
 PLAIN = "dist_harmonic"
 LINEAR = "linear_ce"

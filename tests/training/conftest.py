@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
 
 ROOT = Path(__file__).parents[2]
 # Runs YAML files one after the other in one or several processes, forked after the imports.
 SCRIPT = """
 import os, signal, sys
-from harmonic_sft.cli import main
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 kill_at, processes, *files = sys.argv[1:]
@@ -39,7 +42,10 @@ for rank in range(int(processes)):
         continue
     if int(processes) > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}
-    sys.exit(max(main(["train", *file.split("\\n")]) for file in files))
+    for file in files:
+        path, *overrides = file.split("\\n")
+        train(load_run_config(path, overrides))
+    sys.exit()
 sys.exit(max(os.waitpid(child, 0)[1] > 0 for child in children))
 """
 
@@ -68,6 +74,26 @@ def launch():
         assert (done.returncode == 0) == (kill_at < 0), done.stderr[-4000:]
 
     return start
+
+
+@pytest.fixture
+def add_callbacks(monkeypatch):
+    """Return a context in which every trainer gets further callbacks."""
+
+    @contextlib.contextmanager
+    def context(*callbacks):
+        begin = HarmonicTrainer.__init__
+
+        def with_callbacks(self, *args, **kwargs):
+            begin(self, *args, **kwargs)
+            for callback in callbacks:
+                self.add_callback(callback)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HarmonicTrainer, "__init__", with_callbacks)
+            yield
+
+    return context
 
 
 @pytest.fixture(scope="session")

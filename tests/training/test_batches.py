@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmonic_sft.training import load_run_config
 from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
 from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 ROWS = [[-100, 3, 4, -100], [5, -100, -100, 6]]

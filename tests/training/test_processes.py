@@ -5,7 +5,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
 
 HEAD = ("dist_head.weight", "bert.embeddings.word_embeddings.weight")  # where the first starts
 DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dtype=bfloat16"]}

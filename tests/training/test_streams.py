@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+import harmonic_sft.training.run as run_module
 from harmonic_sft.data.files import BadRows
-from harmonic_sft.training import StoppedError, load_run_config, run, train
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, text_file):
@@ -111,8 +115,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         ),
     )
     other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
-    monkeypatch.setattr(run, "gather_object", lambda found: other + found)
-    assert run._data_results(ready) == {
+    monkeypatch.setattr(run_module, "gather_object", lambda found: other + found)
+    assert run_module._data_results(ready) == {
         "rows_left_out": 1 + 5 + 10 + 4,
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,
