@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,61 +16,54 @@ from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 ROOT = Path(__file__).parents[2]
-# Runs YAML files one after the other in one or several processes, forked after the imports.
+# Imports once, then forks the processes of one job after the other.
 SCRIPT = """
-import os, signal, sys
+import json, os, signal, socket, sys
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
-kill_at, processes, *files = sys.argv[1:]
 training_step = HarmonicTrainer.training_step
+for words, processes, kill_at in json.loads(sys.argv[1]):
 
-def killed(self, *arguments):
-    loss = training_step(self, *arguments)
-    if self.state.global_step == int(kill_at):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss
+    def killed(self, *arguments):
+        loss = training_step(self, *arguments)
+        if self.state.global_step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
 
-if int(kill_at) >= 0:
-    HarmonicTrainer.training_step = killed
-children = []
-for rank in range(int(processes)):
-    if child := os.fork():
-        children.append(child)
-        continue
-    if int(processes) > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}
-    for file in files:
-        path, *overrides = file.split("\\n")
-        train(load_run_config(path, overrides))
-    sys.exit()
-sys.exit(max(os.waitpid(child, 0)[1] > 0 for child in children))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(processes):
+        if child := os.fork():
+            children.append(child)
+            continue
+        if processes > 1:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+        HarmonicTrainer.training_step = killed
+        train(load_run_config(words[0], words[1:]))
+        sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if codes != [0 if kill_at is None else -signal.SIGKILL] * processes:
+        sys.exit(f"{words} ended with {codes}")
 """
 
 
 @pytest.fixture(scope="session")
 def launch():
-    """Run configurations with their overrides in a fresh process, or in several.
+    """Return a function that runs jobs: words of a run, its processes, and the step to kill it in.
 
-    `kill_at` kills every process in the middle of the step after that many.
+    Every process is a fresh one.
     """
 
-    def start(*commands, processes=1, kill_at=-1):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+    def start(*jobs):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = ["\n".join(map(str, command)) for command in commands]
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(kill_at), str(processes), *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode == 0) == (kill_at < 0), done.stderr[-4000:]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(jobs, default=str)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
 
     return start
 

@@ -23,7 +23,7 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
 
     for command in commands(1):
         train(load_run_config(path, command))
-    launch(*([path, *command] for command in commands(2)), processes=2)
+    launch(*(([path, *command], 2, None) for command in commands(2)))
     start = load_file(tiny_base / "model.safetensors")
     for name, tolerance in (("float32", 1e-5), ("bfloat16", 1e-2)):
         folders = [tmp_path / f"{name}{processes}" for processes in (1, 2)]
