@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from harmonic_sft.results import read_results
@@ -15,10 +14,6 @@ TRAINING = "#9aa5b1"
 CURRENT = "#1f4e79"
 POST_HOC = "#c8702a"
 REFERENCE = "#5f6b76"
-COST_TITLE = "relative to linear\n+ cross-entropy"
-DIFFERENCE_TITLES = {"loss (nats per token)": 0.1, "accuracy (%)": 1.0}  # linear that far
-FAMILY_MARKS = ((CURRENT, "o"), (POST_HOC, "D"))
-RowValue = Callable[[dict[str, Any]], tuple[float, float] | None]
 LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
 
 
@@ -137,119 +132,6 @@ def plot_loss_benchmark(results: str | Path | dict[str, Any], out_png: str | Pat
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
     )
     return save_figure(figure, out_png, grid="x")
-
-
-def plot_family(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
-    """Draw what `harmonic-sft compare` found for a folder of YAML files, with spread over seeds.
-
-    Args:
-        results: `family.json` or its payload: `rows`, each with `name` and, unless its runs
-            failed, `metrics` by name, `word_similarity` by set and name (all with `mean` and
-            `std`), `difference` by name (`mean`, `standard_error`) and `cost` (`time_ratio`,
-            `memory_ratio`); `rated`, the set that is drawn; `compared_with`, in words, what the
-            differences are to, in whose place loss and accuracy are drawn if there is something.
-            A row whose own `compared_with` is its name is drawn at 0.
-        out_png: The picture. Its folder is made if it does not exist.
-
-    Returns:
-        The path of the picture.
-
-    Raises:
-        ValueError: No row with metrics, or matplotlib is not installed.
-    """
-    payload = _payload(results)
-    rows = [row for row in payload.get("rows", []) if "metrics" in row]
-    if not rows:
-        raise ValueError("rows: expected at least one with metrics, got none")
-    panels = [
-        (title, drawn)
-        for title, series in _family_panels(payload.get("rated"), payload.get("compared_with"))
-        if (drawn := [one for one in series if any(one[1](row) for row in rows)])
-    ]
-    figure = new_figure(width=2.2 + 2.3 * len(panels), height=1.6 + 0.3 * len(rows))
-    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, series) in zip(all_axes, panels, strict=True):
-        for (label, value_fn), (color, marker) in zip(series, FAMILY_MARKS, strict=False):
-            _draw_spread(axes, [value_fn(row) for row in rows], label, color, marker)
-        axes.set_xlabel(title)
-        if len(series) > 1:
-            place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
-            axes.legend(fontsize="small", **place)
-        if title in DIFFERENCE_TITLES and payload.get("compared_with") is not None:
-            if max(abs(edge) for edge in axes.dataLim.intervalx) > DIFFERENCE_TITLES[title]:
-                axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
-                axes.xaxis.set_major_formatter("{x:g}")
-            axes.axvline(0, color="#888888", linewidth=1)
-            axes.set_xlabel(f"{title}\n- {fill(payload['compared_with'], 24)}")
-        if title == COST_TITLE:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")
-    all_axes[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
-    all_axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    return save_figure(figure, out_png, grid="both")
-
-
-def _family_panels(
-    rated: str | None, compared_with: str | None
-) -> list[tuple[str, list[tuple[str, RowValue]]]]:
-    """Return the panels: a title, and what is drawn of every row under which name."""
-
-    def metric(key: str, scale: float = 1) -> RowValue:
-        return lambda row: _scaled(row["metrics"].get(key), scale)
-
-    def similarity(key: str) -> RowValue:
-        return lambda row: _scaled(row.get("word_similarity", {}).get(rated, {}).get(key), 1)
-
-    def cost(key: str) -> RowValue:
-        return lambda row: (row["cost"][key], 0.0) if "cost" in row else None
-
-    def difference(key: str, scale: float = 1) -> RowValue:
-        def value(row: dict[str, Any]) -> tuple[float, float] | None:
-            if row["name"] == row.get("compared_with"):
-                return 0.0, 0.0
-            found = row.get("difference", {}).get(key)
-            return found and (scale * found["mean"], scale * (found["standard_error"] or 0.0))
-
-        return value
-
-    value = metric if compared_with is None else difference
-    loss, accuracy = DIFFERENCE_TITLES
-    return [
-        (loss, [("as trained", value("loss")), ("best post hoc", value("post_hoc_loss"))]),
-        (accuracy, [("accuracy", value("accuracy", 100))]),
-        (
-            "calibration error (%)",
-            [("as trained", metric("ece", 100)), ("best post hoc", metric("post_hoc_ece", 100))],
-        ),
-        ("error cosine", [("error cosine", metric("error_cosine"))]),
-        (
-            f"Spearman, {rated}",
-            [("cosine", similarity("spearman_cosine")), ("-L2", similarity("spearman_l2"))],
-        ),
-        (
-            COST_TITLE,
-            [("time", cost("time_ratio")), ("memory", cost("memory_ratio"))],
-        ),
-    ]
-
-
-def _scaled(value: dict[str, Any] | None, scale: float) -> tuple[float, float] | None:
-    """Return mean and standard deviation, 0 where one seed has none."""
-    return None if value is None else (scale * value["mean"], scale * (value["std"] or 0.0))
-
-
-def _draw_spread(
-    axes: "Axes",
-    values: list[tuple[float, float] | None],
-    label: str,
-    color: str,
-    marker: str,
-) -> None:
-    places = [place for place, value in enumerate(values) if value is not None]
-    means, spreads = zip(*(value for value in values if value is not None), strict=True)
-    axes.errorbar(
-        means, places, xerr=spreads, fmt=marker, color=color, ms=5, capsize=3, label=label
-    )
 
 
 def _payload(results: str | Path | dict[str, Any]) -> dict[str, Any]:

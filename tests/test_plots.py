@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from harmonic_sft.plots import plot_comparison, plot_family, plot_loss_benchmark, plot_run
+from harmonic_sft.plots import plot_comparison, plot_loss_benchmark, plot_run
 from harmonic_sft.results import write_results
 
 HISTORY = [
@@ -44,37 +44,6 @@ BENCHMARK = {
             "vocab_size": 32000,
             "floor": None,
             "arms": {"full": {"group": "peer", "median_ratio": 1.0}},
-        },
-    ],
-}
-
-FAMILY = {
-    "rated": "MEN",
-    "rows": [
-        {
-            "name": "dist",
-            "metrics": {
-                "loss": {"mean": 4.5, "std": 0.1},
-                "post_hoc_loss": {"mean": 4.25, "std": 0.05},
-                "accuracy": {"mean": 0.25, "std": 0.01},
-                "ece": {"mean": 0.125, "std": None},
-                "error_cosine": {"mean": 0.2, "std": 0.0},
-            },
-            "word_similarity": {
-                "MEN": {"spearman_cosine": {"mean": 0.7, "std": 0.0}},
-                "RG": {"spearman_cosine": {"mean": 0.5, "std": 0.0}},
-            },
-            "cost": {"time_ratio": 1.25, "memory_ratio": 1.0},
-        },
-        {"name": "broken", "errors": {"seed 42": "ValueError: no"}},
-        {
-            "name": "linear",
-            "metrics": {
-                "loss": {"mean": 4.0, "std": 0.1},
-                "post_hoc_loss": {"mean": 4.0, "std": 0.1},
-                "accuracy": {"mean": 0.5, "std": 0.02},
-                "error_cosine": {"mean": 0.1, "std": 0.0},
-            },
         },
     ],
 }
@@ -183,55 +152,6 @@ def test_a_loss_benchmark_has_a_panel_per_size_and_the_floor_as_a_line(tmp_path,
 def test_a_loss_benchmark_without_rows_is_refused(tmp_path, payload):
     with pytest.raises(ValueError, match="rows: expected at least one measured size, got "):
         plot_loss_benchmark(payload, tmp_path / "ops.png")
-
-
-def test_a_family_has_a_panel_per_known_figure_and_no_row_for_what_failed(tmp_path, figures):
-    path = plot_family(FAMILY, tmp_path / "new" / "family.png")
-    assert imread(path).shape[:2] > (200, 1000)
-    panels = {axes.get_xlabel().replace("\n", " "): axes for axes in figures[0].axes}
-    assert list(panels) == [
-        "loss (nats per token)",
-        "accuracy (%)",
-        "calibration error (%)",
-        "error cosine",
-        "Spearman, MEN",
-        "relative to linear + cross-entropy",
-    ]
-    losses = panels["loss (nats per token)"]
-    assert [text.get_text() for text in losses.get_yticklabels()] == ["dist", "linear"]
-    trained, post_hoc = (list(bars.lines[0].get_xdata()) for bars in losses.containers)
-    assert (trained, post_hoc) == ([4.5, 4.0], [4.25, 4.0])
-    ends = losses.containers[0].lines[2][0].get_segments()
-    assert [segment[:, 0].tolist() for segment in ends] == [[4.4, 4.6], [3.9, 4.1]]
-    assert list(panels["accuracy (%)"].containers[0].lines[0].get_xdata()) == [25, 50]
-    (calibration,) = panels["calibration error (%)"].containers  # no post-hoc one is known
-    assert list(calibration.lines[0].get_xdata()) == [12.5]
-    assert list(panels["Spearman, MEN"].containers[0].lines[0].get_xdata()) == [0.7]
-
-
-def test_a_family_is_drawn_next_to_the_row_it_is_compared_with(tmp_path, figures):
-    rows = [dict(row) for row in FAMILY["rows"] if "metrics" in row]
-    difference = {"mean": 0.5, "standard_error": 0.25, "verdict": "undecided"}
-    rows[0]["difference"] = {"loss": difference, "post_hoc_loss": difference}
-    rows[1]["compared_with"] = rows[1]["name"]
-    payload = {**FAMILY, "rows": rows, "compared_with": rows[1]["name"]}
-    plot_family(payload, tmp_path / "family.png")
-    losses = figures[0].axes[0]
-    assert losses.get_xlabel() == f"loss (nats per token)\n- {rows[1]['name']}"
-    assert list(losses.containers[0].lines[0].get_xdata()) == [0.5, 0.0]
-    ends = losses.containers[0].lines[2][0].get_segments()
-    assert ends[0][:, 0].tolist() == [0.25, 0.75]
-    assert losses.get_xscale() == "symlog"
-    small = {"mean": 0.02, "standard_error": 0.01, "verdict": "undecided"}
-    rows[0]["difference"] = {"loss": small, "post_hoc_loss": small}
-    plot_family(payload, tmp_path / "small.png")
-    assert figures[1].axes[0].get_xscale() == "linear"
-
-
-@pytest.mark.parametrize("payload", [{}, {"rows": [FAMILY["rows"][1]]}])
-def test_a_family_without_figures_is_refused(tmp_path, payload):
-    with pytest.raises(ValueError, match="rows: expected at least one with metrics, got none"):
-        plot_family(payload, tmp_path / "family.png")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from harmonic_sft.experiments.head_cost import Arm, measure_costs
 from harmonic_sft.experiments.head_start import measure_start
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
-from harmonic_sft.plots import plot_family
 from harmonic_sft.results import environment, read_results, write_results
 from harmonic_sft.training import RunConfig, load_run_config, train
 from harmonic_sft.training.loading import LANGUAGE_MODELS, load_run_data
@@ -109,8 +108,6 @@ def compare_family(
     }
     logger.info("Written: %s", write_results(output_dir / "results", "family", results))
     show_family(results)
-    if figure is not None and any("metrics" in row for row in rows):
-        logger.info("Figure: %s", plot_family(results, figure))
     failed = {row["name"]: row["errors"] for row in rows if row["errors"]}
     if failed:
         raise ValueError(f"compare: expected every run to finish, got errors in {list(failed)}")
