@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from harmonic_sft.losses import Distillation, neighbor_tables
-from harmonic_sft.models import HarmonicHeadModel
 from harmonic_sft.training.run_config import HExpConfig
 from harmonic_sft.training.schedules import h_exp_at
 
@@ -25,29 +24,13 @@ class HeadCallback(TrainerCallback):
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
 
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: HarmonicHeadModel,
-        **kwargs: Any,
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""
-        model.renormalize_prototypes_()
+        kwargs["model"].renormalize_prototypes_()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: HarmonicHeadModel,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prepare the next step; evaluation and checkpoints come later and see the same."""
-        step, total = state.global_step, state.max_steps
+        model, step, total = kwargs["model"], state.global_step, state.max_steps
         if self.h_exp is not None:
             model.h_exp = h_exp_at(step, total, start=self.h_exp.start, end=self.h_exp.end)
         if isinstance(model.loss_fn, Distillation):

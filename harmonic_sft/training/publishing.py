@@ -7,17 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from harmonic_sft.hub import (
-    Destination,
-    PushError,
-    push,
-    read_trained,
-    stage,
-    upload,
-)
+from harmonic_sft.hub import Destination, PushError, push, read_trained, stage, upload
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -61,11 +54,7 @@ class PushCallback(TrainerCallback):
         self._pushing: Future[None] | None = None
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         """Start to push the checkpoint just saved."""
         if not state.is_world_process_zero:

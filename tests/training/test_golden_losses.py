@@ -58,4 +58,6 @@ def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, published_
     assert logged == pytest.approx(golden["loss"], rel=tolerance)
     for key in ("loss", "accuracy", "post_hoc_loss", "tokens"):
         value = golden["final"][key]
-        assert results["final"][key] == pytest.approx(value, rel=10 * tolerance, abs=2 * tolerance), key
+        assert results["final"][key] == pytest.approx(
+            value, rel=10 * tolerance, abs=2 * tolerance
+        ), key
