@@ -39,7 +39,7 @@ from harmonic_sft.training.publishing import (
 from harmonic_sft.training.report import draw, log_data, show_closing_table, show_parts
 from harmonic_sft.training.run_config import Recipe, RunConfig
 from harmonic_sft.training.schedules import phase_steps
-from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
+from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
 logger = logging.getLogger(__name__)
 DISTRIBUTED_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -158,11 +158,7 @@ def check_launch(args: TrainingArguments) -> None:
             f"accelerate launch: expected --mixed_precision no, got {precision}. "
             "model.dtype and model.unfreeze.dtype decide"
         )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"launch: expected one GPU per process, got {args.n_gpu}. "
-            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
-        )
+    check_parallelism(args)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.world_size == 1:
         raise ValueError(

@@ -71,6 +71,8 @@ class HarmonicTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
+        check_parallelism(args)
+        args.accelerator_config.dispatch_batches = False
         if getattr(model, "is_quantized", False):  # the Trainer would refuse it
             vars(model)["is_quantized"] = False  # but the head alone trains
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -400,6 +402,24 @@ class HarmonicTrainer(Trainer):
         model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+
+def check_parallelism(args: TrainingArguments) -> None:
+    """Refuse what would cut a batch, and its `label_positions`, into pieces.
+
+    Raises:
+        ValueError: Several GPUs in one process, or one process that reads for all.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"launch: expected one GPU per process, got {args.n_gpu}. "
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
+            "reads its own rows"
+        )
 
 
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:

@@ -297,6 +297,13 @@ def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeyp
     ):
         check_launch(args)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    monkeypatch.setattr(args, "_n_gpu", 2)
+    with pytest.raises(ValueError, match="launch: expected one GPU per process, got 2"):
+        check_launch(args)
+    monkeypatch.setattr(args, "_n_gpu", 0)
+    dispatch = "training.accelerator_config={dispatch_batches: true}"
+    with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
+        start(make_yaml(), dispatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="launch: expected 2 processes that work together"):
         check_launch(args)
