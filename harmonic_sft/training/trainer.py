@@ -104,6 +104,7 @@ class HarmonicTrainer(Trainer):
         self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
         self._low_precision = list(low_precision.values())  # MasterWeightsAdamW steps them
         self._num_chunks = 1
+        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
         self._checkpoints_blocks = recipe.gradient_checkpointing
         self._micro_batches: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []  # of these
