@@ -14,7 +14,7 @@ class MasterWeightsAdamW(torch.optim.AdamW):
     bfloat16 has 8 bits: a step below 1/256 of a weight rounds to nothing, which at a learning rate
     of 2e-4 is most of them. The gradients of these parameters accumulate in float32 too: a sum of
     16 micro-batches in bfloat16 would be 0.4 % off. The masters are in `param_groups`, in place of
-    the parameters they stand for, and in `state_dict`, so that a resumed run goes on exactly.
+    the parameters they stand for, and in `state_dict`, so that a resumed run continues exactly.
 
     DistributedDataParallel reduces gradients in the dtype of their parameters: let it ignore 16-bit
     ones, and call `average_gradients` before every step.

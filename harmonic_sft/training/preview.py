@@ -12,7 +12,7 @@ from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.report import show_classes, show_estimate, show_parts
-from harmonic_sft.training.run import check_plan
+from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ def dry_run(run: RunConfig) -> None:
     Raises:
         ValueError: What `train` would refuse before loading.
     """
-    check_plan(run)
+    args = run.training_arguments()
+    check_launch(args)
     config = _base_config(run)
     check_frozen(run, config)
     longest = max_positions(config.get_text_config())
@@ -34,7 +35,7 @@ def dry_run(run: RunConfig) -> None:
             f"data.context_length: expected at most the {longest} positions of the model, "
             f"got {run.data.context_length}"
         )
-    batch_size = run.training_arguments().per_device_train_batch_size
+    batch_size = args.per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", to_yaml(run))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")

@@ -45,7 +45,7 @@ class PushCallback(TrainerCallback):
     """Pushes every checkpoint as it is saved, beside the training.
 
     A checkpoint is copied first, since the trainer may delete it; it is left out while an earlier
-    one is still on its way. What fails is a warning: training goes on.
+    one is still being pushed. A failure is a warning, and training continues.
     """
 
     def __init__(self, to: Destination):
@@ -60,7 +60,9 @@ class PushCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._pushing is not None and not self._pushing.done():
-            logger.info("Step %d is not pushed: an earlier one is on its way.", state.global_step)
+            logger.info(
+                "Step %d is not pushed: an earlier one is still being pushed.", state.global_step
+            )
             return
         assert args.output_dir is not None, "every run has an output folder"
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -38,7 +38,6 @@ from harmonic_sft.training.publishing import (
 )
 from harmonic_sft.training.report import draw, log_data, show_closing_table, show_parts
 from harmonic_sft.training.run_config import Recipe, RunConfig
-from harmonic_sft.training.schedules import phase_steps
 from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
-    check_plan(run)
+    check_launch(run.training_arguments())
     check_output_folder(run)
     if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
@@ -119,23 +118,6 @@ def prepare(run: RunConfig) -> Ready:
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     return Ready(trainer, data, tokenizer, data.bad_rows.total, old_head)
-
-
-def check_plan(run: RunConfig) -> None:
-    """Refuse what can be known to fail before anything is loaded.
-
-    Raises:
-        ValueError: transformers' arguments, the way of starting, or phases that do not fit into
-            the run.
-    """
-    args = run.training_arguments()
-    check_launch(args)
-    if args.max_steps > 0:
-        phase_steps(
-            args.max_steps,
-            warmup_ratio=run.schedule.warmup_ratio,
-            decay_ratio=run.schedule.decay_ratio,
-        )
 
 
 def check_launch(args: TrainingArguments) -> None:
@@ -280,7 +262,7 @@ def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerStat
     Raises:
         ValueError: It has other classes.
     """
-    logger.info("Going on from %s", checkpoint)
+    logger.info("Continuing from %s", checkpoint)
     saved, now = HarmonicConfig.from_pretrained(checkpoint), trainer.model.config
     if saved.id2label != now.id2label:
         raise ValueError(

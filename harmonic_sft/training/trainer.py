@@ -72,7 +72,8 @@ class HarmonicTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
     ):
         check_parallelism(args)
-        args.accelerator_config.dispatch_batches = False
+        accelerator_config: Any = args.accelerator_config
+        accelerator_config.dispatch_batches = False
         if getattr(model, "is_quantized", False):  # the Trainer would refuse it
             vars(model)["is_quantized"] = False  # but the head alone trains
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -177,7 +178,7 @@ class HarmonicTrainer(Trainer):
             path.write_text(json.dumps(state))
 
     def load_stream_state(self, checkpoint: Path) -> None:
-        """Let the streams go on where the run of a checkpoint stood."""
+        """Let the streams continue where the run of a checkpoint stood."""
         if isinstance(self.train_dataset, StreamedRows):
             paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
             states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
@@ -416,7 +417,8 @@ def check_parallelism(args: TrainingArguments) -> None:
             f"launch: expected one GPU per process, got {args.n_gpu}. "
             "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
         )
-    if args.accelerator_config.dispatch_batches:
+    accelerator_config: Any = args.accelerator_config
+    if accelerator_config.dispatch_batches:
         raise ValueError(
             "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
             "reads its own rows"
