@@ -14,7 +14,9 @@ DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dt
 
 def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
     """In float32, and with 16-bit weights, whose gradients we average ourselves."""
-    path = make_yaml(training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2})
+    path = make_yaml(
+        training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 3}
+    )
 
     def commands(processes):
         size = f"training.per_device_train_batch_size={4 // processes}"
