@@ -266,7 +266,8 @@ class HarmonicTrainer(Trainer):
             StoppedError: One of them is infinite or not a number.
         """
         norm = super()._get_grad_norm(model, grad_norm)
-        values = torch.stack([torch.stack(self._losses).sum(), norm]).tolist()
+        loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
+        values = torch.stack([loss, norm]).tolist()
         for name, value in zip(("loss", "gradient norm"), values, strict=True):
             check_finite(name, value, self.state.global_step)
         return norm
