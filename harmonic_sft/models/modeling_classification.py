@@ -99,6 +99,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         outputs: BaseModelOutput,
         attention_mask: Tensor | None,
         labels: Tensor | None,
+        label_positions: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> tuple[Tensor | None, Tensor]:
         """Return the loss, and logits `[B, S, V]` of what `select` leaves."""
@@ -116,6 +117,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 self.dist_head,
                 states,
                 labels.reshape(states.shape[:2]),
+                label_positions=label_positions,
                 num_items_in_batch=num_items_in_batch,
             )
         logits = self.dist_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
@@ -159,6 +161,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        label_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Predict the class of each text.
@@ -168,13 +171,16 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
             attention_mask: `[B, T]`, 1 = attend.
             labels: `[B]`, -100 for a text that is not scored.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
             kwargs: The backbone's further arguments.
 
         Returns:
             `loss` in nats with labels; `logits` `[B, V]`.
         """
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        loss, logits = self._classify(outputs, attention_mask, labels, num_items_in_batch)
+        loss, logits = self._classify(
+            outputs, attention_mask, labels, label_positions, num_items_in_batch
+        )
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits.squeeze(1),
@@ -197,6 +203,7 @@ class HarmonicForTokenClassification(HarmonicClassifier):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        label_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         """Predict the class of each token.
@@ -206,13 +213,16 @@ class HarmonicForTokenClassification(HarmonicClassifier):
             attention_mask: `[B, T]`, 1 = attend.
             labels: `[B, T]`, -100 where a token is not scored.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
             kwargs: The backbone's further arguments.
 
         Returns:
             `loss` in nats with labels; `logits` `[B, T, V]`.
         """
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        loss, logits = self._classify(outputs, attention_mask, labels, num_items_in_batch)
+        loss, logits = self._classify(
+            outputs, attention_mask, labels, label_positions, num_items_in_batch
+        )
         return TokenClassifierOutput(
             loss=loss,
             logits=logits,

@@ -262,6 +262,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        label_positions: Tensor | None = None,
         output_logits: bool = False,
         **kwargs: Any,
     ) -> MaskedLMOutput:
@@ -273,6 +274,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
                 labelled positions reach the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
             output_logits: Return logits beside the loss.
             kwargs: The backbone's further arguments (`position_ids`, ...).
 
@@ -288,6 +290,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
                 self.dist_head,
                 hidden_states,
                 labels,
+                label_positions=label_positions,
                 num_items_in_batch=num_items_in_batch,
             )
         if labels is None or output_logits:

@@ -15,12 +15,48 @@ def negative_log_likelihood(head: Head, hidden_states: Tensor, labels: Tensor) -
     return head.nll(hidden_states, labels)
 
 
+def scored_positions(
+    labels: Tensor, *, num_classes: int, causal: bool = False, ignore_index: int = -100
+) -> Tensor:
+    """Return where the labels that are scored stand in the flattened batch.
+
+    How many there are depends on their values, so on a GPU this waits for the device. A collator
+    that calls it on the CPU, and hands the result to the model as `label_positions`, saves that.
+
+    Args:
+        labels: `[B, T]` or `[B]`, `ignore_index` where there is nothing to predict.
+        num_classes: V.
+        causal: Leave out the first of every row, which no position predicts.
+        ignore_index: The label of positions that are not scored.
+
+    Returns:
+        `[N]` int64.
+
+    Raises:
+        ValueError: A label is not a class. Only looked at on the CPU: elsewhere it would wait for
+            the device, whose own lookup of the class fails.
+    """
+    scored = labels != ignore_index
+    if causal:
+        scored[:, 0] = False
+    positions = scored.flatten().nonzero().squeeze(-1)  # [N]
+    if labels.device.type == "cpu":
+        found = labels.flatten()[positions]
+        if torch.any((found < 0) | (found >= num_classes)):
+            raise ValueError(
+                f"labels: expected values from 0 to {num_classes - 1} or {ignore_index}, "
+                f"got {int(found.min())} to {int(found.max())}"
+            )
+    return positions
+
+
 def mean_token_loss(
     loss_fn: LossFunction,
     head: Head,
     hidden_states: Tensor,
     labels: Tensor,
     *,
+    label_positions: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     causal: bool = False,
     ignore_index: int = -100,
@@ -34,6 +70,8 @@ def mean_token_loss(
         head: The output head.
         hidden_states: `[B, T, D]`.
         labels: `[B, T]`, `ignore_index` where there is nothing to predict.
+        label_positions: `[N]`, from `scored_positions`, on the device of `labels`; with it nothing
+            waits for the device. Default: found here.
         num_items_in_batch: What to divide the sum by: the labelled positions of the whole
             accumulated batch on all processes. Default: those of this call.
         causal: Position t predicts label t + 1.
@@ -45,16 +83,13 @@ def mean_token_loss(
     Raises:
         ValueError: A label is not a class of the head.
     """
-    if causal:
-        hidden_states, labels = hidden_states[:, :-1], labels[:, 1:]
-    scored = labels != ignore_index
-    hidden_states, labels = hidden_states[scored], labels[scored]  # [N, D], [N]
-    vocab_size = len(head.weight)
-    if torch.any((labels < 0) | (labels >= vocab_size)):
-        raise ValueError(
-            f"labels: expected values from 0 to {vocab_size - 1} or {ignore_index}, "
-            f"got {int(labels.min())} to {int(labels.max())}"
+    if label_positions is None:
+        label_positions = scored_positions(
+            labels, num_classes=len(head.weight), causal=causal, ignore_index=ignore_index
         )
+    labels = labels.flatten()[label_positions]  # [N]
+    seen_from = label_positions - 1 if causal else label_positions
+    hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
     total = loss_fn(head, hidden_states, labels).sum()
     if num_items_in_batch is None:
         return total / max(len(labels), 1)

@@ -23,7 +23,7 @@ from harmonic_sft.hub.adapter import (
 )
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
-from harmonic_sft.training.sections import PeftConfig
+from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
 
@@ -93,12 +93,9 @@ def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
     Returns:
         The weights under the names they have without LoRA, the merged ones in float32.
     """
-    state = model.state_dict()
+    whole = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    state = {name.replace(".base_layer.", "."): value for name, value in whole.items()}
     for name, layer in lora_layers(model).items():
-        for key in [key for key in state if key.startswith(f"{name}.")]:
-            value, part = state.pop(key), key.removeprefix(f"{name}.")
-            if part.startswith("base_layer."):
-                state[f"{name}.{part.removeprefix('base_layer.')}"] = value
         state[f"{name}.weight"] = layer.weight.float() + layer.get_delta_weight(NAME)
     return state
 

@@ -8,14 +8,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
-from harmonic_sft.data import DataConfig, load_data, load_labeled_data
+from harmonic_sft.data import DataConfig
 from harmonic_sft.models import load_checked, max_positions
 from harmonic_sft.results import environment, write_results
-from harmonic_sft.training.model_loading import MODELS
+from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
-from harmonic_sft.training.run_config import Recipe
-from harmonic_sft.training.sections import ScheduleConfig
+from harmonic_sft.training.run_config import Recipe, ScheduleConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
 USED = {"data", "training"}
@@ -65,17 +64,16 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
     model = load_checked(MODELS[task], str(folder), base)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text_config = model.config.text_config
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "vocab_size": text_config.vocab_size,
-        "max_positions": max_positions(text_config),
-        "seed": training.get("seed", 42),
-    }
-    if task == "sequence_classification" or task == "token_classification":
-        labels = [base.id2label[index] for index in range(base.num_labels)]
-        data = load_labeled_data(config, task=task, labels=labels, **options)
-    else:
-        data = load_data(config, is_causal=task == "causal_lm", **options)
+    labels = [base.id2label[index] for index in range(base.num_labels)]
+    data = load_task_data(
+        config,
+        task,
+        tokenizer=tokenizer,
+        vocab_size=text_config.vocab_size,
+        max_positions=max_positions(text_config),
+        seed=training.get("seed", 42),
+        labels=labels if task in CLASSIFIERS else None,
+    )
     trainer = HarmonicTrainer(
         model,
         TrainingArguments(

@@ -150,6 +150,6 @@ def _part(name: str, parameters: Iterable[nn.Parameter]) -> Part:
 
 
 def _training_bytes(parameter: nn.Parameter) -> int:
-    """Gradient, two moments in float32, and a master copy of a 16-bit weight."""
+    """Gradient and two moments, all float32, and a master copy of a 16-bit weight."""
     master = 4 if parameter.dtype.itemsize < 4 else 0
-    return parameter.numel() * (parameter.dtype.itemsize + 8 + master)
+    return parameter.numel() * (max(4, parameter.dtype.itemsize) + 8 + master)

@@ -1,38 +1,62 @@
-"""What the change of heads costs before any training, and how calibration lowers it."""
+"""The change of heads before any training: what it costs, and the exponent that fits best."""
 
+import copy
 import logging
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from harmonic_sft.data import LabeledData, LoadedData
-from harmonic_sft.models import Head
-from harmonic_sft.training.calibration import (
-    Calibration,
-    agreed,
-    apply_calibration_,
-    calibrate_,
-    first_batches,
-)
+import torch
+from accelerate.utils import broadcast_object_list
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from harmonic_sft.data import LabeledData, LoadedData, StreamedRows
+from harmonic_sft.data.streams import PlacedCollator
+from harmonic_sft.models import HarmonicHeadModel, Head
+from harmonic_sft.models.head import SphereHead
+from harmonic_sft.training.batches import head_inputs
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
 logger = logging.getLogger(__name__)
-Metrics = dict[str, float]
+NUM_TOKENS = 1024
+STEEPNESS = (1 / 64, 4096.0)  # least and greatest -h_exp
+SCALES = (1e-3, 1e3)  # of the prototypes off the sphere
+
+
+class HExpFit(NamedTuple):
+    """The exponent that fits a base best.
+
+    Attributes:
+        h_exp: The exponent.
+        scale: Factor on the prototypes; 1 on the sphere.
+        loss: On the tokens that it was fitted to, in nats.
+        tokens: How many there were.
+    """
+
+    h_exp: float
+    scale: float
+    loss: float
+    tokens: int
 
 
 def measure_swap(
     run: RunConfig, trainer: HarmonicTrainer, data: LoadedData | LabeledData, old_head: Head | None
-) -> tuple[dict[str, Metrics], Calibration | None]:
-    """Evaluate the base with its own head and with the new one; then calibrate that, if asked to.
+) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
+    """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
     Args:
-        run: Says whether to calibrate.
+        run: Says whether to fit.
         trainer: Has the model, whose head and exponents are changed in place.
         data: Of the run.
         old_head: What the base predicted with, if that is known.
 
     Returns:
         Metrics of the evaluation split: `old_head`, where there is one, and `swapped`, the new head
-        as it was put there, where it is then calibrated; and what calibration found.
+        as it was put there, where it is then fitted; and the fit.
     """
     model, swap = trainer.model, {}
     if old_head is not None:
@@ -48,32 +72,134 @@ def measure_swap(
     swap["swapped"] = evaluate(trainer, "swapped")
     batch_size = trainer.args.per_device_eval_batch_size
     batches = first_batches(data.train, data.collator, batch_size, model.device)
-    calibration = agreed(calibrate_(model, batches))
-    _anneal_from(run, trainer, calibration)
+    # What the main process finds holds for all of them.
+    fit = broadcast_object_list([fit_h_exp(model, batches)])[0]
+    apply_fit_(run, trainer, fit)
     logger.info(
         "Calibrated on %d tokens: h_exp %.3g, prototypes times %.3g.",
-        calibration.tokens,
-        calibration.h_exp,
-        calibration.scale,
+        fit.tokens,
+        fit.h_exp,
+        fit.scale,
     )
-    return swap, calibration
+    return swap, fit
 
 
-def recalibrate_(run: RunConfig, trainer: HarmonicTrainer, calibration: Calibration) -> None:
-    """Do again what `measure_swap` found in an earlier session of the run, to a head as loaded.
+@torch.no_grad()
+def apply_fit_(run: RunConfig, trainer: HarmonicTrainer, fit: HExpFit) -> None:
+    """Give a head as it was loaded the exponent that was found, and anneal from there.
+
+    The end is as many times the start as the run says.
 
     Args:
         run: The checked configuration.
         trainer: Its model and its recipe are changed in place.
-        calibration: Of the earlier session.
+        fit: Of this session, or of the run's first one.
     """
-    apply_calibration_(trainer.model, calibration)
-    _anneal_from(run, trainer, calibration)
-
-
-def _anneal_from(run: RunConfig, trainer: HarmonicTrainer, calibration: Calibration) -> None:
-    """Anneal from the calibrated exponent, and to as many times as much as the run says."""
-    assert run.h_exp is not None, "only a distance head is calibrated"
+    assert run.h_exp is not None, "only a distance head is fitted"
+    trainer.model.dist_head.weight.mul_(fit.scale)
+    trainer.model.h_exp = fit.h_exp
     if not run.learns_h_exp:
-        end = calibration.h_exp * run.h_exp.end / run.h_exp.start
-        trainer.anneal(replace(run.h_exp, start=calibration.h_exp, end=end))
+        end = fit.h_exp * run.h_exp.end / run.h_exp.start
+        trainer.anneal(replace(run.h_exp, start=fit.h_exp, end=end))
+
+
+@torch.no_grad()
+def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HExpFit:
+    """Find the exponent of a distance head, and off the sphere the prototypes' length, that fit.
+
+    Both have the least loss on `NUM_TOKENS` labelled tokens. Logits are proportional to the
+    exponent, so this is temperature scaling, and the loss is convex in it. Tied prototypes keep
+    their length, since the embeddings would change with them.
+
+    Args:
+        model: On its device. It is left as it is.
+        batches: Of training data, as the model takes them; read until there are tokens enough.
+
+    Raises:
+        ValueError: The head has no exponent that its logits are proportional to, or no token is
+            labelled.
+
+    Source:
+        Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
+    """
+    head = model.dist_head
+    if not head.scaled_by_h_exp:
+        raise ValueError(
+            f"h_exp.calibrate: expected logits proportional to h_exp, got {head.settings()}"
+        )
+    hidden_states, labels = _labelled_states(model, batches)
+    if not isinstance(head, SphereHead) or head.unit_sphere or model.config.tie_word_embeddings:
+        return HExpFit(*_best_exponent(head, 1.0, hidden_states, labels), len(labels))
+
+    def loss_at(log_scale: float) -> float:
+        return _best_exponent(head, math.exp(log_scale), hidden_states, labels)[2]
+
+    scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
+    return HExpFit(*_best_exponent(head, scale, hidden_states, labels), len(labels))
+
+
+def first_batches(
+    data: Any, collator: Any, batch_size: int, device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of training data without moving a stream on, spread evenly over a table."""
+    if isinstance(data, StreamedRows):
+        data = copy.deepcopy(data)  # the library's streams remember how far they were read
+        data.share(process_index=0, num_processes=1, batch_size=batch_size)
+        collator = PlacedCollator(collator)
+    else:
+        count, wanted = len(data), min(len(data), NUM_TOKENS)
+        data = Subset(data, [index * count // wanted for index in range(wanted)])
+    for batch in DataLoader(data, batch_size=batch_size, collate_fn=collator):
+        batch.pop("places", None)
+        yield {key: value.to(device) for key, value in batch.items()}
+
+
+def _labelled_states(
+    model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]
+) -> tuple[Tensor, Tensor]:
+    """Return hidden states `[N, D]` and labels `[N]` of the first labelled tokens."""
+    was_training = model.training
+    model.eval()
+    found: list[tuple[Tensor, Tensor]] = []
+    for batch in batches:
+        states, labels = head_inputs(model, batch)
+        scored = labels != -100
+        found.append((states[scored], labels[scored]))
+        if sum(len(part) for _, part in found) >= NUM_TOKENS:
+            break
+    model.train(was_training)
+    hidden_states, labels = (torch.cat(parts)[:NUM_TOKENS] for parts in zip(*found, strict=True))
+    if not len(labels):
+        raise ValueError("h_exp.calibrate: expected labelled tokens, got none")
+    return hidden_states, labels
+
+
+def _best_exponent(
+    head: Head, scale: float, hidden_states: Tensor, labels: Tensor
+) -> tuple[float, float, float]:
+    """Return the exponent with the least mean loss on prototypes times `scale`, and that loss.
+
+    Returns:
+        Exponent, scale and loss.
+    """
+    assert head.h_exp is not None, "fit_h_exp has looked"
+    weight = head.weight.clone()
+    head.weight.mul_(scale)
+    logits = head(hidden_states) / -head.h_exp  # [N, V], at the exponent -1
+    head.weight.copy_(weight)
+    own = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+    def loss_at(log_steepness: float) -> float:
+        steepness = math.exp(log_steepness)
+        normalizers = torch.logsumexp(logits * steepness, -1)
+        return float((normalizers - own * steepness).mean())
+
+    best = _minimize(loss_at, STEEPNESS, tolerance=1e-3)
+    return -math.exp(best), scale, loss_at(best)
+
+
+def _minimize(loss_fn: Any, bounds: tuple[float, float], *, tolerance: float) -> float:
+    """Return the logarithm, between those of the bounds, where a loss is least."""
+    logs = [math.log(bound) for bound in bounds]
+    found = minimize_scalar(loss_fn, bounds=logs, method="bounded", options={"xatol": tolerance})
+    return float(found.x)

@@ -17,7 +17,7 @@ from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
-from harmonic_sft.training.model_loading import MODELS
+from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.run_config import RunConfig
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""The output folder of a run: never overwritten, and where a run goes on."""
+"""The output folder of a run: never overwritten, and where a run continues."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def check_output_folder(run: RunConfig) -> None:
     if not run.resume:
         raise ValueError(
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
-            "run. Add resume=true to go on with it, or choose another one"
+            "run. Add resume=true to continue it, or choose another one"
         )
     different = changed_keys(parse(RunConfig, read_yaml(folder / CONFIG_NAME)), run)
     if different:

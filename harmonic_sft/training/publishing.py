@@ -7,19 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from harmonic_sft.hub import (
-    Destination,
-    PushError,
-    push,
-    read_trained,
-    stage,
-    upload,
-)
-from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.sections import HubConfig
+from harmonic_sft.hub import Destination, PushError, push, read_trained, stage, upload
+from harmonic_sft.training.run_config import HubConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +45,7 @@ class PushCallback(TrainerCallback):
     """Pushes every checkpoint as it is saved, beside the training.
 
     A checkpoint is copied first, since the trainer may delete it; it is left out while an earlier
-    one is still on its way. What fails is a warning: training goes on.
+    one is still being pushed. A failure is a warning, and training continues.
     """
 
     def __init__(self, to: Destination):
@@ -62,17 +54,15 @@ class PushCallback(TrainerCallback):
         self._pushing: Future[None] | None = None
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         """Start to push the checkpoint just saved."""
         if not state.is_world_process_zero:
             return
         if self._pushing is not None and not self._pushing.done():
-            logger.info("Step %d is not pushed: an earlier one is on its way.", state.global_step)
+            logger.info(
+                "Step %d is not pushed: an earlier one is still being pushed.", state.global_step
+            )
             return
         assert args.output_dir is not None, "every run has an output folder"
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

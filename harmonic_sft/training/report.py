@@ -1,13 +1,13 @@
 """What a run prints and draws: parameters at the start, results at the end."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harmonic_sft.data import LabeledData
+from harmonic_sft.data import LabeledData, LoadedData, StreamedRows
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
@@ -39,28 +39,60 @@ METRIC_COLUMNS = [
 ]
 
 
+def log_data(data: LoadedData | LabeledData) -> None:
+    """Log how much there is to train and to evaluate on, and what was left out."""
+    if isinstance(data, LabeledData):
+        logger.info("Data: %d classes.", len(data.labels))
+    if isinstance(data.train, StreamedRows):
+        logger.info(
+            "Data: %d logical streams; %d rows kept for evaluation.",
+            len(data.train.streams),
+            len(data.eval),
+        )
+        return
+    logger.info(
+        "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
+        data.num_documents,
+        data.num_tokens,
+        len(data.train),
+        len(data.eval),
+    )
+    if data.fill_rate is not None:
+        logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
+    if tokens := data.bad_rows.unscored_tokens:
+        logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
+    if first := data.bad_rows.first:
+        count = data.bad_rows.total - data.bad_rows.blank
+        logger.warning("Left out: %d bad rows, such as %s", count, "; ".join(first))
+
+
 def show_parts(rows: Sequence[Part], *, title: str) -> None:
     """Print part, dtype, parameters, trainable and memory of the model."""
+    total = Part("total", "", *map(sum, zip(*(row[2:] for row in rows), strict=True)))
     table = [
-        (p.name, p.dtype, f"{p.parameters:,}", f"{p.trainable:,}", _mib(p.bytes + p.training_bytes))
-        for p in rows
+        (
+            p.name,
+            p.dtype,
+            f"{p.parameters:,}",
+            f"{p.trainable:,}",
+            f"{(p.bytes + p.training_bytes) / MIB:,.1f}",
+        )
+        for p in (*rows, total)
     ]
-    total = sum(p.bytes + p.training_bytes for p in rows)
-    parameters, trainable = sum(p.parameters for p in rows), sum(p.trainable for p in rows)
-    table.append(("total", "", f"{parameters:,}", f"{trainable:,}", _mib(total)))
     columns = ["part", "dtype", "parameters", "trainable", "memory, MiB (*)"]
     show_table(f"{title}; (*) weights, gradients, optimizer", columns, table)
 
 
 def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 24) -> None:
     """Print the memory of one step and whether it fits."""
-    rows = [
-        ("weights", _gib(estimate.weights)),
-        ("gradients and optimizer", _gib(estimate.training)),
-        ("activations and head, at the peak", _gib(estimate.activations)),
-        ("a chunk of the loss", _gib(estimate.workspace)),
-        ("total", _gib(estimate.total)),
-    ]
+    sizes = {
+        "weights": estimate.weights,
+        "gradients and optimizer": estimate.training,
+        "activations and head, at the peak": estimate.activations,
+        "a chunk of the loss": estimate.workspace,
+        "total": estimate.total,
+    }
+    rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)
     fits = estimate.total / GIB + 1 <= device_gib
     logger.info(
@@ -82,15 +114,10 @@ def show_classes(data: LabeledData) -> None:
     show_table(title, ["class", "training labels", "evaluation labels"], rows)
 
 
-def task_of(results: dict[str, Any]) -> str:
-    """Return the task of a run; results of earlier versions know only one."""
-    return results["config"]["model"].get("task", "masked_lm")
-
-
 def show_closing_table(results: dict[str, Any]) -> None:
     """Print loss and accuracy before and after, at the current and the best exponent."""
-    task = task_of(results)
-    swap = results.get("swap", {})  # earlier versions did not know
+    task = results["config"]["model"].get("task", "masked_lm")  # earlier versions knew only one
+    swap = results.get("swap", {})  # nor this
     rows = [
         *(_metrics_row(SWAPPED[name], metrics) for name, metrics in swap.items()),
         _metrics_row("calibrated" if "swapped" in swap else "before training", results["before"]),
@@ -102,8 +129,10 @@ def show_closing_table(results: dict[str, Any]) -> None:
         rows.append((baseline, f"{results['unigram_loss']:.2f}", *[None] * 6))
     title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)
-    if results["neighbors_before"]:
-        show_neighbors(results["neighbors_before"], results["neighbors_after"])
+    if before := results["neighbors_before"]:
+        after = results["neighbors_after"]
+        neighbors = [(word, " ".join(before[word]), " ".join(after[word])) for word in before]
+        show_table("Nearest prototypes", ["word", "before", "after"], neighbors)
     logger.info(
         "%d steps; this session %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
         results["steps"],
@@ -113,29 +142,15 @@ def show_closing_table(results: dict[str, Any]) -> None:
     )
 
 
-def show_neighbors(before: dict[str, list[str]], after: dict[str, list[str]]) -> None:
-    """Print the nearest prototypes of a few words before and after training."""
-    rows = [(word, " ".join(before[word]), " ".join(after[word])) for word in before]
-    show_table("Nearest prototypes", ["word", "before", "after"], rows)
-
-
-def show_comparison(runs: Sequence[dict[str, Any]]) -> None:
-    """Print every run's results before and after training."""
+def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
+    """Print the results of several runs side by side, and draw them if a path is given."""
     rows = []
     for run in runs:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
     _show_metrics("Evaluation split of every run", rows)
-
-
-def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
-    """Print the results of several runs side by side, and draw them if a path is given."""
-    show_comparison(runs)
     if figure is not None:
-        try:
-            logger.info("Figure: %s", plot_comparison(list(runs), figure))
-        except ValueError as error:
-            logger.warning("No figure: %s", error)
+        _draw(plot_comparison, list(runs), figure)
 
 
 def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm") -> None:
@@ -145,9 +160,14 @@ def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw loss, learning rate and exponent; without matplotlib, say what to install."""
+    """Draw loss, learning rate and exponent of a run."""
+    _draw(plot_run, results, path)
+
+
+def _draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None:
+    """Draw a figure; without matplotlib, say what to install."""
     try:
-        logger.info("Figure: %s", plot_run(results, path))
+        logger.info("Figure: %s", plot_fn(results, path))
     except ValueError as error:
         logger.warning("No figure: %s", error)
 
@@ -169,11 +189,3 @@ def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]
         f"{metrics['post_hoc_loss']:.2f}",
         f"{best:g}",
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}"

@@ -12,17 +12,16 @@ from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import IGNORE_INDEX, LabeledData, LoadedData, StreamedRows
+from harmonic_sft.data import IGNORE_INDEX, LabeledData, LoadedData
 from harmonic_sft.data.files import SHOWN_REASONS
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig, Head
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
-from harmonic_sft.training.calibration import Calibration
-from harmonic_sft.training.data_view import load_run_data
+from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.freezing import parts
-from harmonic_sft.training.head_swap import measure_swap, recalibrate_
-from harmonic_sft.training.model_loading import load_model
+from harmonic_sft.training.head_swap import HExpFit, apply_fit_, measure_swap
+from harmonic_sft.training.loading import load_model, load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
     check_output_folder,
@@ -37,10 +36,9 @@ from harmonic_sft.training.publishing import (
     finish_pushes,
     push_run,
 )
-from harmonic_sft.training.report import draw, show_closing_table, show_parts
+from harmonic_sft.training.report import draw, log_data, show_closing_table, show_parts
 from harmonic_sft.training.run_config import Recipe, RunConfig
-from harmonic_sft.training.schedules import phase_steps
-from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
+from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
 logger = logging.getLogger(__name__)
 DISTRIBUTED_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -70,64 +68,19 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
-    check_plan(run)
+    check_launch(run.training_arguments())
     check_output_folder(run)
     if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    trainer, state = ready.trainer, PartialState()
-    if run.hub.push and state.is_main_process:
-        check_model(trainer.model.config, destination_of(run.hub))
-    if state.is_main_process:
-        claim_output_folder(run)
-        show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
-    state.wait_for_everyone()
+    _claim(run, ready.trainer)
     before = _measure_before(run, ready)
     ready = ready._replace(old_head=None)  # as large as the new one
-    checkpoint = last_checkpoint(run.output_dir)
-    set_seed(run.seed)  # dropout starts alike, whether the evaluation above was made or remembered
-    try:
-        session = _train(trainer, checkpoint)
-        final = evaluate(trainer, "final")
-        trainer.save_model()
-    except BaseException:
-        finish_pushes(trainer.callback_handler.callbacks)
-        raise
-    results = {
-        "run": run.output_dir.name,
-        "base": run.model.base,
-        "head": trainer.model.config.head,
-        **before,
-        "final": final,
-        "neighbors_after": _neighbors(run, ready),
-        "steps": trainer.state.global_step,
-        "history": _history(before["before"], trainer.state.log_history),
-        **session,
-        "data": _data_results(ready),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "config": to_plain(run),
-        "environment": environment(),
-    }
-    if state.is_main_process:
-        trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
-        write_results(run.output_dir / "results", RESULTS_NAME, results)
-        show_closing_table(results)
-        draw(results, run.output_dir / "results" / "train.png")
-    state.wait_for_everyone()  # a push may take longer than the others would wait
-    if state.is_main_process and run.hub.push:
-        push_run(run, trainer.callback_handler.callbacks)
-    return results
-
-
-def _show_finished(run: RunConfig) -> dict[str, Any]:
-    logger.info("This run is finished: %s", run.output_dir)
-    results = read_results(results_path(run))
-    if PartialState().is_main_process:
-        show_closing_table(results)
-        if run.hub.push:  # the last try may have failed
-            push_run(run)
+    trained = _train(run, ready.trainer)
+    results = _results(run, ready, before, trained)
+    _publish(run, ready.trainer, results)
     return results
 
 
@@ -140,9 +93,8 @@ def prepare(run: RunConfig) -> Ready:
     set_seed(run.seed)
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
-    _log_data(data)
-    model, old_head = load_model(run, data)
-    args = run.training_arguments()
+    log_data(data)
+    model, old_head = load_model(run, tokenizer, data)
     recipe = Recipe(
         schedule=run.schedule,
         h_exp=None if run.learns_h_exp else run.h_exp,
@@ -152,7 +104,7 @@ def prepare(run: RunConfig) -> Ready:
     try:
         trainer = HarmonicTrainer(
             model,
-            args,
+            run.training_arguments(),
             recipe,
             train_dataset=data.train,
             eval_dataset=data.eval,
@@ -166,23 +118,6 @@ def prepare(run: RunConfig) -> Ready:
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     return Ready(trainer, data, tokenizer, data.bad_rows.total, old_head)
-
-
-def check_plan(run: RunConfig) -> None:
-    """Refuse what can be known to fail before anything is loaded.
-
-    Raises:
-        ValueError: transformers' arguments, the way of starting, or phases that do not fit into
-            the run.
-    """
-    args = run.training_arguments()
-    check_launch(args)
-    if args.max_steps > 0:
-        phase_steps(
-            args.max_steps,
-            warmup_ratio=run.schedule.warmup_ratio,
-            decay_ratio=run.schedule.decay_ratio,
-        )
 
 
 def check_launch(args: TrainingArguments) -> None:
@@ -205,11 +140,7 @@ def check_launch(args: TrainingArguments) -> None:
             f"accelerate launch: expected --mixed_precision no, got {precision}. "
             "model.dtype and model.unfreeze.dtype decide"
         )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"launch: expected one GPU per process, got {args.n_gpu}. "
-            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
-        )
+    check_parallelism(args)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.world_size == 1:
         raise ValueError(
@@ -218,15 +149,36 @@ def check_launch(args: TrainingArguments) -> None:
         )
 
 
+def _show_finished(run: RunConfig) -> dict[str, Any]:
+    logger.info("This run is finished: %s", run.output_dir)
+    results = read_results(results_path(run))
+    if PartialState().is_main_process:
+        show_closing_table(results)
+        if run.hub.push:  # the last try may have failed
+            push_run(run)
+    return results
+
+
+def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
+    """Make the output folder this run's, and show what it trains."""
+    state = PartialState()
+    if state.is_main_process:
+        if run.hub.push:
+            check_model(trainer.model.config, destination_of(run.hub))
+        claim_output_folder(run)
+        show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
+    state.wait_for_everyone()
+
+
 def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was."""
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
         before = read_results(path)
         if before.get("calibration") is not None:
-            recalibrate_(run, ready.trainer, Calibration(**before["calibration"]))
+            apply_fit_(run, ready.trainer, HExpFit(**before["calibration"]))
         return before
-    swap, calibration = measure_swap(run, ready.trainer, ready.data, ready.old_head)
+    swap, fit = measure_swap(run, ready.trainer, ready.data, ready.old_head)
     metrics = evaluate(ready.trainer, "before")
     if not math.isfinite(metrics["loss"]):
         raise ValueError(
@@ -236,7 +188,7 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     before = {
         "before": metrics,
         "swap": swap,
-        "calibration": None if calibration is None else calibration._asdict(),
+        "calibration": None if fit is None else fit._asdict(),
         "unigram_loss": _unigram_loss(ready.data),
         "neighbors_before": _neighbors(run, ready),
     }
@@ -247,10 +199,12 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     return before
 
 
-def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return what was logged, the evaluations before and after training being ordinary ones."""
-    start = {"step": 0, **{f"eval_{key}": value for key, value in before.items()}}
-    return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
+def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
+    if data.unigram_counts is None:
+        return None
+    rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
+    labels = np.concatenate([np.atleast_1d(row) for row in rows])
+    return unigram_loss(labels[labels != IGNORE_INDEX], data.unigram_counts)
 
 
 def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
@@ -260,73 +214,89 @@ def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
     return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
 
 
-def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, float | None]:
-    """Train, or go on; return the seconds and the speed of this session.
+def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
+    """Train, or continue, to the last step; evaluate and save the model.
 
-    Speed counts tokens without padding, and the time of evaluations too.
+    Returns:
+        `final`, the metrics, with the seconds and the speed of this session. Speed counts tokens
+        without padding, and the time of evaluations too.
     """
-    if checkpoint is None:
-        seconds = trainer.train().metrics["train_runtime"]
-        tokens = trainer.state.num_input_tokens_seen
-        return _session(trainer, seconds, tokens)
-    logger.info("Going on from %s", checkpoint)
+    set_seed(run.seed)  # dropout starts alike, whether the evaluation before was made or remembered
+    seconds, before = 0.0, 0
+    try:
+        checkpoint = last_checkpoint(run.output_dir)
+        if checkpoint is None:
+            seconds = trainer.train().metrics["train_runtime"]
+        else:
+            state = _check_checkpoint(trainer, checkpoint)
+            before = state.num_input_tokens_seen
+            if state.global_step >= state.max_steps:
+                trainer.load_finished(checkpoint, state)
+            else:
+                trainer.load_stream_state(checkpoint)
+                resumed = trainer.train(resume_from_checkpoint=str(checkpoint))
+                seconds = resumed.metrics["train_runtime"]
+        if trainer.state.global_step < trainer.state.max_steps:
+            raise StoppedError(
+                f"training: expected {trainer.state.max_steps} steps, got "
+                f"{trainer.state.global_step}: a signal or a callback ended it. The same command "
+                "with resume=true continues from the last checkpoint"
+            )
+        final = evaluate(trainer, "final")
+        trainer.save_model()
+    except BaseException:
+        finish_pushes(trainer.callback_handler.callbacks)
+        raise
+    tokens = trainer.state.num_input_tokens_seen - before
+    return {
+        "final": final,
+        "train_seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "data_wait_share": trainer.data_seconds / seconds if seconds else None,
+    }
+
+
+def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerState:
+    """Return the state of a checkpoint, which training may delete when newer ones come.
+
+    Raises:
+        ValueError: It has other classes.
+    """
+    logger.info("Continuing from %s", checkpoint)
     saved, now = HarmonicConfig.from_pretrained(checkpoint), trainer.model.config
     if saved.id2label != now.id2label:
         raise ValueError(
             f"resume: expected the classes of {str(checkpoint)!r}, {saved.id2label}, "
             f"got {now.id2label}. The data have changed; start a new run"
         )
-    # Read before training, which may delete the checkpoint when newer ones come.
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    if state.global_step >= state.max_steps:
-        trainer.load_finished(checkpoint, state)
-        return {"train_seconds": 0.0, "tokens_per_second": None, "data_wait_share": None}
-    trainer.load_stream_state(checkpoint)
-    seconds = trainer.train(resume_from_checkpoint=str(checkpoint)).metrics["train_runtime"]
-    tokens = trainer.state.num_input_tokens_seen - state.num_input_tokens_seen
-    return _session(trainer, seconds, tokens)
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
-def _session(trainer: HarmonicTrainer, seconds: float, tokens: int) -> dict[str, float | None]:
+def _results(
+    run: RunConfig, ready: Ready, before: dict[str, Any], trained: dict[str, Any]
+) -> dict[str, Any]:
+    """Gather what is written about a run, from all processes."""
+    trainer = ready.trainer
     return {
-        "train_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "data_wait_share": trainer.data_seconds / seconds,
+        "run": run.output_dir.name,
+        "base": run.model.base,
+        "head": trainer.model.config.head,
+        **before,
+        **trained,
+        "neighbors_after": _neighbors(run, ready),
+        "steps": trainer.state.global_step,
+        "history": _history(before["before"], trainer.state.log_history),
+        "data": _data_results(ready),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "config": to_plain(run),
+        "environment": environment(),
     }
 
 
-def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
-    if data.unigram_counts is None:
-        return None
-    rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
-    labels = np.concatenate([np.atleast_1d(row) for row in rows])
-    return unigram_loss(labels[labels != IGNORE_INDEX], data.unigram_counts)
-
-
-def _log_data(data: LoadedData | LabeledData) -> None:
-    if isinstance(data, LabeledData):
-        logger.info("Data: %d classes.", len(data.labels))
-    if isinstance(data.train, StreamedRows):
-        logger.info(
-            "Data: %d logical streams; %d rows kept for evaluation.",
-            len(data.train.streams),
-            len(data.eval),
-        )
-        return
-    logger.info(
-        "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
-        data.num_documents,
-        data.num_tokens,
-        len(data.train),
-        len(data.eval),
-    )
-    if data.fill_rate is not None:
-        logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
-    if tokens := data.bad_rows.unscored_tokens:
-        logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
-    if first := data.bad_rows.first:
-        count = data.bad_rows.total - data.bad_rows.blank
-        logger.warning("Left out: %d bad rows, such as %s", count, "; ".join(first))
+def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return what was logged, the evaluations before and after training being ordinary ones."""
+    start = {"step": 0, **{f"eval_{key}": value for key, value in before.items()}}
+    return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
 
 
 def _data_results(ready: Ready) -> dict[str, Any]:
@@ -348,3 +318,16 @@ def _data_results(ready: Ready) -> dict[str, Any]:
         "fill_rate": ready.data.fill_rate,
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
     }
+
+
+def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
+    """Write the results, which finish the run, show them and push the model."""
+    state = PartialState()
+    if state.is_main_process:
+        trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
+        write_results(run.output_dir / "results", RESULTS_NAME, results)
+        show_closing_table(results)
+        draw(results, run.output_dir / "results" / "train.png")
+    state.wait_for_everyone()  # a push may take longer than the others would wait
+    if state.is_main_process and run.hub.push:
+        push_run(run, trainer.callback_handler.callbacks)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils.memory import release_memory
+from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
@@ -24,21 +25,12 @@ from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
-from harmonic_sft.training.callbacks import (
-    DistillCallback,
-    GuardCallback,
-    HExpCallback,
-    PrototypeCallback,
-    RefreshCallback,
-    StoppedError,
-    check_finite,
-)
+from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
+from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
 from harmonic_sft.training.freezing import load_head_
-from harmonic_sft.training.master_weights import MasterWeightsAdamW
-from harmonic_sft.training.out_of_memory import is_out_of_memory, split_batch
-from harmonic_sft.training.run_config import Recipe
+from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
+from harmonic_sft.training.run_config import HExpConfig, Recipe
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
-from harmonic_sft.training.sections import HExpConfig
 
 logger = logging.get_logger(__name__)
 STREAM_STATE = "stream_state_{}.json"  # of a process
@@ -79,18 +71,18 @@ class HarmonicTrainer(Trainer):
         processing_class: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
-        own: list[TrainerCallback] = [
-            GuardCallback(),
-            PrototypeCallback(),
-            RefreshCallback(),
-            DistillCallback(),
-        ]
-        if recipe.h_exp is not None:
-            own.append(HExpCallback(recipe.h_exp))
+        check_parallelism(args)
+        accelerator_config: Any = args.accelerator_config
+        accelerator_config.dispatch_batches = False
         if getattr(model, "is_quantized", False):  # the Trainer would refuse it
             vars(model)["is_quantized"] = False  # but the head alone trains
-        low_precision = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        low_precision = {n: p for n, p in trained.items() if p.dtype.itemsize < 4}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, list(low_precision)
+        )
         options = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+        self._head_callback = HeadCallback(recipe.h_exp)
         super().__init__(
             model=model,
             args=args,
@@ -98,26 +90,32 @@ class HarmonicTrainer(Trainer):
             eval_dataset=eval_dataset,
             data_collator=data_collator,
             processing_class=processing_class,
-            callbacks=[*own, *callbacks],
+            callbacks=[self._head_callback, *callbacks],
             optimizer_cls_and_kwargs=(MasterWeightsAdamW, options) if low_precision else None,
+        )
+        self.data_collator = CountingCollator(
+            collator=self.data_collator,
+            num_classes=len(model.dist_head.weight),
+            causal=model.config.is_causal,
         )
         self.recipe = recipe
         self.data_seconds = 0.0
         self.stream_state = StreamState(rows=0, streams={})
+        self._stream_states: dict[int, StreamState] = {}  # by the step they belong to
         self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
+        self._low_precision = list(low_precision.values())  # MasterWeightsAdamW steps them
         self._num_chunks = 1
+        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
         self._checkpoints_blocks = recipe.gradient_checkpointing
         self._micro_batches: list[dict[str, Any]] = []
-        self._micro_batches_step = -1
+        self._losses: list[Tensor] = []  # of these
         if recipe.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 
     def anneal(self, h_exp: HExpConfig) -> None:
         """Anneal the exponent in another way than the recipe said, from the next step on."""
         self.recipe = replace(self.recipe, h_exp=h_exp)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, HExpCallback):
-                callback.h_exp = h_exp
+        self._head_callback.h_exp = h_exp
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -147,27 +145,40 @@ class HarmonicTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """Note how long the data took, and how far a stream has been read."""
+        """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.data_seconds += time.perf_counter() - start
+        self._micro_batches, self._losses = [], []
+        num_tokens = sum(batch.pop("num_tokens") for batch in batches)
+        if self.args.world_size > 1:
+            counted = torch.tensor(num_tokens, device=device)
+            num_tokens = self.accelerator.gather(counted).sum().item()
+        self.state.num_input_tokens_seen += num_tokens
         if isinstance(self.train_dataset, StreamedRows):
             places = [place for batch in batches for place in batch.pop("places")]
             self.skipped |= {place.stream: place.skipped for place in places}
-            self.stream_state = advance(
-                self.stream_state, places, len(places) * self.args.world_size
-            )
+            before, step = self.stream_state, self.state.global_step
+            self.stream_state = advance(before, places, len(places) * self.args.world_size)
+            self._stream_states = {step: before, step + 1: self.stream_state}
         return batches, num_items
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Leave it to `get_batch_samples`: transformers waits for the device here."""
+
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save with it where the streams stand; every process knows its own."""
+        """Save with it where the streams stand; every process knows its own.
+
+        A checkpoint may be saved in the middle of a step, which a resumed run takes again.
+        """
         super()._save_rng_state(output_dir)
         if isinstance(self.train_dataset, StreamedRows):
+            state = self._stream_states.get(self.state.global_step, self.stream_state)
             path = Path(output_dir) / STREAM_STATE.format(self.args.process_index)
-            path.write_text(json.dumps(self.stream_state))
+            path.write_text(json.dumps(state))
 
     def load_stream_state(self, checkpoint: Path) -> None:
-        """Let the streams go on where the run of a checkpoint stood."""
+        """Let the streams continue where the run of a checkpoint stood."""
         if isinstance(self.train_dataset, StreamedRows):
             paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
             states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
@@ -220,7 +231,9 @@ class HarmonicTrainer(Trainer):
         """Let the old body read the batch first, if the loss distills from the old model."""
         if isinstance(self.model.loss_fn, Distillation):
             with self.accelerator.autocast():
-                self.model.loss_fn.read(inputs)
+                self.model.loss_fn.read(
+                    {key: value for key, value in inputs.items() if key != "label_positions"}
+                )
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(
@@ -232,10 +245,8 @@ class HarmonicTrainer(Trainer):
         """Run one micro-batch; after an out-of-memory error in a cheaper way.
 
         Raises:
-            StoppedError: The loss is not finite, or one row does not fit into memory.
+            StoppedError: One row does not fit into memory.
         """
-        if self.state.global_step != self._micro_batches_step:
-            self._micro_batches, self._micro_batches_step = [], self.state.global_step
         self._micro_batches.append(dict(inputs))
         loss = self._try_replay([inputs], model, num_items_in_batch)
         while loss is None:
@@ -243,8 +254,23 @@ class HarmonicTrainer(Trainer):
             # The failed backward pass may have left some of its gradients: redo the whole step.
             model.zero_grad()
             loss = self._try_replay(self._micro_batches, model, num_items_in_batch)
-        check_finite("loss", loss.item(), self.state.global_step)
+        self._losses.append(loss)
+        if self.accelerator.sync_gradients and self.args.world_size > 1:
+            average_gradients(self._low_precision)
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Look once in every step whether loss and gradients are finite, before they are used.
+
+        Raises:
+            StoppedError: One of them is infinite or not a number.
+        """
+        norm = super()._get_grad_norm(model, grad_norm)
+        loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
+        values = torch.stack([loss, norm]).tolist()
+        for name, value in zip(("loss", "gradient norm"), values, strict=True):
+            check_finite(name, value, self.state.global_step)
+        return norm
 
     def _try_replay(
         self,
@@ -263,7 +289,8 @@ class HarmonicTrainer(Trainer):
                 ]
                 loss = torch.stack(losses).sum()
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not self.recipe.oom_fallback:
+            is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+            if not is_memory or not self.recipe.oom_fallback:
                 raise
             if self.accelerator.num_processes > 1:
                 raise StoppedError(
@@ -310,16 +337,10 @@ class HarmonicTrainer(Trainer):
         scores = []
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
-                hidden_states = model.model(**batch).last_hidden_state
-                states = model.select(hidden_states, batch.get("attention_mask"))  # [B, S, D]
+                states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
             rows = score_rows(
-                model.dist_head,
-                states,
-                model.targets(labels).reshape(states.shape[:2]),
-                grid=grid,
-                embeddings=model.class_embeddings(),
+                model.dist_head, states, labels, grid=grid, embeddings=model.class_embeddings()
             )
             scores.append(self.accelerator.gather_for_metrics(rows).cpu().double())
             self.control = self.callback_handler.on_prediction_step(
@@ -384,6 +405,25 @@ class HarmonicTrainer(Trainer):
         model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+
+def check_parallelism(args: TrainingArguments) -> None:
+    """Refuse what would cut a batch, and its `label_positions`, into pieces.
+
+    Raises:
+        ValueError: Several GPUs in one process, or one process that reads for all.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"launch: expected one GPU per process, got {args.n_gpu}. "
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    accelerator_config: Any = args.accelerator_config
+    if accelerator_config.dispatch_batches:
+        raise ValueError(
+            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
+            "reads its own rows"
+        )
 
 
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:

@@ -2,8 +2,15 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from harmonic_sft.models import DistLayer, mean_token_loss, negative_log_likelihood
+from harmonic_sft.models import (
+    DistLayer,
+    LinearHead,
+    mean_token_loss,
+    negative_log_likelihood,
+    scored_positions,
+)
 
 B, T, D, V = 3, 7, 8, 20
 
@@ -103,3 +110,37 @@ def test_a_label_out_of_range_is_refused(batch):
     labels[0, 0] = V
     with pytest.raises(ValueError, match=f"labels: expected values from 0 to {V - 1} or -100"):
         mean_token_loss(negative_log_likelihood, head, states, labels)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_positions_from_a_collator_change_nothing(batch, causal):
+    head, states, labels = batch
+    found = []
+    for positions in (None, scored_positions(labels, num_classes=V, causal=causal)):
+        leaf = states.clone().requires_grad_()
+        loss = mean_token_loss(
+            negative_log_likelihood, head, leaf, labels, label_positions=positions, causal=causal
+        )
+        loss.backward()
+        found.append((loss, leaf.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_with_positions_no_value_is_looked_at():
+    """Fake tensors have none: whatever asks for one, or for a shape that depends on it, raises."""
+    with FakeTensorMode():
+        head = LinearHead(D, V)
+        states, labels = torch.randn(B, T, D, requires_grad=True), torch.zeros(B, T).long()
+        positions = torch.zeros(5).long()
+        mean_token_loss(
+            negative_log_likelihood,
+            head,
+            states,
+            labels,
+            label_positions=positions,
+            num_items_in_batch=torch.tensor(5),
+        ).backward()
+        assert states.grad.shape == states.shape
+        with pytest.raises(DynamicOutputShapeException):
+            mean_token_loss(negative_log_likelihood, head, states, labels)

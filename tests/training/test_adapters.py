@@ -13,7 +13,6 @@ from harmonic_sft.models import (
     NeoBERTForMaskedLM,
 )
 from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
-from harmonic_sft.training import load_run_config
 from harmonic_sft.training.adapters import (
     add_lora_,
     load_adapter_,
@@ -22,9 +21,10 @@ from harmonic_sft.training.adapters import (
     save_adapter,
 )
 from harmonic_sft.training.freezing import parts, unfreeze_
+from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import build_fake_model
-from harmonic_sft.training.model_loading import load_base_config
 from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.sections import PeftConfig, UnfreezeConfig
 
 LORA = {"r": 4, "target_modules": ["query", "value"], "layers_to_transform": [1, 2]}

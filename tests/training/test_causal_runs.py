@@ -13,9 +13,9 @@ from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.results import read_results
-from harmonic_sft.training import load_run_config, train
 from harmonic_sft.training.evaluation import evaluate_folder
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run import prepare, train
+from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import V, save_decoder
 
 ALL = {"patterns": ["*"]}
@@ -118,7 +118,7 @@ def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
     run = load_run_config(write())
     results = train(run)
     native = AutoModelForCausalLM.from_pretrained(base).eval()
-    from harmonic_sft.training.data_view import load_run_data
+    from harmonic_sft.training.loading import load_run_data
 
     _, data = load_run_data(run)
     batch = data.collator([data.eval[index] for index in range(len(data.eval))])
@@ -130,7 +130,10 @@ def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
 def test_calibration_lowers_the_start_and_moves_both_ends(write, tmp_path):
     annealed = {"start": -12.0, "end": -4.0, "calibrate": True}
     results = train(load_run_config(write(h_exp=annealed)))
-    swap, before = results["swap"], results["before"]
+    saved = read_results(tmp_path / "run" / "results" / "train.json")
+    swap, before = saved["swap"], results["before"]
+    assert set(swap) == {"old_head", "swapped"}
+    assert swap["swapped"]["post_hoc_loss"] == pytest.approx(before["post_hoc_loss"], rel=0.05)
     assert before["loss"] < swap["swapped"]["loss"]
     assert swap["swapped"]["h_exp"] == -12
     assert before["h_exp"] == pytest.approx(results["calibration"]["h_exp"])
@@ -262,8 +265,8 @@ def test_settings_that_do_not_fit(base, text, write, sections, message):
 @pytest.mark.parametrize("packing", [False, True])
 def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
     from harmonic_sft.data import DataConfig, load_data
-    from harmonic_sft.training.model_loading import load_tokenizer
-    from harmonic_sft.training.sections import ModelConfig
+    from harmonic_sft.training.loading import load_tokenizer
+    from harmonic_sft.training.run_config import ModelConfig
 
     tokenizer = load_tokenizer(ModelConfig(base=str(base), task="causal_lm"))
     config = DataConfig(
@@ -340,12 +343,3 @@ def test_a_head_with_a_bias_has_no_ordinary_place(base, tmp_path):
     with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
         export_linear(tmp_path / "model", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
-
-
-def test_results_say_what_the_swap_cost(write, tmp_path):
-    train(load_run_config(write(h_exp={"start": -12.0, "end": -12.0, "calibrate": True})))
-    saved = read_results(tmp_path / "run" / "results" / "train.json")
-    assert set(saved["swap"]) == {"old_head", "swapped"}
-    assert saved["swap"]["swapped"]["post_hoc_loss"] == pytest.approx(
-        saved["before"]["post_hoc_loss"], rel=0.05
-    )

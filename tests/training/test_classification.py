@@ -12,13 +12,10 @@ from harmonic_sft.models import (
     HarmonicForTokenClassification,
     HarmonicModel,
 )
-from harmonic_sft.training import (
-    dry_run,
-    evaluate_folder,
-    load_run_config,
-    show_data,
-    train,
-)
+from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.preview import dry_run, show_data
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}

@@ -1,8 +1,8 @@
 import pytest
 
 from harmonic_sft.models import HEADS
-from harmonic_sft.training import load_run_config
 from harmonic_sft.training.head_section import measures_distances
+from harmonic_sft.training.run_config import load_run_config
 
 DEMO = "configs/demo.yaml"
 

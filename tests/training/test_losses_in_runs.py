@@ -7,9 +7,8 @@ from transformers import TrainerCallback
 
 from harmonic_sft.config import parse, read_yaml, to_yaml
 from harmonic_sft.losses import LOSSES, neighbor_tables
-from harmonic_sft.training import RunConfig, load_run_config, train
-from harmonic_sft.training.run import prepare
-from harmonic_sft.training.trainer import HarmonicTrainer
+from harmonic_sft.training.run import prepare, train
+from harmonic_sft.training.run_config import RunConfig, load_run_config
 
 COSINE = {"head": {"name": "cosine"}, "h_exp": None}
 KNN = {"name": "knn_label_smoothing", "num_neighbors": 4}
@@ -166,20 +165,14 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize("loss", RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_has_the_tables_of_an_uninterrupted_one(make_yaml, tmp_path, loss):
+def test_a_resumed_run_has_the_tables_of_an_uninterrupted_one(
+    make_yaml, tmp_path, loss, add_callbacks
+):
     path = make_yaml(loss=loss, training={"save_steps": 4, "eval_strategy": "no"})
     whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
     cut = f"training.output_dir={tmp_path / 'cut'}"
-    begin = HarmonicTrainer.__init__
-
-    def stopping(self, *args, **kwargs):
-        begin(self, *args, **kwargs)
-        self.add_callback(Stop())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HarmonicTrainer, "__init__", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train(load_run_config(path, [cut]))
+    with add_callbacks(Stop()), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path, [cut]))
     again = train(load_run_config(path, [cut, "resume=true"]))
     assert again["final"] == whole["final"]
     expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "cut")

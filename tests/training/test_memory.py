@@ -4,10 +4,10 @@ import pytest
 import torch
 import yaml
 
-from harmonic_sft.training import load_run_config
+from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import LiveBytes, estimate_step
-from harmonic_sft.training.model_loading import load_base_config
 from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import save_decoder
 
 

@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from harmonic_sft.training import StoppedError, load_run_config, train
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
 
 
 @pytest.fixture

@@ -1,25 +1,28 @@
 """A whole run, and every bad input: one line, before any training."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import AutoTokenizer, BertTokenizer, TrainerCallback
 
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.training import dry_run, evaluate_folder, load_run_config, train
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint
-from harmonic_sft.training.run import check_launch
+from harmonic_sft.training.preview import dry_run
+from harmonic_sft.training.run import check_launch, train
+from harmonic_sft.training.run_config import load_run_config
 
 
 def start(path, *overrides):
     return train(load_run_config(path, overrides))
 
 
-def test_a_run_leaves_a_model_results_and_a_figure(make_yaml, tmp_path, capsys):
-    results = start(make_yaml())
-    folder = tmp_path / "run"
+def test_a_run_leaves_a_model_results_and_a_figure(finished_run):
+    results, folder, printed = finished_run
     saved = json.loads((folder / "results" / "train.json").read_text())
     assert saved["final"] == results["final"]
     assert saved["steps"] == 6
@@ -34,9 +37,24 @@ def test_a_run_leaves_a_model_results_and_a_figure(make_yaml, tmp_path, capsys):
     model = HarmonicForMaskedLM.from_pretrained(folder)
     assert model.h_exp == -4.0
     assert AutoTokenizer.from_pretrained(folder).mask_token == "[MASK]"
-    printed = capsys.readouterr().out
     for words in ("block 2, trained", "before training", "after training", "unigrams of the text"):
         assert words in printed
+
+
+def test_checkpoints_hold_no_pickled_arguments(finished_run):
+    _, folder, _ = finished_run
+    names = {path.name for path in folder.rglob("*")}
+    assert "training_args.bin" not in names
+    assert {"optimizer.pt", "trainer_state.json", "modeling_harmonic.py"} <= names
+
+
+def test_h_exp_is_annealed_logged_and_saved(finished_run):
+    results, *_ = finished_run
+    logged = [entry["h_exp"] for entry in results["history"] if "loss" in entry]
+    assert logged == pytest.approx([-12 + 8 * step / 6 for step in range(6)])
+    assert results["head"]["h_exp"] == -4.0
+    assert results["before"]["h_exp"] == -12.0
+    assert results["final"]["h_exp"] == -4.0
 
 
 def test_training_learns_the_rule_of_the_text(make_yaml):
@@ -44,6 +62,7 @@ def test_training_learns_the_rule_of_the_text(make_yaml):
     results = start(
         make_yaml(h_exp={"start": -12.0, "end": -12.0}),
         "training.max_steps=150",
+        "training.logging_steps=150",
         "model.unfreeze={patterns: ['*']}",
         "training.save_strategy=no",
     )
@@ -51,28 +70,28 @@ def test_training_learns_the_rule_of_the_text(make_yaml):
     assert results["final"]["loss"] < results["unigram_loss"]
 
 
-def test_evaluating_the_folder_gives_the_closing_numbers(make_yaml, tmp_path):
-    results = start(make_yaml())
-    again = evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])
+def test_evaluating_the_folder_gives_the_closing_numbers(finished_run, tmp_path):
+    results, finished, _ = finished_run
+    folder = shutil.copytree(finished, tmp_path / "run")
+    again = evaluate_folder(folder, ["training.use_cpu=true"])
     for key in ("loss", "accuracy", "tokens", "post_hoc_loss", "h_exp"):
         assert again["final"][key] == pytest.approx(results["final"][key], rel=1e-6)
     other = tmp_path / "other.txt"
     other.write_text("aa ab ac ad ba bb bc bd\n" * 30)
-    moved = evaluate_folder(
-        tmp_path / "run", [f"data.sources=[{{path: {other}}}]", "data.eval.documents=9"]
-    )
+    moved = evaluate_folder(folder, [f"data.sources=[{{path: {other}}}]", "data.eval.documents=9"])
     assert moved["final"]["tokens"] != results["final"]["tokens"]
+    with pytest.raises(ValueError, match=r"eval: expected overrides of \['data', 'training'\]"):
+        evaluate_folder(folder, ["head.eps=1e-3"])
+    (folder / "run.yaml").unlink()
+    with pytest.raises(ValueError, match="eval: expected data, got none"):
+        evaluate_folder(folder)
 
 
-def test_evaluation_needs_a_model_and_data(make_yaml, tmp_path):
+def test_evaluation_needs_a_harmonic_model(tiny_base, tmp_path):
     with pytest.raises(ValueError, match="eval: expected a folder with a trained model"):
         evaluate_folder(tmp_path)
-    start(make_yaml())
-    with pytest.raises(ValueError, match=r"eval: expected overrides of \['data', 'training'\]"):
-        evaluate_folder(tmp_path / "run", ["head.eps=1e-3"])
-    (tmp_path / "run" / "run.yaml").unlink()
-    with pytest.raises(ValueError, match="eval: expected data, got none"):
-        evaluate_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match="eval: expected a harmonic model, got a bert"):
+        evaluate_folder(tiny_base, ["data.sources=[{path: a.txt}]", "data.context_length=8"])
 
 
 def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path):
@@ -84,16 +103,51 @@ def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path)
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
-def test_a_run_is_resumed_only_as_it_was(make_yaml, tmp_path, capsys):
-    path = make_yaml()
-    results = start(path)
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+def test_a_run_is_resumed_only_as_it_was(finished_run):
+    results, folder, _ = finished_run
+    path = folder.with_suffix(".yaml")
+    before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true"):
         start(path)
     with pytest.raises(ValueError, match=r"other values for h_exp.end, schedule.decay"):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
     assert start(path, "resume=true")["final"] == results["final"]
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+class Signal(TrainerCallback):
+    """Ends training after a step, as transformers does after a SIGTERM."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+def test_a_run_that_ends_early_is_not_finished(
+    finished_run, make_yaml, tmp_path, monkeypatch, add_callbacks
+):
+    path = make_yaml(hub={"push": True, "repo_id": "me/model"})
+    for name in ("check_destination", "check_model"):
+        monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
+    pushed = []
+    monkeypatch.setattr("harmonic_sft.training.run.push_run", lambda *_: pushed.append(1))
+    early = pytest.raises(StoppedError, match="expected 6 steps, got 4: a signal or a callback")
+    with add_callbacks(Signal(4)), early:
+        start(path)
+    folder = tmp_path / "run"
+    assert not pushed
+    assert not (folder / "results" / "train.json").exists()
+    assert not (folder / "model.safetensors").exists()
+    again = start(path, "resume=true")  # from the checkpoint of step 3
+    assert pushed
+    assert again["steps"] == 6
+    results, whole, _ = finished_run
+    assert again["final"] == results["final"]
+    names = ("model.safetensors", "checkpoint-6/model.safetensors")
+    assert all((folder / n).read_bytes() == (whole / n).read_bytes() for n in names)
 
 
 def test_a_tilde_is_the_home_folder(make_yaml, tmp_path, monkeypatch):
@@ -243,6 +297,13 @@ def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeyp
     ):
         check_launch(args)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    monkeypatch.setattr(args, "_n_gpu", 2)
+    with pytest.raises(ValueError, match="launch: expected one GPU per process, got 2"):
+        check_launch(args)
+    monkeypatch.setattr(args, "_n_gpu", 0)
+    dispatch = "training.accelerator_config={dispatch_batches: true}"
+    with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
+        start(make_yaml(), dispatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="launch: expected 2 processes that work together"):
         check_launch(args)

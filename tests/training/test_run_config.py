@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harmonic_sft.config import parse, read_yaml, to_yaml
-from harmonic_sft.training import RunConfig, load_run_config
+from harmonic_sft.training.run_config import RunConfig, load_run_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -1,33 +1,17 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+import harmonic_sft.training.run as run_module
 from harmonic_sft.data.files import BadRows
-from harmonic_sft.training import load_run_config, run, train
-
-ROOT = Path(__file__).parents[2]
-KILLED = """
-import os, signal, sys
-from harmonic_sft.cli import main
-from harmonic_sft.training.trainer import HarmonicTrainer
-training_step = HarmonicTrainer.training_step
-def killed(self, *arguments):
-    loss = training_step(self, *arguments)
-    if self.state.global_step == 19:
-        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of step 20
-    return loss
-HarmonicTrainer.training_step = killed
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
 
 
 @pytest.fixture(scope="module")
@@ -65,52 +49,54 @@ def stream_yaml(make_yaml, shards):
     return make
 
 
-def launch(path, folder, *words, script=ROOT / "scripts" / "sft.py", processes=1, status=0):
-    run_words = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    command = [sys.executable, *run_words, str(script), str(path), *words]
-    command.append(f"training.output_dir={folder}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == (status == 0), done.stderr[-4000:]
-    if status:
-        return None
+def read(folder):
     results = json.loads((folder / "results" / "train.json").read_text())
     losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
     return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
 
 
-@pytest.fixture
-def killed_script(tmp_path):
-    path = tmp_path / "killed.py"
-    path.write_text(KILLED)
-    return path
+def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, launch):
+    def words(name, processes, *others):
+        size = f"training.per_device_train_batch_size={8 // processes}"
+        return [stream_yaml(), f"training.output_dir={tmp_path / name}", size, *others]
 
-
-def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed_script):
-    whole, left_out, reasons = launch(stream_yaml(), tmp_path / "whole")
+    workers = "training.dataloader_num_workers=2"
+    jobs = [(words("whole", 1), 1, None)]
+    for name, processes in (("one", 1), ("two", 2)):  # of two, each reads four of the streams
+        jobs.append((words(name, processes, workers), processes, 19))
+        jobs.append((words(name, processes, workers, "resume=true"), processes, None))
+    launch(*jobs)
+    whole, left_out, reasons = read(tmp_path / "whole")
     assert len(whole) == 40
     assert left_out == 24
     assert len(reasons) == 5
-    # Each of two processes reads four of the streams.
-    for processes, workers in ((1, 0), (1, 2), (2, 2)):
-        words = [
-            f"training.dataloader_num_workers={workers}",
-            f"training.per_device_train_batch_size={8 // processes}",
-        ]
-        folder = tmp_path / f"cut {processes} {workers}"
-        killed = {"script": killed_script, "status": 1}
-        launch(stream_yaml(), folder, *words, **killed, processes=processes)
-        assert not (folder / "checkpoint-34").exists()
-        resumed, *skipped = launch(
-            stream_yaml(), folder, *words, "resume=true", processes=processes
-        )
-        assert skipped == [left_out, reasons]
-        if processes == 1:
-            assert resumed == whole
-        else:  # sums in another order
-            torch.testing.assert_close(
-                torch.tensor(resumed), torch.tensor(whole), rtol=1e-4, atol=0
-            )
+    one, *skipped = read(tmp_path / "one")
+    assert one == whole
+    assert skipped == [left_out, reasons]
+    two, *skipped = read(tmp_path / "two")
+    assert two == pytest.approx(whole, rel=1e-4)  # sums in another order
+    assert skipped == [left_out, reasons]
+
+
+def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
+    """As transformers saves one after SIGTERM."""
+    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    step = JITCheckpointCallback.on_step_begin
+
+    def signalled(self, args, state, control, **kwargs):
+        self.jit_manager.is_checkpoint_requested = state.global_step == 3
+        step(self, args, state, control, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
+        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
+            train(load_run_config(path))
+    assert not (tmp_path / "run" / "results" / "train.json").exists()
+    again = train(load_run_config(path, ["resume=true"]))
+    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
+    assert losses[0] == losses[1]
+    assert again["final"] == whole["final"]
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
@@ -126,8 +112,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         ),
     )
     other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
-    monkeypatch.setattr(run, "gather_object", lambda found: other + found)
-    assert run._data_results(ready) == {
+    monkeypatch.setattr(run_module, "gather_object", lambda found: other + found)
+    assert run_module._data_results(ready) == {
         "rows_left_out": 1 + 5 + 10 + 4,
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,

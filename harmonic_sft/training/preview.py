@@ -1,15 +1,18 @@
-"""The plan of a run without loading it: resolved configuration, parameters, memory."""
+"""What a run would train, on what and in how much memory, without training it."""
 
 import logging
+import os
 
 from transformers import PreTrainedConfig
 
 from harmonic_sft.config import to_yaml
+from harmonic_sft.data import LabeledData
+from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import NeoBERTConfig, max_positions
+from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
-from harmonic_sft.training.model_loading import check_frozen, load_base_config
-from harmonic_sft.training.report import show_estimate, show_parts
-from harmonic_sft.training.run import check_plan
+from harmonic_sft.training.report import show_classes, show_estimate, show_parts
+from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -22,7 +25,8 @@ def dry_run(run: RunConfig) -> None:
     Raises:
         ValueError: What `train` would refuse before loading.
     """
-    check_plan(run)
+    args = run.training_arguments()
+    check_launch(args)
     config = _base_config(run)
     check_frozen(run, config)
     longest = max_positions(config.get_text_config())
@@ -31,7 +35,7 @@ def dry_run(run: RunConfig) -> None:
             f"data.context_length: expected at most the {longest} positions of the model, "
             f"got {run.data.context_length}"
         )
-    batch_size = run.training_arguments().per_device_train_batch_size
+    batch_size = args.per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", to_yaml(run))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
@@ -47,3 +51,29 @@ def _base_config(run: RunConfig) -> PreTrainedConfig:
             raise
         logger.info("%s cannot be reached; its published configuration is used.", NEOBERT)
         return NeoBERTConfig()
+
+
+def show_data(run: RunConfig, *, row: int = 0) -> None:
+    """Load the data of a run and print counts, lengths, fill rate, one row, and steps.
+
+    Args:
+        run: Its configuration.
+        row: Number of the row, or pack, that is shown.
+
+    Raises:
+        ValueError: Bad data, or no row of this number.
+    """
+    tokenizer, data = load_run_data(run)
+    if isinstance(data, LabeledData):
+        show_classes(data)
+        return
+    args = run.training_arguments()
+    batch_size = args.per_device_train_batch_size
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    inspect_data(
+        data,
+        tokenizer=tokenizer,
+        rows_per_step=batch_size * args.gradient_accumulation_steps * processes,
+        batch_size=batch_size,
+        seed_row=row,
+    )

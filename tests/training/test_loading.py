@@ -1,10 +1,18 @@
-"""Prototypes are the means of what the head sees of each class."""
+"""Loading: prototypes from class means, and nothing is read or hashed twice."""
+
+import hashlib
+import shutil
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
-from harmonic_sft.training.class_means import class_means
+from harmonic_sft.training import loading
+from harmonic_sft.training.loading import class_means
+from harmonic_sft.training.preview import dry_run
+from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
 
 LABELS = ["a", "b", "c"]
 
@@ -59,3 +67,53 @@ def test_a_class_without_rows_is_an_error(tiny_base):
     batch = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "labels": torch.tensor([0, 2])}
     with pytest.raises(ValueError, match=r"head.init: expected training rows .* none of \['b'\]"):
         class_means(model, [batch])
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count the tokenizers that are loaded and the files that are hashed."""
+    calls = {"tokenizers": 0, "hashes": 0}
+    originals = {
+        "tokenizers": (AutoTokenizer, AutoTokenizer.from_pretrained),
+        "hashes": (hashlib, hashlib.file_digest),
+    }
+
+    def count(kind):
+        owner, original = originals[kind]
+
+        def call(*args, **kwargs):
+            calls[kind] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, original.__name__, call)
+
+    for kind in originals:
+        count(kind)
+    return calls
+
+
+@pytest.fixture
+def package(monkeypatch, tiny_base, tmp_path):
+    """A base that comes as a Python package."""
+    folder = shutil.copytree(tiny_base, tmp_path / "tiny_package" / "model")
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setitem(loading.PACKAGES, "tiny_package", digest)
+    (folder.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def test_a_run_reads_its_tokenizer_once_and_hashes_its_base_once(make_yaml, package, counted):
+    run = load_run_config(make_yaml(), ["model.base=package:tiny_package"])
+    dry_run(run)
+    assert counted == {"tokenizers": 0, "hashes": 0}
+    prepare(run)
+    assert counted == {"tokenizers": 1, "hashes": 1}
+
+
+def test_other_weights_in_a_package_are_refused(make_yaml, package):
+    with (package / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    run = load_run_config(make_yaml(), ["model.base=package:tiny_package"])
+    with pytest.raises(ValueError, match=r"expected the published weights in package tiny_package"):
+        prepare(run)

@@ -1,4 +1,4 @@
-"""Calibration finds what a fine grid finds, and changes nothing else."""
+"""The fitted exponent is what a fine grid finds, and nothing else is changed."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.training.calibration import apply_calibration_, calibrate_, first_batches
+from harmonic_sft.training.head_swap import first_batches, fit_h_exp
 from tests.decoders import V, save_decoder
 
 ROWS = torch.randint(3, V, (16, 40), generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,10 @@ def make(base, **head):
 
 
 @torch.no_grad()
-def loss_of(model):
+def loss_of(model, fit=None):
+    if fit is not None:
+        model.dist_head.weight.mul_(fit.scale)
+        model.h_exp = fit.h_exp
     return model(**BATCH).loss.item()
 
 
@@ -38,51 +41,46 @@ def loss_of(model):
 def test_the_exponent_is_the_best_of_a_fine_grid(base, head):
     model = make(base, h_exp=-30.0, **head)
     before = loss_of(model)
-    found = calibrate_(model, [BATCH])
-    assert found.tokens == 16 * 39
-    assert found.scale == 1
-    assert found.h_exp == pytest.approx(TRUTH, rel=0.2)
-    after = loss_of(model)
-    assert after == pytest.approx(found.loss, rel=1e-4)
+    fit = fit_h_exp(model, [BATCH])
+    assert loss_of(model) == before
+    assert fit.tokens == 16 * 39
+    assert fit.scale == 1
+    assert fit.h_exp == pytest.approx(TRUTH, rel=0.2)
+    after = loss_of(model, fit)
+    assert after == pytest.approx(fit.loss, rel=1e-4)
     assert after < before
     for factor in (0.5, 0.8, 0.95, 1.05, 1.2, 2.0):
-        model.h_exp = found.h_exp * factor
+        model.h_exp = fit.h_exp * factor
         assert loss_of(model) >= after - 1e-5, factor
 
 
 def test_off_the_sphere_the_length_of_the_prototypes_too(base):
     model = make(base, unit_sphere=False)
     weight = model.dist_head.weight.detach().clone()
-    found = calibrate_(model, [BATCH])
-    assert found.scale != 1
-    torch.testing.assert_close(model.dist_head.weight.detach(), weight * found.scale)
-    best = loss_of(model)
+    fit = fit_h_exp(model, [BATCH])
+    assert fit.scale != 1
+    assert torch.equal(model.dist_head.weight, weight)
+    best = loss_of(model, fit)
     for factor in (0.7, 1.4):
         with torch.no_grad():
-            model.dist_head.weight.copy_(weight * found.scale * factor)
-        model.h_exp = found.h_exp
+            model.dist_head.weight.copy_(weight * fit.scale * factor)
         assert loss_of(model) > best - 1e-4, factor
-    again = make(base, unit_sphere=False)
-    apply_calibration_(again, found)
-    assert loss_of(again) == pytest.approx(best, rel=1e-5)
 
 
 def test_tied_prototypes_keep_their_length(base):
     head = {"name": "dist", "unit_sphere": False}
     model = HarmonicForCausalLM.from_base(str(base), head=head, tie=True)
-    embeddings = model.get_input_embeddings().weight.detach().clone()
     before = loss_of(model)
-    assert calibrate_(model, [BATCH]).scale == 1
-    assert torch.equal(model.get_input_embeddings().weight, embeddings)
-    assert loss_of(model) < before
+    fit = fit_h_exp(model, [BATCH])
+    assert fit.scale == 1
+    assert loss_of(model, fit) < before
 
 
-def test_a_rotation_around_the_distances_is_calibrated_too(base):
+def test_the_exponent_of_a_rotation_around_the_distances_is_fitted_too(base):
     head = {"name": "rotation", "inner": {"name": "dist", "h_exp": -30.0}}
     model = HarmonicForCausalLM.from_base(str(base), head=head)
     before = loss_of(model)
-    calibrate_(model, [BATCH])
-    assert loss_of(model) < before
+    assert loss_of(model, fit_h_exp(model, [BATCH])) < before
 
 
 def test_training_mode_and_random_numbers_are_left_alone(base):
@@ -90,17 +88,17 @@ def test_training_mode_and_random_numbers_are_left_alone(base):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    calibrate_(model, [BATCH])
+    fit_h_exp(model, [BATCH])
     assert model.dist_head.training
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_heads_without_an_exponent_and_rows_without_labels_are_errors(base):
     with pytest.raises(ValueError, match="expected logits proportional to h_exp"):
-        calibrate_(HarmonicForCausalLM.from_base(str(base), head={"name": "cosine"}), [BATCH])
+        fit_h_exp(HarmonicForCausalLM.from_base(str(base), head={"name": "cosine"}), [BATCH])
     empty = {**BATCH, "labels": torch.full_like(ROWS, -100)}
     with pytest.raises(ValueError, match="expected labelled tokens, got none"):
-        calibrate_(make(base), [empty])
+        fit_h_exp(make(base), [empty])
 
 
 def test_a_table_is_sampled_evenly():

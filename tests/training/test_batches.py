@@ -1,0 +1,96 @@
+"""What the CPU counts is what the model would find, and no device is waited for."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
+from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
+
+ROWS = [[-100, 3, 4, -100], [5, -100, -100, 6]]
+BATCH = {
+    "input_ids": torch.ones(2, 4, dtype=torch.int64),
+    "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+    "labels": torch.tensor(ROWS),
+}
+
+
+def count(batch, *, causal=False, num_classes=10):
+    collator = CountingCollator(
+        collator=lambda rows: dict(batch), num_classes=num_classes, causal=causal
+    )
+    return collator([])
+
+
+@pytest.mark.parametrize(("causal", "positions"), [(False, [1, 2, 4, 7]), (True, [1, 2, 7])])
+def test_labels_and_tokens_are_counted(causal, positions):
+    batch = count(BATCH, causal=causal)
+    assert batch["label_positions"].tolist() == positions
+    assert batch["num_tokens"] == 7
+    without_padding = {key: BATCH[key] for key in ("input_ids", "labels")}
+    assert count(without_padding)["num_tokens"] == 8
+
+
+def test_classes_of_whole_texts_are_counted():
+    batch = {"input_ids": BATCH["input_ids"], "labels": torch.tensor([2, -100])}
+    assert count(batch)["label_positions"].tolist() == [0]
+
+
+def test_a_label_that_is_no_class_is_refused():
+    with pytest.raises(ValueError, match="labels: expected values from 0 to 5 or -100, got 3 to 6"):
+        count(BATCH, num_classes=6)
+
+
+def test_split_batch_keeps_rows_and_order():
+    batch = {"input_ids": torch.arange(10).view(5, 2), "labels": torch.arange(5).view(5, 1)}
+    batch["label_positions"] = torch.arange(5)
+    chunks = split_batch(batch, 2)
+    assert [len(chunk["labels"]) for chunk in chunks] == [3, 2]
+    assert torch.equal(torch.cat([chunk["input_ids"] for chunk in chunks]), batch["input_ids"])
+    assert all(chunk.keys() == {"input_ids", "labels"} for chunk in chunks)
+    assert split_batch(batch, 1) == [batch]
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations that would wait for a GPU: values and shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "_unsafe_index") else []
+        if any(mask is not None and mask.dtype == torch.bool for mask in masks):
+            self.seen.append(f"{name} by a mask")
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "plain labels"])
+def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
+    """But what transformers' body looks at by itself; plain labels are looked at."""
+    body, whole = Waits(), Waits()
+    training_step, track = HarmonicTrainer.training_step, HarmonicTrainer._track_num_input_tokens
+
+    def counted_step(self, model, inputs, num_items_in_batch=None):
+        if not counted:
+            del inputs["label_positions"]
+        with body:
+            head_inputs(model, inputs)
+        with whole:
+            return training_step(self, model, inputs, num_items_in_batch)
+
+    def counted_track(self, inputs):
+        with whole:
+            track(self, inputs)
+
+    monkeypatch.setattr(HarmonicTrainer, "training_step", counted_step)
+    monkeypatch.setattr(HarmonicTrainer, "_track_num_input_tokens", counted_track)
+    trainer = prepare(load_run_config(make_yaml(training={"max_steps": 2}))).trainer
+    trainer.train()
+    assert (whole.seen == body.seen) == counted, whole.seen
+    assert trainer.state.num_input_tokens_seen > 0
