@@ -25,7 +25,7 @@ from harmonic_sft.models import (
     load_checked,
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED
+from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
@@ -229,7 +229,7 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
         setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
     if config.model_type in SOFT_CAPPED:
         softcap = model.dist_head.settings().get("softcap")
-        setattr(config, SOFT_CAPPED[config.model_type], softcap)
+        config.final_logit_softcapping = softcap
     with torch.device("meta"):
         native = AutoModelForCausalLM.from_config(config)
     setattr(native, native.base_model_prefix, model.model.backbone)

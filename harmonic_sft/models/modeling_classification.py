@@ -15,7 +15,6 @@ from transformers.utils import can_return_tuple
 from .bases import copy_head_, load_base
 from .configuration_harmonic import HarmonicConfig
 from .modeling_harmonic import HarmonicHeadModel
-from .objective import mean_token_loss
 
 
 class HarmonicClassifier(HarmonicHeadModel):
@@ -104,22 +103,14 @@ class HarmonicClassifier(HarmonicHeadModel):
         """Return the loss, and logits `[B, S, V]` of what `select` leaves."""
         assert outputs.last_hidden_state is not None, "every backbone returns it"
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
-        loss = None
         if labels is not None:
             if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
                 raise ValueError(
                     "labels: expected one class number for each of "
                     f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
                 )
-            loss = mean_token_loss(
-                self.loss_fn,
-                self.dist_head,
-                states,
-                labels.reshape(states.shape[:2]),
-                num_items_in_batch=num_items_in_batch,
-            )
-        logits = self.dist_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return loss, logits
+            labels = labels.reshape(states.shape[:2])
+        return self._loss(states, labels, num_items_in_batch), self._logits(states)
 
 
 class HarmonicForSequenceClassification(HarmonicClassifier):

@@ -30,7 +30,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         model: The backbone.
         dist_head: The head, in float32.
         loss_fn: What `forward` minimizes: maps head, `[N, D]` and labels `[N]` to `[N]`.
+        is_causal: Whether position t predicts token t + 1.
     """
+
+    is_causal: ClassVar[bool] = False
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
@@ -96,6 +99,25 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         model.config.head = model.dist_head.settings()
         return model.eval()
 
+    def _loss(
+        self, hidden_states: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None
+    ) -> Tensor | None:
+        """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
+        if labels is None:
+            return None
+        return mean_token_loss(
+            self.loss_fn,
+            self.dist_head,
+            hidden_states,
+            labels,
+            num_items_in_batch=num_items_in_batch,
+            causal=self.is_causal,
+        )
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
+        return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
+
     @property
     def h_exp(self) -> float | None:
         """The head's exponent, None for heads without one."""
@@ -158,8 +180,6 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
 class HarmonicLanguageModel(HarmonicHeadModel):
     """A backbone with a head over its tokens: what encoders and decoders share."""
-
-    is_causal: ClassVar[bool] = False
 
     def class_embeddings(self) -> Tensor:
         """Return the input embeddings `[V, D]`: the classes are tokens."""
@@ -281,21 +301,9 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         """
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_states = outputs.last_hidden_state  # [B, T, D]
-        loss = logits = None
-        if labels is not None:
-            loss = mean_token_loss(
-                self.loss_fn,
-                self.dist_head,
-                hidden_states,
-                labels,
-                num_items_in_batch=num_items_in_batch,
-            )
-        if labels is None or output_logits:
-            flat = self.dist_head(hidden_states.flatten(0, 1))  # [B * T, V]
-            logits = flat.unflatten(0, hidden_states.shape[:2])
         return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
+            loss=self._loss(hidden_states, labels, num_items_in_batch),
+            logits=self._logits(hidden_states) if labels is None or output_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -314,7 +314,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             documents = find_packed_sequence_indices(position_ids)  # [B, T], None if not packed
             if documents is not None:
                 if is_flash_attention_requested(self.config):
-                    return None, _flash_packing(position_ids, attention_mask)
+                    if attention_mask is not None:
+                        raise ValueError(
+                            "attention_mask: expected None beside packed position_ids under flash "
+                            "attention, got a tensor. Make the padding a document of its own"
+                        )
+                    return None, flash_boundaries(position_ids)
                 same_document = packed_sequence_mask_function(documents)
         mask = create_bidirectional_mask(
             self.config, hidden_states, attention_mask, and_mask_function=same_document
@@ -322,13 +327,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         return mask, {}
 
 
-def _flash_packing(position_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
-    """Return the document boundaries as flash attention wants them."""
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: expected None beside packed position_ids under flash attention, "
-            "got a tensor. Make the padding a document of its own"
-        )
+def flash_boundaries(position_ids: Tensor) -> dict[str, Any]:
+    """Return where the documents of `[B, T]` positions begin, as flash attention wants it."""
     lengths, longest = prepare_fa_kwargs_from_position_ids(position_ids)
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     return dict(zip(names, lengths + longest, strict=True))

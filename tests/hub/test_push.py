@@ -90,7 +90,7 @@ def test_a_revision_is_the_checkpoint_of_its_time(hub, loaded, pushed):
 def test_the_first_push_in_mid_training_has_code_and_card(hub, pushed):
     _, first, *_, last = hub.commits("alice/full")
     files = hub.files("alice/full", first)
-    assert {"modeling_harmonic.py", "heads.py", "partial.py", "README.md"} <= files.keys()
+    assert {"modeling_harmonic.py", "heads.py", "bases.py", "README.md"} <= files.keys()
     assert b"-8" in files["README.md"]
     assert "training.png" in hub.files("alice/full", last)
 
