@@ -24,8 +24,8 @@ from harmonic_sft.models import (
     LinearHead,
     load_checked,
 )
-from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED
+from harmonic_sft.models.configuration_harmonic import quantization_method
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
