@@ -74,16 +74,6 @@ TASKS = {
 }
 
 
-class Base(NamedTuple):
-    """How a card writes the base: as text, in code, and where to get it if not from the Hub."""
-
-    text: str
-    python: str
-    hub_name: str | None = None
-    import_line: str | None = None
-    where: str | None = None
-
-
 def model_card(
     config: HarmonicConfig,
     *,
@@ -113,7 +103,7 @@ def model_card(
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
     names = [name for name in config.architectures or [] if name in TASKS]
     architecture = names[0] if names else "HarmonicForMaskedLM"
-    base, task, name = _base(config), TASKS[architecture], repo_id.split("/")[-1]
+    task, name, hub_name = TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
     context: dict[str, Any] = {
@@ -126,7 +116,8 @@ def model_card(
         "architecture": architecture,
         "task": task,
         "head_kind": HEAD_KINDS.get(config.head["name"], "an output head of its own kind"),
-        "base": base,
+        "base": _base(config),
+        "hub_name": hub_name,
         "head_file": HEAD_FILE,
         "blocks_file": None if all(n.startswith("dist_head.") for n in trained) else BLOCKS_FILE,
         "step": results.get("steps") if step is None else step,
@@ -143,10 +134,9 @@ def model_card(
         "evaluation": _evaluation(results, has_h_exp=config.h_exp is not None),
         "figure": figure,
         "environment": results.get("environment") or {},
-        "training_time": _duration(results.get("train_seconds")),
+        "minutes": (results.get("train_seconds") or 0) / 60,
         "resumed": (results.get("config") or {}).get("resume"),
     }
-    hub_name = None if base is None else base.hub_name
     sources = run["data"].get("sources") or []
     evaluated = _eval_results(
         results.get("final") or {}, sources if held_out is None else [held_out], task
@@ -208,26 +198,23 @@ def _best_value(final: dict[str, Any]) -> str:
     return "value" if factor is None else f"inverse temperature {factor:g}"
 
 
-def _base(config: HarmonicConfig) -> Base | None:
+def _hub_name(config: HarmonicConfig) -> str | None:
+    """Return the base's name on the Hub, None if it is not there."""
+    name = config.base_model
+    return name if name is not None and is_on_hub(name, config.base_revision) else None
+
+
+def _base(config: HarmonicConfig) -> str | None:
     """Name the base; of a folder, only the last part of its path."""
     name = config.base_model
     if name is None:
         return None
+    if _hub_name(config) is not None:
+        return f"[{_escape(name)}](https://huggingface.co/{name})"
     if name.startswith("package:"):
-        package = name.removeprefix("package:")
-        return Base(
-            text=f"the Python package {_code(package)}",
-            python=f'str(files({_python(package)}) / "model")',
-            import_line="from importlib.resources import files",
-            where=f"it comes with the Python package {_code(package)}.",
-        )
-    if is_on_hub(name, config.base_revision):
-        link = f"[{_escape(name)}](https://huggingface.co/{name})"
-        return Base(text=link, python=_python(name), hub_name=name)
-    folder = last_part(name) or "base"
-    text = "A local model" if last_part(name) is None else _code(folder)
-    where = f"put it into the folder {_code(folder)}."
-    return Base(text=text, python=_python(folder), where=where)
+        return f"the model in the Python package {_code(name.removeprefix('package:'))}"
+    folder = last_part(name)
+    return "a local model" if folder is None else f"the local model {_code(folder)}"
 
 
 def _paths(sources: list[dict[str, Any]]) -> list[str]:
@@ -343,14 +330,6 @@ def _evaluation(results: dict[str, Any], *, has_h_exp: bool) -> str:
         unigrams = _show(results.get("unigram_loss"), ".3f")
         rows.append(("frequencies of the training text alone", unigrams, *[None] * 6))
     return _table(("", *(heading for heading, _, _ in columns.values())), rows)
-
-
-def _duration(seconds: float | None) -> str | None:
-    if not seconds:  # a run that was resumed after its last step has 0
-        return None
-    if seconds < 120:
-        return f"{seconds:.1f} seconds"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[str | None, ...]]) -> str:

@@ -62,8 +62,7 @@ def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> 
         write(trained, target, metadata)
         _write_config(trained, target, partial=form == "head")
         _copy(trained.path, target, ("generation_config.json",))
-    _copy(trained.path, target, TOKENIZER)
-    clean_tokenizer_config(target / "tokenizer_config.json")
+    copy_tokenizer(trained.path, target)
     if trained.figure is not None:
         shutil.copyfile(trained.figure, target / FIGURE)
     card = model_card(
@@ -139,8 +138,10 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
                 )
 
 
-def clean_tokenizer_config(path: Path) -> None:
-    """Take the folder that a tokenizer came from out of its configuration."""
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, without the name of the folder that it came from."""
+    _copy(source, target, TOKENIZER)
+    path = target / "tokenizer_config.json"
     if path.is_file():
         fields = json.loads(path.read_text())
         fields.pop("name_or_path", None)

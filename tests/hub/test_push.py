@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,35 +12,60 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
-from tests.clean_environment import clean_environment
 
-HERE = Path(__file__).parent
 TEXT = "aa ab [MASK] ad ba"
 
 
-@pytest.fixture(scope="session")
-def clean_python(tmp_path_factory):
-    """A virtual environment with torch, transformers and safetensors only."""
-    return clean_environment(tmp_path_factory.mktemp("clean") / "venv")
+READER = """
+import json, sys, torch
+import huggingface_hub.constants
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+text, target, mode, *repos = sys.argv[1:]
+# The variable HF_HUB_OFFLINE, which is read when the client is imported.
+huggingface_hub.constants.HF_HUB_OFFLINE = mode == "offline"
+tensors, found = {}, {}
+for repo in repos:
+    name, _, revision = repo.partition("@")
+    options = {"revision": revision or None, "trust_remote_code": True}
+    model = AutoModelForMaskedLM.from_pretrained(name, **options)
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    batch = tokenizer([text], return_tensors="pt")
+    with torch.no_grad():
+        tensors[repo] = model(**batch).logits
+        backbone = AutoModel.from_pretrained(name, **options)
+        tensors[f"{repo} hidden"] = backbone(**batch).last_hidden_state
+    saved = f"{target}-{name.replace('/', '-')}"
+    model.save_pretrained(saved)  # of the form head, a whole checkpoint
+    again = AutoModelForMaskedLM.from_pretrained(saved, trust_remote_code=True)
+    with torch.no_grad():
+        tensors[f"{repo} saved again"] = again(**batch).logits
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+    features = pipeline("feature-extraction", model=backbone, tokenizer=tokenizer)
+    tensors[f"{repo} features"] = torch.tensor(features(text))
+    found[repo] = {
+        "fill": fill(text),
+        "h_exp": model.h_exp,
+        "module": type(model).__module__,
+    }
+save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target)
+sys.stdout.write("\\n" + json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="session")
-def loaded(hub, pushed, clean_python, tmp_path_factory):
+def loaded(hub, pushed, elsewhere, tmp_path_factory):
     """Every repo as loaded without this package: over the network, then from the cache alone."""
-    home = tmp_path_factory.mktemp("reader")
+    folder = tmp_path_factory.mktemp("loaded")
     first = hub.commits("alice/full")[1]  # the Hub makes the first one itself
-    repos = ["alice/full", "alice/head", f"alice/full@{first}"]
     results = {}
-    for mode in ("online", "offline"):
-        environment = hub.environment(home)
-        if mode == "offline":
-            environment |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-        words = [clean_python, "-I", HERE / "load_anywhere.py", TEXT, home / mode, *repos]
-        done = subprocess.run(
-            [str(word) for word in words], capture_output=True, text=True, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        results[mode] = (load_file(home / mode), json.loads(done.stdout))
+    for mode, more in (("online", [f"alice/full@{first}"]), ("offline", [])):
+        words = (TEXT, folder / mode, mode, "alice/full", "alice/head", *more)
+        num_requests = len(hub.requests)
+        written = elsewhere(READER, *words)
+        assert (len(hub.requests) > num_requests) == (mode == "online")
+        results[mode] = (load_file(folder / mode), json.loads(written.splitlines()[-1]))
     return results
 
 
@@ -219,7 +243,7 @@ def test_repos_of_other_models_are_refused(hub, client, pushed):
         ("weights", {"weights.safetensors": b"1"}, "weights of another model"),
         ("diffusion", {"unet/model.safetensors": b"1"}, "weights of another model"),
         ("yolo", {"best.pt": b"1"}, "weights of another model"),
-        ("broken", {"config.json": b"{"}, "to be JSON"),
+        ("broken", {"config.json": b"{"}, "with model_type None instead of 'harmonic'"),
         ("list", {"adapter_config.json": b"[]"}, "an adapter of another"),
     ):
         hub.add_repo(f"alice/{name}", files)
