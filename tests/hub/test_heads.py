@@ -73,7 +73,9 @@ def test_the_card_has_words_for_every_head():
 
 
 def test_every_head_loads_where_this_package_is_not(base, tmp_path, elsewhere):
-    for number, (name, head) in enumerate(VARIANTS.items()):
+    first = {head["name"]: name for name, head in reversed(VARIANTS.items())}
+    for number, name in enumerate({*first.values(), *PARTIAL}):
+        head = VARIANTS[name]
         model = trained(base, head)
         folder = f"{number}_{head['name']}"
         model.save_pretrained(tmp_path / "models" / folder)
