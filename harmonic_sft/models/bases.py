@@ -110,14 +110,7 @@ def load_base(
         backbone, head = model.base_model, LinearHead(config.hidden_size, config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
     elif is_causal and not is_ours:
-        model = _load_decoder(name, **source)
-        backbone, head, generation_config = (
-            model.base_model,
-            old_head(model),
-            model.generation_config,
-        )
-        if model.device.type != "meta" and not isinstance(head.weight, FakeTensor):
-            _try(model, head, name)
+        backbone, head, generation_config = _load_decoder(name, **source)
     else:
         backbone = load_backbone(name, **source)
     check_embeddings(name, backbone)
@@ -226,11 +219,15 @@ def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) 
         )
 
 
-def _load_decoder(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load a causal language model of transformers' own.
+def _load_decoder(
+    name: str, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel, LinearHead, GenerationConfig]:
+    """Load a causal language model and take it apart: backbone, head, how it generates.
 
     Raises:
-        ValueError: It is not a native decoder of text, or the checkpoint does not fill it.
+        ValueError: It is not a native decoder of text with a cache of keys and values, the
+            checkpoint does not fill it, or its logits are more than a linear layer, factors and
+            soft caps.
     """
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known or config.get_text_config() is not config:
@@ -243,7 +240,10 @@ def _load_decoder(name: str, config: PreTrainedConfig, **options: Any) -> PreTra
         raise ValueError(
             f"base {name}: expected a backbone below the head, got none in {type(model).__name__}"
         )
-    return model
+    head = old_head(model)
+    if model.device.type != "meta" and not isinstance(head.weight, FakeTensor):
+        _try(model, head, name)
+    return model.base_model, head, model.generation_config
 
 
 @torch.no_grad()
@@ -278,12 +278,7 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 
 @torch.no_grad()
 def _try(model: PreTrainedModel, head: LinearHead, name: str) -> None:
-    """Run a few tokens: taken apart, a decoder must predict what it did, and from the past alone.
-
-    Raises:
-        ValueError: Tokens see those behind them, there is no cache of keys and values, or the
-            logits are more than a linear layer, a factor and a soft cap.
-    """
+    """Run a few tokens: a decoder in parts must predict what it did, and from the past alone."""
     model.eval()
     vocab_size = model.config.vocab_size
     rows = torch.arange(2 * TRIED, device=model.device).view(2, TRIED) * 7 % vocab_size

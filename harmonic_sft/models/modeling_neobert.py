@@ -32,7 +32,7 @@ def rotary_embedding(position_ids: Tensor, head_dim: int, theta: float) -> tuple
     when the model is built on the meta device, and a complex one broken by a cast to bfloat16.
 
     Args:
-        position_ids: `[B, T]`, or `[1, T]` for the same positions in every row.
+        position_ids: `[B, T]` or `[1, T]`.
         head_dim: D / H, even.
         theta: Pair i turns by `theta ** (-2 * i / head_dim)` radians per position.
 
@@ -55,11 +55,11 @@ def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         states: `[..., D / H]`, queries or keys.
-        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`.
-        sin: As `cos`.
+        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`, as `sin`.
+        sin: Of the same angles.
 
     Returns:
-        The shape and the dtype of `states`; computed in float32, to which `cos` promotes.
+        The shape and the dtype of `states`; computed in float32.
     """
     even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -128,7 +128,7 @@ class NeoBERTAttention(nn.Module):
         Args:
             qkv: `[B, T, 3 D]`, head by head: query, key and value of head 0, then of head 1.
             attention_mask: In the form of the attention implementation.
-            position_embeddings: Cosine and sine, `[B, T, D / (2 H)]` or `[1, T, D / (2 H)]`.
+            position_embeddings: Cosine and sine of `rotary_embedding`.
             **kwargs: Passed to the attention implementation.
 
         Returns:
@@ -367,14 +367,13 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         """Predict the tokens, and score the prediction if there are labels.
 
         Args:
-            input_ids: As in `NeoBERTModel`.
-            attention_mask: As in `NeoBERTModel`.
+            input_ids: As in `NeoBERTModel`, and all others but the next.
+            attention_mask: See there.
             token_type_ids: Ignored.
-            position_ids: As in `NeoBERTModel`.
-            inputs_embeds: As in `NeoBERTModel`.
+            position_ids: See there.
+            inputs_embeds: See there.
             labels: `[B, T]`, -100 where nothing is to be predicted.
-            **kwargs: As in `NeoBERTModel`; also `num_items_in_batch`, by which the summed loss is
-                divided instead of by the number of labels.
+            **kwargs: See there; also `num_items_in_batch`, which divides the summed loss.
 
         Returns:
             `logits` `[B, T, V]`, and with labels `loss`, the mean cross-entropy in nats.
