@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from peft import LoraConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmonic_sft.hub.run_folder import public_base, read_tensors
-from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicConfig
 
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before every name
 BACKBONE = "model.backbone"
+HEAD = "dist_head"
 
 
 def write_adapter(
@@ -45,9 +45,7 @@ def write_adapter(
         tensors = load_file(adapter / WEIGHTS_NAME)
     else:
         trained = config.trained_parameters or []
-        with torch.device("meta"):
-            model = HarmonicForMaskedLM(config)  # whatever the task: only names are read
-        modules = covering_modules(model, trained)
+        modules = covering_modules(trained)
         saved = dict(read_tensors(folder, tuple(f"{module}." for module in modules)))
         missing = sorted(set(trained) - saved.keys())
         if missing:
@@ -92,30 +90,13 @@ def save_peft(
     save_file(tensors, folder / WEIGHTS_NAME, metadata=metadata or {"format": "pt"})
 
 
-def covering_modules(model: nn.Module, trained: Iterable[str]) -> list[str]:
-    """Return the names of the modules that hold the parameters `trained`, the fewest possible.
-
-    A module all of whose parameters are trained stands for its parts, up to a whole block or the
-    head. A module that holds a trained parameter is named even if others of it are not trained:
-    PEFT saves whole modules.
+def covering_modules(trained: Iterable[str]) -> list[str]:
+    """Return the modules that PEFT saves whole: the head, and every layer with a trained parameter.
 
     Args:
-        model: A harmonic model; its weights are not looked at.
-        trained: Names of parameters of `model`.
+        trained: Names of parameters of a harmonic model.
     """
-    names = set(trained)
-    found = {_widest_module(model, name.rpartition(".")[0], names) for name in names}
+    found = {n.rpartition(".")[0] for n in trained if not n.startswith(f"{HEAD}.")} | {HEAD}
     return sorted(
         name for name in found if not any(name.startswith(f"{other}.") for other in found)
     )
-
-
-def _widest_module(model: nn.Module, owner: str, trained: set[str]) -> str:
-    parent = owner.rpartition(".")[0]
-    if not parent.startswith(f"{BACKBONE}."):
-        return owner  # the head, or a direct part of the backbone
-    module = model.get_submodule(parent)
-    parameters = {f"{parent}.{name}" for name, _ in module.named_parameters()}
-    if isinstance(module, nn.ModuleList) or not parameters <= trained:
-        return owner  # a list of blocks has no forward that PEFT could wrap
-    return _widest_module(model, parent, trained)
