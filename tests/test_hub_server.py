@@ -264,49 +264,6 @@ def test_commits_are_whole_and_their_parent_is_checked(hub):
     assert all(len(sha) == 40 and int(sha, 16) for sha in hub.commits("alice/model"))
 
 
-def test_head_answers_with_the_headers_alone(hub):
-    sha = hub.add_repo("alice/model", {"model.safetensors": b"weights", "config.json": b"{}"})
-    weights = "/alice/model/resolve/main/model.safetensors"
-    response, body = ask(hub, "HEAD", weights, Authorization="")
-    oid = hashlib.sha256(b"weights").hexdigest()
-    expected = {"X-Repo-Commit": sha, "Content-Length": "7", "ETag": f'"{oid}"'}
-    expected |= {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": "7"}
-    assert (response.status, body) == (200, b"")
-    assert expected.items() <= dict(response.headers).items()
-    response, _ = ask(hub, "HEAD", "/alice/model/resolve/main/config.json")
-    assert response.headers["ETag"] == f'"{hashlib.sha1(b"blob 2" + bytes(1) + b"{}").hexdigest()}"'
-    assert "X-Linked-Etag" not in response.headers
-    response, _ = ask(hub, "HEAD", "/alice/model/resolve/main/none.json")
-    assert response.headers["X-Error-Code"] == "EntryNotFound"
-    assert response.headers["X-Repo-Commit"] == sha  # the client remembers what is not there
-
-
-@pytest.mark.parametrize(
-    ("card", "status"),
-    [
-        ("---\nlicense: mit\ntags:\n- a\nmodel-index:\n  - name: b\n---\n# Text", 200),
-        ("# Only text", 200),
-        ("---\nlicense: mit\n", 400),
-        ("---\nlicense\n---\n", 400),
-    ],
-)
-def test_metadata_of_a_card_must_parse(hub, card, status):
-    body = {"repoType": "model", "content": card}
-    response, answer = ask(hub, "POST", "/api/validate-yaml", body, Authorization="")
-    assert response.status == status
-    assert bool(json.loads(answer)["errors"]) == (status == 400)
-
-
-def test_requests_that_are_no_part_of_the_protocol_are_refused(hub):
-    assert ask(hub, "GET", "/api/agent-harnesses")[0].status == 404
-    assert ask(hub, "GET", "/api/repos/create")[0].status == 404
-    assert ask(hub, "POST", "/api/repos/create", b"{")[0].status == 400
-    _, answer = ask(hub, "POST", "/api/repos/create", {"type": "model"})
-    assert json.loads(answer)["error"] == "Malformed request: KeyError('organization')"
-    refused = [("GET", "/api/agent-harnesses", 404), ("GET", "/api/repos/create", 404)]
-    assert hub.requests == [*refused, *[("POST", "/api/repos/create", 400)] * 2]
-
-
 def test_injected_faults_end_after_the_given_number(hub):
     hub.fail("GET", "whoami", status=401)
     hub.fail("GET", "whoami", status=503, times=2)

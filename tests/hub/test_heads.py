@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM
 from harmonic_sft.hub.model_card import HEAD_KINDS
 from harmonic_sft.models import HEADS, HarmonicForMaskedLM
 from tests.head_variants import VARIANTS, D, V
-from tests.models.test_partial import cache_repo, write_partial
+from tests.models.test_modeling_backbone import cache_repo, write_partial
 
 # With a learned matrix of their own, or with one weight for several heads.
 PARTIAL = ("rotation of dist", "rotation of multi_head", "multi_head", "multi_head of cosine")
