@@ -12,7 +12,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from .bases import copy_head_, load_base
+from .bases import load_base
 from .configuration_harmonic import HarmonicConfig
 from .modeling_harmonic import HarmonicHeadModel
 
@@ -81,17 +81,14 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"init base_head: expected the labels of base {base.name} in their order, "
                 f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
             )
-        model = cls._around(
+        return cls._around(
             base,
-            dict(head or {"name": "dist"}),
+            head,
+            keep_head=init == "base_head",
             id2label=dict(enumerate(labels)),
             label2id={label: index for index, label in enumerate(labels)},
             pooling=pooling,
         )
-        if init == "base_head":
-            copy_head_(model.dist_head, base)
-            model.config.head = model.dist_head.settings()
-        return model
 
     def _classify(
         self,

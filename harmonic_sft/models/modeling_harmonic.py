@@ -73,14 +73,25 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return self.dist_head.prototypes
 
     @classmethod
-    def _around(cls, base: Base, head: dict[str, Any], **fields: Any) -> Self:
+    def _around(
+        cls,
+        base: Base,
+        head: dict[str, Any] | None,
+        *,
+        embeddings: Tensor | None = None,
+        keep_head: bool = False,
+        **fields: Any,
+    ) -> Self:
         """Build the model around a loaded base, with a new head in evaluation mode.
 
         Args:
             base: Of `load_base`.
-            head: `{"name": ..., fields...}`.
+            head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
+            embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
+            keep_head: Give the head all weights of the base's own.
             fields: Further ones of the configuration.
         """
+        head = dict(head or {"name": "dist"})
         config = HarmonicConfig(
             text_config=base.backbone.config,
             head=head,
@@ -96,7 +107,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         ).to(base.backbone.device)
         vars(model)["hf_quantizer"] = vars(base.backbone).get("hf_quantizer")
         settle_quantized_(model)
+        if keep_head:
+            copy_head_(model.dist_head, base)
+        elif embeddings is not None:
+            model.dist_head.initialize_(embeddings)
         model.config.head = model.dist_head.settings()
+        model.tie_weights()
         return model.eval()
 
     def _loss(
@@ -240,29 +256,27 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
-        embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
-        if init == "output_embeddings":
+        embeddings: Tensor | None = None
+        if init == "input_embeddings":
+            embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
+        elif init == "output_embeddings":
             if base.head is None:
                 raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
             embeddings = base.head.prototypes
         hidden_size = base.backbone.config.hidden_size
-        if init != "base_head" and embeddings.shape[1] != hidden_size:
+        if embeddings is not None and embeddings.shape[1] != hidden_size:
             raise ValueError(
                 f"base {base.name}: expected input embeddings as wide as the hidden states "
                 f"({hidden_size}), got {embeddings.shape[1]}"
             )
         model = cls._around(
             base,
-            dict(head or {"name": "dist"}),
+            head,
+            embeddings=embeddings,
+            keep_head=init == "base_head",
             tie_word_embeddings=tie,
             is_causal=cls.is_causal,
         )
-        if init == "base_head":
-            copy_head_(model.dist_head, base)
-        else:
-            model.dist_head.initialize_(embeddings)
-        model.config.head = model.dist_head.settings()
-        model.tie_weights()
         if base.generation_config is not None:
             model.generation_config = copy.deepcopy(base.generation_config)
         return model
