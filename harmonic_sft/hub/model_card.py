@@ -107,7 +107,11 @@ def model_card(
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
     context: dict[str, Any] = {
-        **{"show": _show, "escape": _escape, "code": _code, "python": _python, "quote": quote},
+        "show": _show,
+        "escape": _escape,
+        "code": _code,
+        "python": _python,
+        "quote": quote,
         "repo_id": repo_id,
         "name": name,
         "form": form,

@@ -33,6 +33,7 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 
 # What an earlier push may have left.
 CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
+OLD_CODE = ("decoders.py", "packing.py", "partial.py")  # of models/ in earlier versions
 OURS = (
     "config.json",
     "generation_config.json",
@@ -44,6 +45,7 @@ OURS = (
     "adapter_config.json",
     "adapter_model.safetensors",
     *CODE,
+    *OLD_CODE,
     *SENTENCES,
     *TOKENIZER,
 )
