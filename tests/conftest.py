@@ -29,6 +29,8 @@ import yaml  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer  # noqa: E402
 
+from tests.elsewhere import Elsewhere  # noqa: E402
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [first + second for first in LETTERS for second in LETTERS[:4]]  # 104 words
@@ -38,6 +40,15 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 def pytest_unconfigure() -> None:
     CACHE.cleanup()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory):
+    """Runs programs where this package is not installed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    machine = Elsewhere(folder, {**os.environ, "HF_HOME": str(folder), "PYTHONPATH": ""})
+    yield machine
+    machine.close()
 
 
 @pytest.fixture(scope="session")

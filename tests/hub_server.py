@@ -57,7 +57,7 @@ class Repo:
     private: bool
     gated: bool = False
     branches: dict[str, Commit] = field(default_factory=dict)
-    fixed: dict[str, Commit] = field(default_factory=dict)  # by sha and by tag
+    fixed: dict[str, Commit] = field(default_factory=dict)  # by sha
     objects: dict[str, bytes] = field(default_factory=dict)  # LFS, by sha256
     announced: dict[str, int] = field(default_factory=dict)  # sizes of the uploads a batch allowed
 
@@ -75,36 +75,21 @@ class Repo:
         return sha
 
     def apply(self, key: str, value: dict, files: dict[str, Entry]) -> None:
-        path, folder = value["path"], value["path"].rstrip("/") + "/"
+        path = value["path"]
         if key == "file":
             files[path] = Entry(base64.b64decode(value["content"], validate=True), lfs=False)
         elif key == "lfsFile":
             if value["oid"] not in self.objects:
                 raise Refusal(400, f"LFS pointer pointed to a file that does not exist: {path}")
             files[path] = Entry(self.objects[value["oid"]], lfs=True)
+        elif {"deletedFile": path}[key] in files:
+            del files[path]
         else:
-            below = [name for name in files if name.startswith(folder)]
-            doomed = {"deletedFile": {path} & files.keys(), "deletedFolder": below}[key]
-            if not doomed:
-                raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-            for name in doomed:
-                del files[name]
+            raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
 
 
 def goes_to_lfs(path: str, size: int, sample: bytes) -> bool:
     return path.endswith(LFS_SUFFIXES) or size > 10 * 2**20 or b"\0" in sample
-
-
-def byte_range(header: str, size: int) -> slice | None:
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
-    if match is None or match[0] == "bytes=-":
-        return None  # not understood, so not honored
-    first, last = match.groups()
-    start = int(first) if first else max(size - int(last), 0)
-    stop = min(int(last) + 1, size) if first and last else size
-    if start >= stop:
-        raise Refusal(416, "Range Not Satisfiable", headers={"Content-Range": f"bytes */{size}"})
-    return slice(start, stop)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -174,8 +159,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(status, message, "RepoNotFound")
         if write and not owned:
             raise Refusal(403, "Authorization error.")
-        if "create_pr" in self.query:
-            raise Refusal(501, "Pull requests are not served here")
         return repo
 
     def whoami(self) -> None:
@@ -252,14 +235,12 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.server.endpoint}/{repo.repo_id}/commit/{sha}"
         self.reply({"commitOid": sha, "commitUrl": url})
 
-    def create_reference(self) -> None:
+    def create_branch(self) -> None:
         repo, wanted = self.repo(write=True), json.loads(self.body)
-        revision, tag = self.parts["revision"], wanted.get("tag")
-        references = repo.fixed if tag else repo.branches
-        name, start = (tag, revision) if tag else (revision, wanted.get("startingPoint", "main"))
-        if name in references:
+        name = self.parts["revision"]
+        if name in repo.branches:
             raise Refusal(409, f"Reference already exists: {name}")
-        references[name] = repo.at(start)
+        repo.branches[name] = repo.at(wanted.get("startingPoint", "main"))
         self.reply({})
 
     def info(self) -> None:
@@ -292,7 +273,7 @@ class Handler(BaseHTTPRequestHandler):
             message = f"Access to model {repo.repo_id} is restricted. You must be authenticated."
             raise Refusal(403 if self.user else 401, message, "GatedRepo")
         commit = repo.at(self.parts["revision"])
-        headers = {"X-Repo-Commit": commit.shas[-1], "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit.shas[-1]}
         if path not in commit.files:
             raise Refusal(404, "Entry not found", "EntryNotFound", headers)
         entry = commit.files[path]
@@ -300,11 +281,7 @@ class Handler(BaseHTTPRequestHandler):
         headers["Content-Type"] = "application/octet-stream"
         if entry.lfs:
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(size)}
-        part = byte_range(self.headers.get("Range", ""), size) if self.command == "GET" else None
-        if part is None:
-            return self.reply(entry.data, headers=headers)
-        headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
-        self.reply(entry.data[part], 206, headers)
+        self.reply(entry.data, headers=headers)
 
 
 REPO = r"/(?P<repo_id>[^/]+/[^/]+)"
@@ -319,7 +296,7 @@ ROUTES = (
     ("PUT", rf"{REPO}\.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})", Handler.lfs_put),
     ("POST", rf"{REPO}\.git/info/lfs/objects/verify", Handler.lfs_verify),
     ("POST", f"{API}/commit{REVISION}", Handler.commit),
-    ("POST", f"{API}/(branch|tag){REVISION}", Handler.create_reference),
+    ("POST", f"{API}/branch{REVISION}", Handler.create_branch),
     ("GET", f"{API}(/revision{REVISION})?", Handler.info),
     ("GET", f"{API}/tree{REVISION}(/(?P<path>.+))?", Handler.tree),
     ("GET", f"{REPO}/resolve{REVISION}/(?P<path>.+)", Handler.resolve),

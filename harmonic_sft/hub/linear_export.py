@@ -2,8 +2,7 @@
 
 import copy
 import json
-import os
-import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harmonic_sft.hub.staging import TOKENIZER, clean_tokenizer_config
+from harmonic_sft.hub.staging import copy_tokenizer
 from harmonic_sft.models import (
     AffineForm,
     DistanceForm,
@@ -24,8 +23,8 @@ from harmonic_sft.models import (
     LinearHead,
     load_checked,
 )
+from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
@@ -33,25 +32,16 @@ LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
     "HarmonicForCausalLM": HarmonicForCausalLM,
 }
 NUM_TEXTS, NUM_TOKENS = 4, 16  # of random tokens, to measure what rounding does
-COPIED = "The head of this model was linear already: weights and logits are unchanged."
-REPLACED = """The model was trained with another head:
-`{settings}`.
-In its place stands a linear head, for software that knows no other.
-
-**Only the order of the tokens is kept**: a softmax over these logits does not give the
-probabilities of the trained model.
-
-The order is the same up to rounding to {dtype}. {measured}"""
-ROUNDED = """The head of this model was linear already. Here it is rounded to {dtype}. {measured}"""
-MEASURED = """Measured on {num_states} hidden states of this
-model (of random tokens), against the trained head in float64: the first token was another one in
-{num_first} of {num_states} rankings, and {num_swapped} of {num_pairs} pairs of neighbors
-in the rankings had changed places. In fewer bits more of them will."""
-NATIVE = """# A {architecture} with the head of a harmonic model
-
-{text}
-
-This is an ordinary checkpoint of `{architecture}`, without code of its own:
+REPLACED = """The model was trained with another head: `{settings}`.
+In its place stands a linear head, for software that knows no other. **Only the order of the tokens
+is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
+the order alone. A softmax over these logits does not give the probabilities of the trained model,
+so sampling, beam search and perplexity differ."""
+MEASURED = """The head is rounded to {dtype}. Measured on {num_states} hidden states of this model
+(of random tokens), against the trained head in float64: the first token was another one in
+{num_first} of {num_states} rankings, and {num_swapped} of {num_pairs} pairs of neighbors in the
+rankings had changed places. In fewer bits more of them will."""
+NATIVE = """This is an ordinary checkpoint of `{architecture}`, without code of its own:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,16 +49,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("./")
 tokenizer = AutoTokenizer.from_pretrained("./")
 ```
-
-Greedy decoding gives what the trained model gives, up to the first tokens counted above if there
-are any, and so does any search that looks at the order
-alone; sampling, beam search and perplexity do not.
 """
-README = """# A harmonic model with a linear head
-
-{text}
-
-`{head_file}` holds the head alone, in float32: {tensors}.
+WITH_HEAD = """`{head_file}` holds the head alone, in float32: {tensors}.
 The other files are a complete model with this head. To load both, in this folder:
 
 ```python
@@ -90,10 +72,8 @@ def export_linear(folder: Path, target: Path) -> Path:
     that class load. An encoder keeps our code, and its head is also written alone.
 
     Off the sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order is
-    that of the cosine. What a head does to hidden states before goes into the rows. Rounding to
-    float32 swaps tokens at almost the same distance, for all-MiniLM-L6-v2 (V = 30522, D = 384)
-    0.1 % of the neighbors in a ranking and the first token in none of 512. The README.md written
-    says what was measured on the model exported.
+    that of the cosine. What a head does to hidden states before goes into the rows. Rounding swaps
+    tokens at almost the same distance; the README.md written says how many.
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
@@ -121,21 +101,16 @@ def export_linear(folder: Path, target: Path) -> Path:
     head = linear_head(model.dist_head)
     is_decoder = isinstance(model, HarmonicForCausalLM)
     exported = _native(model, head) if is_decoder else _with_head(model, head)
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
-    draft.mkdir(parents=True)
-    try:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as temporary:
+        draft = Path(temporary) / "draft"
+        draft.mkdir()
         exported.save_pretrained(draft)
         if not is_decoder:
             save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
         (draft / "README.md").write_text(_readme(model, head, exported))
-        for pattern in TOKENIZER:
-            for path in folder.glob(pattern):
-                shutil.copyfile(path, draft / path.name)
-        clean_tokenizer_config(draft / "tokenizer_config.json")
+        copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
-    except BaseException:
-        shutil.rmtree(draft)
-        raise
     return target
 
 
@@ -209,15 +184,9 @@ def _architecture(folder: Path) -> str:
             f"folder: expected a saved model (config.json and safetensors), got {str(folder)!r}"
         )
     fields = json.loads(path.read_text())
-    if fields.get("model_type") != "harmonic":
-        raise ValueError(
-            f"folder: expected a harmonic model, got one of type {fields.get('model_type')!r}"
-        )
     name = (fields.get("architectures") or ["HarmonicForMaskedLM"])[0]
-    if name not in LANGUAGE_MODELS:
-        raise ValueError(
-            f"folder: expected a language model, got a {name}. Only a head over tokens is exported"
-        )
+    if fields.get("model_type") != "harmonic" or name not in LANGUAGE_MODELS:
+        raise ValueError(f"folder: expected a harmonic language model, got a {name}")
     return name
 
 
@@ -229,7 +198,7 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
         setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
     if config.model_type in SOFT_CAPPED:
         softcap = model.dist_head.settings().get("softcap")
-        setattr(config, SOFT_CAPPED[config.model_type], softcap)
+        config.final_logit_softcapping = softcap
     with torch.device("meta"):
         native = AutoModelForCausalLM.from_config(config)
     setattr(native, native.base_model_prefix, model.model.backbone)
@@ -287,23 +256,26 @@ def _count_swaps(model: HarmonicHeadModel, head: nn.Module) -> dict[str, int]:
 def _readme(
     model: HarmonicHeadModel, head: LinearHead, exported: PreTrainedModel | HarmonicHeadModel
 ) -> str:
-    architecture = type(exported).__name__
     ranks = exported.get_output_embeddings() or head  # the former of a decoder
     dtype = ranks.get_parameter("weight").dtype
-    text = COPIED
+    settings = json.dumps(model.dist_head.settings())
     was_linear = type(model.dist_head) is LinearHead
-    if not was_linear or dtype != torch.float32:
-        measured = MEASURED.format(**_count_swaps(model, ranks))
-        text = (ROUNDED if was_linear else REPLACED).format(
-            settings=json.dumps(model.dist_head.settings()),
-            dtype=str(dtype).removeprefix("torch."),
-            measured=measured,
-        )
+    text = "The head of this model was linear already." if was_linear else REPLACED
+    text = text.replace("{settings}", settings)
+    if was_linear and dtype == torch.float32:
+        text += " Weights and logits are unchanged."
+    else:
+        name = str(dtype).removeprefix("torch.")
+        text += "\n\n" + MEASURED.format(dtype=name, **_count_swaps(model, ranks))
+    architecture = type(exported).__name__
     if isinstance(model, HarmonicForCausalLM):
-        return NATIVE.format(architecture=architecture, text=text)
-    num_classes, hidden_size = head.weight.shape
-    tensors = f"`weight` [{num_classes}, {hidden_size}]"
-    if head.bias is not None:
-        tensors += f" and `bias` [{num_classes}]"
-    bias = ' + head["bias"]' if head.bias is not None else ""
-    return README.format(text=text, head_file=HEAD_FILE, tensors=tensors, bias=bias)
+        files = NATIVE.format(architecture=architecture)
+    else:
+        num_classes, hidden_size = head.weight.shape
+        tensors = f"`weight` [{num_classes}, {hidden_size}]"
+        bias = ""
+        if head.bias is not None:
+            tensors += f" and `bias` [{num_classes}]"
+            bias = ' + head["bias"]'
+        files = WITH_HEAD.format(head_file=HEAD_FILE, tensors=tensors, bias=bias)
+    return f"# A {architecture} with a linear head\n\n{text}\n\n{files}"

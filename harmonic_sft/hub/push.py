@@ -3,7 +3,6 @@
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,21 +26,28 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from harmonic_sft import models
 from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
-from harmonic_sft.hub.staging import CODE, FIGURE, SENTENCES, TOKENIZER, Form, check_form, stage
+from harmonic_sft.hub.staging import FIGURE, SENTENCES, TOKENIZER, Form, check_form, stage
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 
 # What an earlier push may have left.
+CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
+OLD_CODE = ("decoders.py", "packing.py", "partial.py")  # of models/ in earlier versions
 OURS = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "model*.safetensors",
-        "model.safetensors.index.json",
-    ),
-    *(HEAD_FILE, BLOCKS_FILE, FIGURE),
-    *("adapter_config.json", "adapter_model.safetensors"),
-    *(*CODE, *SENTENCES, *TOKENIZER),
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    HEAD_FILE,
+    BLOCKS_FILE,
+    FIGURE,
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    *CODE,
+    *OLD_CODE,
+    *SENTENCES,
+    *TOKENIZER,
 )
 FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5", "*.msgpack")
 OTHERS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # weights too, but nothing that we would replace
@@ -126,8 +132,8 @@ def check_destination(to: Destination) -> None:
         validate_repo_id(to.repo_id)
     except HFValidationError as error:
         raise ValueError(f"repo_id: expected owner/name, got {to.repo_id!r}. {error}") from error
-    if to.repo_id.count("/") != 1 or "--" in to.repo_id:
-        raise ValueError(f"repo_id: expected owner/name without '--', got {to.repo_id!r}")
+    if "/" not in to.repo_id:
+        raise ValueError(f"repo_id: expected owner/name, got {to.repo_id!r}")
     if get_token() is None:
         raise ValueError("token: expected to be logged in, got no token. Run `hf auth login`")
     try:
@@ -149,7 +155,13 @@ def check_model(config: HarmonicConfig, to: Destination) -> None:
     """
     check_form(config, to.form)
     try:
-        _check_repo(_find_repo(to), config, to)
+        try:
+            info = HfApi().model_info(to.repo_id, revision=to.revision)
+        except RevisionNotFoundError:
+            info = HfApi().model_info(to.repo_id)  # where the branch will begin
+        _check_repo(info, config, to)
+    except RepositoryNotFoundError:
+        pass  # it will be made
     except (HTTPError, OSError) as error:
         raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
 
@@ -189,42 +201,27 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
 def _operations(
     staged: Path, info: ModelInfo, to: Destination
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """Add what is staged, and delete what another push has left and would now mislead."""
+    """Add what is staged, and delete what another push has left and would now mislead.
+
+    `HfApi.upload_folder` is not for this: with hf_xet it makes several commits.
+    """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     added = {path.relative_to(staged).as_posix(): path for path in paths}
     patterns = (*OURS, *FOREIGN) if to.force else OURS
-    stale = [
-        name
-        for name in _names(info)
-        if name not in added and any(_matches(name, pattern) for pattern in patterns)
-    ]
+    stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
     return [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in stale),
     ]
 
 
-def _find_repo(to: Destination) -> ModelInfo | None:
-    """Return what the Hub knows of the repo, None if it does not exist."""
-    try:
-        return HfApi().model_info(to.repo_id, revision=to.revision)
-    except RevisionNotFoundError:
-        return HfApi().model_info(to.repo_id)  # where the branch will begin
-    except RepositoryNotFoundError:
-        return None
-
-
-def _check_repo(info: ModelInfo | None, config: HarmonicConfig, to: Destination) -> None:
-    """Raise a `ForeignRepoError` unless the repo is new, or holds this model or its adapter."""
-    if info is None:
-        return
+def _check_repo(info: ModelInfo, config: HarmonicConfig, to: Destination) -> None:
+    """Raise a `ForeignRepoError` unless the repo is empty, or holds this model or its adapter."""
     if to.private and not info.private:
         raise ForeignRepoError(
             f"--private: expected a new repo or a private one, got {to.repo_id!r}, which is public"
         )
-    if to.force:
-        return
-    found = _foreign_content(info, config)
+    found = None if to.force else _foreign_content(info, config)
     if found is not None:
         raise ForeignRepoError(
             f"repo_id: expected a new repo or an earlier version of this model, got {to.repo_id!r} "
@@ -236,20 +233,25 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
     """Return what of a repo is not of this model, None if there is nothing."""
     names = _names(info)
     if "config.json" in names:
-        theirs, ours = _read_json(info, "config.json"), config.to_dict()
-        shape = (("text_config", key) for key in SHAPE)
-        for keys in (("model_type",), ("architectures",), *shape):
-            there, here = _at(theirs, keys), _at(ours, keys)
-            if there != here:
-                return f"{'.'.join(keys)} {there!r} instead of {here!r}"
-        return None
+        theirs, ours = (_kind(fields) for fields in (_read(info, "config.json"), config.to_dict()))
+        different = [key for key, value in ours.items() if theirs[key] != value]
+        if not different:
+            return None
+        key = different[0]
+        return f"{key} {theirs[key]!r} instead of {ours[key]!r}"
     if "adapter_config.json" in names:
-        adapter = _read_json(info, "adapter_config.json")
-        is_ours = "dist_head" in (_at(adapter, ("modules_to_save",)) or [])
-        return None if is_ours else "an adapter of another model"
+        modules = _read(info, "adapter_config.json").get("modules_to_save") or []
+        return None if "dist_head" in modules else "an adapter of another model"
     weights = (*FOREIGN, *OTHERS)
     found = any(fnmatchcase(name, pattern) for name in names for pattern in weights)
     return "weights of another model" if found else None
+
+
+def _kind(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what two versions of one model have in common."""
+    backbone = config.get("text_config") or {}
+    kind = {key: config.get(key) for key in ("model_type", "architectures")}
+    return kind | {f"text_config.{key}": backbone.get(key) for key in SHAPE}
 
 
 def _names(info: ModelInfo) -> list[str]:
@@ -261,20 +263,14 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
-def _read_json(info: ModelInfo, name: str) -> Any:
+def _read(info: ModelInfo, name: str) -> dict[str, Any]:
+    """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
+    path = Path(hf_hub_download(info.id, name, revision=info.sha))
     try:
-        return json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
-    except ValueError as error:
-        raise ForeignRepoError(
-            f"repo_id: expected {name} of {info.id!r} to be JSON, got an error: {error}. Choose "
-            "another name, or replace it by `harmonic-sft push` with --force"
-        ) from error
-
-
-def _at(fields: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        fields = fields.get(key) if isinstance(fields, dict) else None
-    return fields
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def _status(error: BaseException) -> int | None:

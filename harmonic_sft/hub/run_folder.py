@@ -1,9 +1,14 @@
 """A run's folder, or one of its checkpoints, as something to publish."""
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
@@ -11,7 +16,7 @@ from harmonic_sft.results import read_results
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
+MODEL_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # on the Hub; old ones have no owner
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,15 @@ def read_trained(folder: Path) -> TrainedFolder:
             f"RUN: expected a harmonic model, got a {fields.get('model_type')} in {str(folder)!r}"
         )
     for path in weight_files(folder):
-        _check_whole(path)
-    results = home / "results" / "train.json"
+        try:
+            with safe_open(path, "pt"):
+                pass  # the header has been compared with the length of the file
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"RUN: expected whole weights, got {str(path)!r}, half written or damaged"
+            ) from error
+    results, figure = home / "results" / "train.json", home / "results" / "train.png"
     finished = folder == home and results.is_file()
-    figure = home / "results" / "train.png"
     state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
     return TrainedFolder(
         path=folder,
@@ -101,19 +111,28 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and where the weights start, in bytes."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(HEADER_LENGTH), "little")
-        header = json.loads(file.read(length))
-    return header, HEADER_LENGTH + length
+def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the saved weights whose names start with one of `prefixes`."""
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if name.startswith(prefixes):
+                    yield name, file.get_tensor(name)
 
 
-def _check_whole(path: Path) -> None:
-    try:
-        header, start = read_header(path)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__"]
-    except (ValueError, KeyError, MemoryError, OverflowError):
-        ends, start = [1], 0
-    if path.stat().st_size != start + max(ends, default=0):
-        raise ValueError(f"RUN: expected whole weights, got {str(path)!r}, half written or damaged")
+def is_on_hub(base: str, revision: str | None) -> bool:
+    """Whether a base is on the Hub: training records no commit for a folder."""
+    return revision is not None and bool(MODEL_NAME.fullmatch(base)) and not Path(base).exists()
+
+
+def last_part(path: str) -> str | None:
+    """Return a path's last part, None if that would be a home or a dot."""
+    parts = [part for part in re.split(r"[\\/]+", path) if part.strip(".")]
+    return parts[-1] if parts and not parts[-1].startswith("~") else None
+
+
+def public_base(base: str | None, revision: str | None) -> str | None:
+    """Return the name of a base, of a folder of this machine only its last part."""
+    if base is None or base.startswith("package:") or is_on_hub(base, revision):
+        return base
+    return last_part(base)

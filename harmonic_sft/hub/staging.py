@@ -2,24 +2,20 @@
 
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import get_token
-from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from harmonic_sft import models
-from harmonic_sft.hub.adapter import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from harmonic_sft.hub.adapter import write_adapter
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
-    HEADER_LENGTH,
     INDEX,
     TrainedFolder,
-    read_header,
+    public_base,
+    read_tensors,
     weight_files,
 )
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, max_positions
@@ -28,13 +24,20 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 Form = Literal["full", "head", "peft"]
 FIGURE = "training.png"
 TOKENIZER = (
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "chat_template.jinja", "*.spm", "spiece.model"),
-    *("sentencepiece.bpe.model",),
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.jinja",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece.bpe.model",
 )
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # may spell a path as a token
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
-CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
+HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
 
 
 def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> None:
@@ -51,10 +54,15 @@ def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> 
         ValueError: The form does not suit this run, or a secret would have been published.
     """
     check_form(trained.config, form)
-    write: Callable[[TrainedFolder, Path], None] = WRITERS[form]
-    write(trained, target)
-    _copy(trained.path, target, TOKENIZER)
-    clean_tokenizer_config(target / "tokenizer_config.json")
+    metadata = {"format": "pt"} | ({} if trained.step is None else {"step": str(trained.step)})
+    if form == "peft":
+        write_adapter(trained.path, target, trained.config, metadata)
+    else:
+        write = _write_full if form == "full" else _write_trained
+        write(trained, target, metadata)
+        _write_config(trained, target, partial=form == "head")
+        _copy(trained.path, target, ("generation_config.json",))
+    copy_tokenizer(trained.path, target)
     if trained.figure is not None:
         shutil.copyfile(trained.figure, target / FIGURE)
     card = model_card(
@@ -74,8 +82,9 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
     """Refuse a form that could not be loaded again.
 
     Raises:
-        ValueError: The form `head` without a base on the Hub, or without knowing what was trained;
-            another form than `full` for a resized vocabulary.
+        ValueError: Another form than `full` of a quantized model, one with a resized vocabulary, or
+            one that does not say what was trained; `head` without a base on the Hub; `peft` of a
+            tied head.
     """
     if form == "full":
         return
@@ -129,112 +138,81 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
                 )
 
 
-def _write_full(trained: TrainedFolder, target: Path) -> None:
-    for path in weight_files(trained.path):
-        copy_weights(path, target / path.name, step=trained.step)
-    _copy(trained.path, target, (INDEX, "generation_config.json"))
-    _write_config(trained, target, partial=False)
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, without the name of the folder that it came from."""
+    _copy(source, target, TOKENIZER)
+    path = target / "tokenizer_config.json"
+    if path.is_file():
+        fields = json.loads(path.read_text())
+        fields.pop("name_or_path", None)
+        _write_json(path, fields)
 
 
-def _write_trained(trained: TrainedFolder, target: Path) -> None:
-    head, blocks = {}, {}
-    names = set(trained.config.trained_parameters or ())
-    for name, tensor in _tensors(trained.path):
-        if name.startswith("dist_head."):
-            head[name] = tensor
-        elif name in names:
-            blocks[name] = tensor
-    save_file(head, target / HEAD_FILE, _metadata(trained.step))
-    if blocks:
-        save_file(blocks, target / BLOCKS_FILE, _metadata(trained.step))
-    _copy(trained.path, target, ("generation_config.json",))
-    _write_config(trained, target, partial=True)
-
-
-def _write_peft(trained: TrainedFolder, target: Path) -> None:
-    config = trained.config
-    base = _public_base(trained) or ""
-    write_adapter(trained.path, target, base=base, revision=config.base_revision)
-    with tempfile.TemporaryDirectory(dir=target) as draft:
-        plain = (target / ADAPTER_WEIGHTS).rename(Path(draft) / ADAPTER_WEIGHTS)
-        copy_weights(plain, target / ADAPTER_WEIGHTS, step=trained.step)
-
-
-WRITERS = {"full": _write_full, "head": _write_trained, "peft": _write_peft}
-
-
-def copy_weights(source: Path, target: Path, *, step: int | None) -> None:
-    """Copy a safetensors file; its metadata then name the format and the step."""
-    header, start = read_header(source)
-    header["__metadata__"] = {**header.get("__metadata__", {}), **_metadata(step)}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the weights stay aligned
+def copy_weights(source: Path, target: Path, metadata: dict[str, str]) -> None:
+    """Copy a safetensors file without reading its weights, and add to its metadata."""
     with source.open("rb") as reader, target.open("wb") as writer:
+        length = int.from_bytes(reader.read(HEADER_LENGTH), "little")
+        header = json.loads(reader.read(length))
+        header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # the weights stay aligned
         writer.write(len(encoded).to_bytes(HEADER_LENGTH, "little") + encoded)
-        reader.seek(start)
         shutil.copyfileobj(reader, writer, 2**24)
 
 
-def _metadata(step: int | None) -> dict[str, str]:
-    return {"format": "pt"} if step is None else {"format": "pt", "step": str(step)}
+def _write_full(trained: TrainedFolder, target: Path, metadata: dict[str, str]) -> None:
+    for path in weight_files(trained.path):
+        copy_weights(path, target / path.name, metadata)
+    _copy(trained.path, target, (INDEX,))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                yield name, file.get_tensor(name)
+def _write_trained(trained: TrainedFolder, target: Path, metadata: dict[str, str]) -> None:
+    head = dict(read_tensors(trained.path, ("dist_head.",)))
+    save_file(head, target / HEAD_FILE, metadata)
+    names = set(trained.config.trained_parameters or ()) - head.keys()
+    found = read_tensors(trained.path, tuple(names))
+    blocks = {name: tensor for name, tensor in found if name in names}
+    if blocks:
+        save_file(blocks, target / BLOCKS_FILE, metadata)
 
 
 def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> None:
     """Write the configuration, the code it names, and what an encoder of sentences needs."""
+    config = trained.config
     fields = json.loads((trained.path / "config.json").read_text())
-    fields |= {"base_model": _public_base(trained), "partial": partial}
+    base = public_base(config.base_model, config.base_revision)
+    fields |= {"base_model": base, "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    _copy(trained.path, target, CODE)  # the folder may hold other files by now
-    if not trained.config.is_causal:
-        _write_sentence_config(trained, target)
+    for name in fields["auto_map"].values():  # the folder may hold other files by now
+        module = trained.path / f"{name.split('.')[0]}.py"
+        for path in (module, *map(Path, get_relative_import_files(module))):
+            shutil.copyfile(path, target / path.name)
+    if not config.is_causal:
+        _write_sentence_config(config, target)
 
 
-def _write_sentence_config(trained: TrainedFolder, target: Path) -> None:
+def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
     """Write what sentence-transformers reads of an encoder."""
-    text_config = trained.config.text_config
-    length = {"max_seq_length": max_positions(text_config), "do_lower_case": False}
-    _write_json(target / "sentence_bert_config.json", length)
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    _write_json(
-        target / "modules.json",
-        [
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
-            for i, (path, name) in enumerate(modules)
-        ],
-    )
-    (target / "1_Pooling").mkdir()
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
+    ]
+    length = {"max_seq_length": max_positions(config.text_config), "do_lower_case": False}
     pooling = {
-        "word_embedding_dimension": text_config.hidden_size,
-        "pooling_mode_mean_tokens": trained.config.pooling == "mean",
-        "pooling_mode_cls_token": trained.config.pooling == "cls",
+        "word_embedding_dimension": config.text_config.hidden_size,
+        "pooling_mode_mean_tokens": config.pooling == "mean",
+        "pooling_mode_cls_token": config.pooling == "cls",
     }
-    _write_json(target / "1_Pooling" / "config.json", pooling)
-
-
-def _public_base(trained: TrainedFolder) -> str | None:
-    """Return the base's name, of a folder only the last part."""
-    base = trained.config.base_model
-    if base is None or trained.config.base_revision is not None or base.startswith("package:"):
-        return base
-    return Path(base).name
-
-
-def clean_tokenizer_config(path: Path) -> None:
-    """Take the folder that a tokenizer came from out of its configuration."""
-    if not path.is_file():
-        return
-    fields = json.loads(path.read_text())
-    fields.pop("name_or_path", None)
-    _write_json(path, fields)
+    (target / "1_Pooling").mkdir()
+    for name, content in zip(SENTENCES, (modules, length, pooling), strict=True):
+        _write_json(target / name, content)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -244,5 +222,4 @@ def _write_json(path: Path, content: Any) -> None:
 def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for path in source.glob(pattern):
-            if not path.name.startswith("_"):  # the Hub's clients leave such files out
-                shutil.copyfile(path, target / path.name)
+            shutil.copyfile(path, target / path.name)

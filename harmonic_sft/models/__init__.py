@@ -1,6 +1,6 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
-from .backbones import build_backbone, find_blocks, load_backbone, load_checked, max_positions
+from .backbones import find_blocks, load_checked, max_positions
 from .bases import Base, load_base, random_base
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
@@ -9,7 +9,12 @@ from .dist_layer import DistLayer
 from .head import AffineForm, DistanceForm, Form, Head, MixtureForm
 from .heads import HEADS, build_head
 from .linear_heads import L2Head, LinearHead, PowerHead
-from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
+from .modeling_backbone import (
+    BLOCKS_FILE,
+    HEAD_FILE,
+    HarmonicModel,
+    HarmonicPreTrainedModel,
+)
 from .modeling_causal import HarmonicForCausalLM
 from .modeling_classification import (
     HarmonicClassifier,
@@ -25,7 +30,6 @@ from .objective import (
     negative_log_likelihood,
     scored_positions,
 )
-from .partial import BLOCKS_FILE, HEAD_FILE
 from .rotation import RotationHead
 
 __all__ = [
@@ -60,10 +64,8 @@ __all__ = [
     "PowerHead",
     "RotationHead",
     "VonMisesFisherHead",
-    "build_backbone",
     "build_head",
     "find_blocks",
-    "load_backbone",
     "load_base",
     "load_checked",
     "max_positions",

@@ -1,4 +1,4 @@
-"""Backbones: build one from a configuration, load one from a checkpoint, find its blocks."""
+"""Backbones: build one from a configuration, load one and check it, find its blocks."""
 
 import copy
 import inspect
@@ -20,34 +20,21 @@ def build_backbone(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a backbone of `config` with random weights."""
     if config.model_type == "neobert":
         return NeoBERTModel(cast(NeoBERTConfig, config))
-    return AutoModel.from_config(config, **_without_pooler(config))
+    return AutoModel.from_config(config, **without_pooler(config))
 
 
-def load_backbone(
-    name: str,
-    config: PreTrainedConfig,
-    *,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> PreTrainedModel:
-    """Load a backbone and make sure that the checkpoint fills it.
-
-    Args:
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        dtype: Of all weights.
-        options: Further arguments of `from_pretrained`, such as `revision` and `token`.
-
-    Raises:
-        ValueError: A weight of the backbone is missing, has another shape, or is not used.
-    """
-    backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
-    options |= _without_pooler(config)
-    return load_checked(backbone_class, name, config, dtype=dtype, **options)
+def without_pooler(config: PreTrainedConfig) -> dict[str, bool]:
+    """Return what leaves the pooler out: a masked model has none, so it could not be filled."""
+    if type(config) not in MODEL_MAPPING:
+        return {}
+    parameters = inspect.signature(MODEL_MAPPING[type(config)].__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
 
 
 def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **options: Any) -> Any:
     """Load a model and make sure that the checkpoint fills it.
+
+    Weights outside the model's own modules (the base's old head, a pooler) may be left over.
 
     Args:
         model_class: Has `from_pretrained`.
@@ -71,34 +58,26 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
         )
     finally:
         logging.set_verbosity(verbosity)
-    check_loaded(model, report, name)
-    settle_quantized_(model)
-    return model
-
-
-def check_loaded(model: PreTrainedModel, report: dict[str, Any], name: str) -> None:
-    """Raise a ValueError unless a checkpoint filled `model` and nothing of it was left over.
-
-    Weights outside the model's own modules (the base's old head, a pooler) may be left over.
-    """
     own = {key.split(".")[0] for key in model.state_dict()}
     prefix = f"{model.base_model_prefix}."
-    problems = {
-        "missing": sorted(report["missing_keys"]),
-        "of another shape": sorted(str(key) for key in report["mismatched_keys"]),
-        "not used": sorted(
-            key
-            for key in report["unexpected_keys"]
-            if key.removeprefix(prefix).split(".")[0] in own and not key.endswith("position_ids")
-        ),
+    unused = {
+        key
+        for key in report["unexpected_keys"]
+        if key.removeprefix(prefix).split(".")[0] in own and not key.endswith("position_ids")
     }
-    for problem, keys in problems.items():
+    for problem, keys in (
+        ("missing", report["missing_keys"]),
+        ("of another shape", report["mismatched_keys"]),
+        ("not used", unused),
+    ):
         if keys:
-            shown = ", ".join(keys[:3]) + (" ..." if len(keys) > 3 else "")
+            shown = ", ".join(sorted(map(str, keys))[:3]) + (" ..." if len(keys) > 3 else "")
             raise ValueError(
                 f"base {name}: expected a checkpoint that fills the backbone, "
                 f"got {len(keys)} weights {problem}: {shown}"
             )
+    settle_quantized_(model)
+    return model
 
 
 def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -116,6 +95,25 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     )
 
 
+def trains(module: nn.Module) -> bool:
+    """Whether any parameter of the module is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
+    """Return the blocks below the first one that anything trained can reach."""
+    if trains(backbone.get_input_embeddings()):
+        return []
+    blocks = list(find_blocks(backbone)[1])
+    first = next((index for index, block in enumerate(blocks) if trains(block)), len(blocks))
+    return blocks[:first]
+
+
+def position_offset(config: PreTrainedConfig) -> int:
+    """Return the first position of a row: the RoBERTa family counts from pad_token_id + 1."""
+    return config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
+
+
 def max_positions(config: PreTrainedConfig) -> int:
     """Return the longest row that a backbone of `config` takes, in tokens.
 
@@ -128,9 +126,7 @@ def max_positions(config: PreTrainedConfig) -> int:
             "model.base: expected a model with max_position_embeddings, "
             f"got one of type {config.model_type!r}"
         )
-    # The RoBERTa family counts positions from pad_token_id + 1.
-    offset = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
-    return config.max_position_embeddings - offset
+    return config.max_position_embeddings - position_offset(config)
 
 
 def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
@@ -154,20 +150,22 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
 
 
 def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters; buffers (rotary frequencies) stay, as they do when a model is loaded.
-
-    Quantized ones stay too.
-    """
+    """Cast all parameters but quantized ones; buffers (rotary frequencies) stay as they are."""
     for parameter in backbone.parameters():
         if not is_quantized(parameter):
             parameter.data = parameter.data.to(dtype)
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Whether a weight is quantized: a class of bitsandbytes' or torchao's."""
+    return type(parameter).__module__.startswith(("bitsandbytes.", "torchao."))
 
 
 def settle_quantized_(model: PreTrainedModel) -> None:
     """Let a quantized model be saved as it is now; do nothing to another.
 
     Its configuration names the linear layers that are not packed, as they are called here. And
-    bitsandbytes is kept from packing 4-bit weights anew for some CPUs: it saves them wrong then.
+    bitsandbytes is kept from packing 4-bit weights again for some CPUs: it saves them wrong then.
     """
     quantizer = vars(model).get("hf_quantizer")
     if quantizer is None:
@@ -185,30 +183,3 @@ def settle_quantized_(model: PreTrainedModel) -> None:
         if field in vars(quantization):
             setattr(quantization, field, plain)
     model.config.quantization_config = quantization
-
-
-def is_quantized(parameter: torch.Tensor) -> bool:
-    """Whether a weight is quantized: a class of bitsandbytes' or torchao's."""
-    return type(parameter).__module__.startswith(("bitsandbytes.", "torchao."))
-
-
-def trains(module: nn.Module) -> bool:
-    """Whether any parameter of the module is trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
-    """Return the blocks below the first one that anything trained can reach."""
-    if trains(backbone.get_input_embeddings()):
-        return []
-    blocks = list(find_blocks(backbone)[1])
-    first = next((index for index, block in enumerate(blocks) if trains(block)), len(blocks))
-    return blocks[:first]
-
-
-def _without_pooler(config: PreTrainedConfig) -> dict[str, bool]:
-    """Masked models have no pooler: their checkpoints could not fill it."""
-    if type(config) not in MODEL_MAPPING:
-        return {}
-    parameters = inspect.signature(MODEL_MAPPING[type(config)].__init__).parameters
-    return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}

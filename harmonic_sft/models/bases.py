@@ -1,4 +1,4 @@
-"""Bases: what a new head is put on."""
+"""Bases: what a new head is put on, with the head that it was published with."""
 
 import importlib.util
 import os
@@ -6,25 +6,52 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-
-from .backbones import (
-    build_backbone,
-    cast_parameters_,
-    is_quantized,
-    load_backbone,
-    load_checked,
-    set_dropout_,
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
+
+from .backbones import build_backbone, cast_parameters_, is_quantized, load_checked, set_dropout_
 from .configuration_harmonic import quantization_method
-from .decoders import load_decoder
 from .head import Head
 from .linear_heads import LinearHead
-from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
+from .modeling_backbone import HarmonicPreTrainedModel, commit_of, load_backbone
 from .modeling_neobert import NeoBERTForMaskedLM
-from .partial import commit_of
 
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
+# What stands between a decoder's dot products and its logits. Every other decoder is taken to
+# have nothing there, which a trial when it is loaded makes sure of.
+MULTIPLIED = {  # by a field of the configuration, or by one over it, if that is a number
+    "cohere": ("logit_scale", 1),
+    "cohere2": ("logit_scale", 1),
+    "cohere2_moe": ("logit_scale", 1),
+    "cohere_compass_text": ("logit_scale", 1),
+    "falcon_h1": ("lm_head_multiplier", 1),
+    "granite": ("logits_scaling", -1),
+    "granite_swa": ("logits_scaling", -1),
+    "granitemoe": ("logits_scaling", -1),
+    "granitemoe_swa": ("logits_scaling", -1),
+    "granitemoeshared": ("logits_scaling", -1),
+    "granitemoehybrid": ("logits_scaling", -1),
+    "hyperclovax": ("logits_scaling", 1),
+    "minicpm3": ("logits_scaling", -1),
+}
+SOFT_CAPPED = (  # at config.final_logit_softcapping, if that is a number
+    "beam",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "nanochat",
+    "vaultgemma",
+)
+TRIED = 8  # tokens of a trial
 
 
 class Base(NamedTuple):
@@ -63,29 +90,27 @@ def load_base(
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     check_quantization(name, config, is_causal=is_causal)
+    is_ours = config.model_type == "harmonic"
+    if is_ours and config.is_causal != is_causal:
+        kind = "a decoder" if is_causal else "an encoder"
+        raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     # Beside packed weights, transformers casts some of the others and leaves some: later then.
-    source: dict[str, Any] = {"config": config, "revision": revision, "dtype": dtype}
-    if quantization_method(config) is not None:
-        source["dtype"] = "auto"
-    head = generation_config = None
-    if config.model_type == "harmonic" and config.is_causal != is_causal:
-        kind = "a decoder" if is_causal else "an encoder"
-        raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
+    loaded_dtype = dtype if quantization_method(config) is None else "auto"
+    source: dict[str, Any] = {"config": config, "revision": revision, "dtype": loaded_dtype}
     architecture = None if head_class is None else head_class.__name__
-    if config.model_type == "harmonic" and architecture in (config.architectures or []):
-        loaded = load_checked(head_class, name, **source)
-        backbone, head = loaded.model.backbone, loaded.dist_head
-        generation_config = loaded.generation_config if is_causal else None
-    elif config.model_type == "harmonic":
-        backbone = load_checked(HarmonicModel, name, **source).backbone
+    head = generation_config = None
+    if is_ours and architecture in (config.architectures or []):
+        model = load_checked(head_class, name, **source)
+        backbone, head = model.model.backbone, model.dist_head
+        generation_config = model.generation_config if is_causal else None
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
-        loaded = load_checked(NeoBERTForMaskedLM, name, **source)
-        backbone, head = loaded.base_model, LinearHead(config.hidden_size, config.vocab_size)
-        head.load_state_dict(loaded.get_submodule("decoder").state_dict())
-    elif is_causal:
-        backbone, head, generation_config = load_decoder(name, **source)
+        model = load_checked(NeoBERTForMaskedLM, name, **source)
+        backbone, head = model.base_model, LinearHead(config.hidden_size, config.vocab_size)
+        head.load_state_dict(model.get_submodule("decoder").state_dict())
+    elif is_causal and not is_ours:
+        backbone, head, generation_config = _load_decoder(name, **source)
     else:
         backbone = load_backbone(name, **source)
     check_embeddings(name, backbone)
@@ -99,6 +124,53 @@ def load_base(
     }
     labels = list((config.id2label or {}).values())
     return Base(name, backbone, head, labels, origin, generation_config)
+
+
+def random_base(
+    name: str, revision: str | None, *, dtype: torch.dtype, dropout: float | None
+) -> Base:
+    """Build a backbone in the shape of a published one, with random weights and no head.
+
+    Args:
+        name: A folder or a name on the Hub, of which the configuration alone is read.
+        revision: A revision on the Hub.
+        dtype: Of the backbone.
+        dropout: Probability of every dropout; None is the one in the configuration.
+    """
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    config = config.get_text_config()
+    vars(config).pop("quantization_config", None)
+    if dropout is not None:
+        set_dropout_(config, dropout)
+    backbone = build_backbone(config)
+    cast_parameters_(backbone, dtype)
+    config.name_or_path = ""
+    origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
+    return Base(name, backbone, None, [], origin)
+
+
+def copy_head_(head: Head, base: Base) -> None:
+    """Copy the weights of the base's own head.
+
+    Raises:
+        ValueError: It has none of this name.
+    """
+    expected = head.settings()["name"]
+    if (
+        base.head is None
+        or base.head.settings()["name"] != expected
+        or base.head.state_dict().keys() != head.state_dict().keys()
+    ):
+        raise ValueError(
+            f"init base_head: expected base {base.name} to have a {expected} head with the same "
+            "fields"
+        )
+    caps = [one.settings().get("softcap") for one in (base.head, head)]
+    if caps[0] != caps[1]:
+        raise ValueError(
+            f"head.softcap: expected that of base {base.name}, {caps[0]}, got {caps[1]}"
+        )
+    head.load_state_dict(base.head.state_dict())
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
@@ -147,48 +219,92 @@ def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) 
         )
 
 
-def random_base(
-    name: str, revision: str | None, *, dtype: torch.dtype, dropout: float | None
-) -> Base:
-    """Build a backbone in the shape of a published one, with random weights and no head.
-
-    Args:
-        name: A folder or a name on the Hub, of which the configuration alone is read.
-        revision: A revision on the Hub.
-        dtype: Of the backbone.
-        dropout: Probability of every dropout; None is the one in the configuration.
-    """
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    config = config.get_text_config()
-    vars(config).pop("quantization_config", None)
-    if dropout is not None:
-        set_dropout_(config, dropout)
-    backbone = build_backbone(config)
-    cast_parameters_(backbone, dtype)
-    config.name_or_path = ""
-    origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
-    return Base(name, backbone, None, [], origin)
-
-
-def copy_head_(head: Head, base: Base) -> None:
-    """Copy the weights of the base's own head.
+def _load_decoder(
+    name: str, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel, LinearHead, GenerationConfig]:
+    """Load a causal language model and take it apart: backbone, head, how it generates.
 
     Raises:
-        ValueError: It has none of this name.
+        ValueError: It is not a native decoder of text with a cache of keys and values, the
+            checkpoint does not fill it, or its logits are more than a linear layer, factors and
+            soft caps.
     """
-    expected = head.settings()["name"]
-    if (
-        base.head is None
-        or base.head.settings()["name"] != expected
-        or base.head.state_dict().keys() != head.state_dict().keys()
-    ):
+    known = AutoModelForCausalLM._model_mapping
+    if type(config) not in known or config.get_text_config() is not config:
         raise ValueError(
-            f"init base_head: expected base {base.name} to have a {expected} head with the same "
-            "fields"
+            f"base {name}: expected a causal language model that transformers knows, of text "
+            f"alone, got one of type {config.model_type!r}"
         )
-    caps = [one.settings().get("softcap") for one in (base.head, head)]
-    if caps[0] != caps[1]:
+    model = load_checked(AutoModelForCausalLM, name, config, **options)
+    if model.base_model is model:
         raise ValueError(
-            f"head.softcap: expected that of base {base.name}, {caps[0]}, got {caps[1]}"
+            f"base {name}: expected a backbone below the head, got none in {type(model).__name__}"
         )
-    head.load_state_dict(base.head.state_dict())
+    head = old_head(model)
+    if model.device.type != "meta" and not isinstance(head.weight, FakeTensor):
+        _try(model, head, name)
+    return model.base_model, head, model.generation_config
+
+
+@torch.no_grad()
+def old_head(model: PreTrainedModel) -> LinearHead:
+    """Return the head of a causal language model, in float32, as one of ours with the same logits.
+
+    A factor on the logits goes into the weight.
+
+    Raises:
+        ValueError: The model has no linear output layer.
+    """
+    output, config = model.get_output_embeddings(), model.config
+    if not isinstance(output, nn.Linear):
+        kind = "none" if output is None else f"a {type(output).__name__}"
+        raise ValueError(f"base: expected a linear output layer, got {kind}")
+    if is_quantized(output.weight):
+        raise ValueError("base: expected an output layer that is not quantized")
+    vocab_size, hidden_size = output.weight.shape
+    softcap = config.final_logit_softcapping if config.model_type in SOFT_CAPPED else None
+    factor = 1.0
+    if config.model_type in MULTIPLIED:
+        field, power = MULTIPLIED[config.model_type]
+        value = getattr(config, field)
+        factor = 1.0 if value is None else value**power
+    head = LinearHead(hidden_size, vocab_size, bias=output.bias is not None, softcap=softcap)
+    head.to(output.weight.device)
+    head.weight.copy_(output.weight.float() * factor)
+    if head.bias is not None:
+        head.bias.copy_(output.bias.float() * factor)
+    return head
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel, head: LinearHead, name: str) -> None:
+    """Run a few tokens: a decoder in parts must predict what it did, and from the past alone."""
+    model.eval()
+    vocab_size = model.config.vocab_size
+    rows = torch.arange(2 * TRIED, device=model.device).view(2, TRIED) * 7 % vocab_size
+    rows[1, :-1] = rows[0, :-1]  # another last token alone
+    outputs = model.base_model(input_ids=rows)
+    kind = type(model).__name__
+    hidden_states = outputs.last_hidden_state
+    if _differ(*hidden_states[:, :-1].unbind(), 0.01):
+        raise ValueError(
+            f"base {name}: expected a decoder, got a {kind} whose tokens see those behind them. "
+            "For an encoder set model.task: masked_lm"
+        )
+    if getattr(outputs, "past_key_values", None) is None:
+        raise ValueError(
+            f"base {name}: expected a decoder with a cache of keys and values, got a {kind}, which "
+            "keeps another state"
+        )
+    native = model(input_ids=rows).logits
+    tolerance = 0.01 if native.dtype == torch.float32 else 0.05
+    if _differ(head(hidden_states.flatten(0, 1)).view_as(native), native, tolerance):
+        raise ValueError(
+            f"base {name}: expected logits of one linear layer, a factor and a soft cap at most, "
+            f"got a {kind}, which does more between its hidden states and its logits"
+        )
+
+
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by more than a share of their size."""
+    return bool(torch.dist(one.float(), other.float()) > tolerance * other.float().norm())

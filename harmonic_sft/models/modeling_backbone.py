@@ -1,27 +1,42 @@
-"""What all harmonic models share, and the backbone alone."""
+"""What all harmonic models share, how they are loaded, and the backbone alone."""
 
 import functools
 import os
+import re
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import CONFIG_NAME, cached_file
 
 from .backbones import (
     blocks_without_graph,
     build_backbone,
+    cast_parameters_,
     find_blocks,
+    load_checked,
     settle_quantized_,
     trains,
+    without_pooler,
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
+from .document_attention import document_arguments
 from .head import Head
-from .packing import decoder_arguments, document_arguments
-from .partial import HUB_OPTIONS, PLACE_OPTIONS, commit_of, complete_state_dict, partial_config
+from .modeling_neobert import NeoBERTModel
+
+# The files of a partial checkpoint, which holds only what was trained.
+HEAD_FILE = "dist_head.safetensors"
+BLOCKS_FILE = "trained_blocks.safetensors"  # left out where only the head was trained
+BACKBONE = "model.backbone."  # of parameter names
+# What says where and how to fetch files, as `from_pretrained` takes it.
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+PLACE_OPTIONS = ("revision", "subfolder")
 
 
 class HarmonicPreTrainedModel(PreTrainedModel):
@@ -78,10 +93,14 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return loaded
         # A branch may move on between two files.
         where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
-        rest = {k: v for k, v in kwargs.items() if k not in (*hub, *where, "state_dict")}
+        where |= hub
+        rest = {k: v for k, v in kwargs.items() if k not in (*where, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
-            config = partial_config(str(name), where, hub, rest)
-        state_dict = complete_state_dict(str(name), config, HarmonicModel, where=where, **hub)
+            saved = HarmonicConfig.from_pretrained(name, **where)
+            changed = (saved.to_dict().keys() - {"dtype"}) & rest.keys()
+            changes = {key: rest.pop(key) for key in changed}
+            config = HarmonicConfig.from_pretrained(name, **where, **changes)
+        state_dict = _complete_state_dict(str(name), config, where, hub)
         loaded = super().from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
         )
@@ -89,7 +108,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         model.config.partial = False  # saved again, it is a whole checkpoint
         if model.can_generate():
             with suppress(OSError):  # there is none
-                found = GenerationConfig.from_pretrained(str(name), **where, **hub)
+                found = GenerationConfig.from_pretrained(str(name), **where)
                 model.generation_config = found
         model.config.name_or_path = model.name_or_path = str(name)
         return loaded
@@ -192,23 +211,108 @@ class HarmonicModel(HarmonicPreTrainedModel):
                 attend only to their own document.
             kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
-        if self.config.is_causal:
+        is_causal = self.config.is_causal
+        if is_causal:
             kwargs = {"use_cache": False, **kwargs}
-            cached = kwargs.get("past_key_values") is not None
-            if position_ids is not None and not cached:
-                shown = decoder_arguments(self.backbone, attention_mask, position_ids)
-                attention_mask = shown.pop("attention_mask")
-                kwargs |= shown
-            elif position_ids is not None:
-                kwargs["position_ids"] = position_ids
+        if position_ids is not None and kwargs.get("past_key_values") is not None:
+            kwargs["position_ids"] = position_ids
         elif position_ids is not None:
             batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)
-            shown = document_arguments(self.backbone, attention_mask, position_ids, batch_size)
-            attention_mask = shown.pop("attention_mask")
-            kwargs |= shown
+            position_ids = position_ids.expand(batch_size, -1)
+            kwargs |= document_arguments(
+                self.backbone, attention_mask, position_ids, is_causal=is_causal
+            )
+            attention_mask = kwargs.pop("attention_mask")
         dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
         mixed = len(dtypes) > 1 and quantization_method(self.config) is None  # packed layers cast
         autocast = torch.autocast(self.device.type, low) if mixed else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
+def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Load the backbone of a checkpoint: any of transformers' own, NeoBERT, or of one of ours.
+
+    Args:
+        name: A folder or a name on the Hub.
+        config: The checkpoint's configuration.
+        options: Further arguments of `from_pretrained`, such as `revision`, `dtype` and `token`.
+
+    Raises:
+        ValueError: A weight of the backbone is missing, has another shape, or is not used.
+    """
+    if config.model_type == "harmonic":
+        return load_checked(HarmonicModel, name, config, **options).backbone
+    backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
+    return load_checked(backbone_class, name, config, **options, **without_pooler(config))
+
+
+def commit_of(name: str, revision: str | None = None, **hub: Any) -> str | None:
+    """Return the commit that a revision of a repo stands for, None for a folder."""
+    if Path(name).is_dir():
+        return None
+    path = cached_file(name, CONFIG_NAME, revision=revision, **hub)
+    found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
+    return found[1] if found else None
+
+
+def _complete_state_dict(
+    name: str, config: HarmonicConfig, where: dict[str, Any], hub: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return all weights of a partial checkpoint: the base's, under the trained ones.
+
+    Args:
+        name: A folder or a name on the Hub.
+        config: Its configuration, with the base's name and revision.
+        where: Of `HUB_OPTIONS` and `PLACE_OPTIONS`, for the checkpoint.
+        hub: Of `HUB_OPTIONS`, for its base.
+
+    Raises:
+        ValueError: The base cannot be fetched, or is not the model that was trained on.
+        OSError: The checkpoint's own files cannot be fetched.
+    """
+    trained: dict[str, Tensor] = {}
+    for file in (HEAD_FILE, BLOCKS_FILE):
+        must_exist = file == HEAD_FILE
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **where)
+        if path is not None:
+            trained |= load_state_dict(path)
+    missing = sorted(set(config.trained_parameters or ()) - trained.keys())
+    if missing:
+        raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
+    try:
+        backbone = _load_base_of(config, hub)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{name} holds only what was trained. base: expected {config.base_model} at revision "
+            f"{config.base_revision}, whose weights it completes, got an error: {reason}. "
+            "Check the network and your access to the base, or use a repo of the form `full`"
+        ) from error
+    state_dict = {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
+    for key, value in sorted(trained.items()):
+        if key.startswith(BACKBONE) and (
+            key not in state_dict or state_dict[key].shape != value.shape
+        ):
+            raise ValueError(
+                f"base {config.base_model}: expected a weight {key} of shape "
+                f"{list(value.shape)}, got none. It is not the model trained on"
+            )
+    return state_dict | trained
+
+
+def _load_base_of(config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
+    """Load the backbone of a checkpoint's base in the precision that the run held it in."""
+    name, revision = config.base_model, config.base_revision
+    if name is None or revision is None:
+        raise ValueError("its configuration does not name a base and a revision")
+    fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+    base_config = config.text_config
+    if fields.get("model_type") == "harmonic":
+        base_config = HarmonicConfig.from_pretrained(name, revision=revision, **hub)
+    # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
+    dtype = getattr(torch, config.base_dtype or "float32")
+    backbone = load_backbone(name, base_config, revision=revision, dtype=dtype, **hub)
+    cast_parameters_(backbone, dtype)
+    return backbone

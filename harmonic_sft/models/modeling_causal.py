@@ -10,7 +10,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .modeling_harmonic import HarmonicLanguageModel
-from .objective import mean_token_loss
 
 
 class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
@@ -84,24 +83,12 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # [B, T, D]
-        loss = logits = None
-        if labels is not None:
-            loss = mean_token_loss(
-                self.loss_fn,
-                self.dist_head,
-                hidden_states,
-                labels,
-                label_positions=label_positions,
-                num_items_in_batch=num_items_in_batch,
-                causal=True,
-            )
-        if labels is None or output_logits:
-            last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else None
-            kept = hidden_states[:, logits_to_keep if last is None else last]  # [B, S, D]
-            logits = self.dist_head(kept.flatten(0, 1)).unflatten(0, kept.shape[:2])
+        # An integer is how many at the end, a tensor which.
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        needs_logits = labels is None or output_logits
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
+            loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
+            logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -5,17 +5,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils import can_return_tuple
 
-from .bases import copy_head_, load_base
+from .bases import load_base
 from .configuration_harmonic import HarmonicConfig
 from .modeling_harmonic import HarmonicHeadModel
-from .objective import mean_token_loss
 
 
 class HarmonicClassifier(HarmonicHeadModel):
@@ -24,6 +19,8 @@ class HarmonicClassifier(HarmonicHeadModel):
     Raises:
         ValueError: The configuration asks for regression or several labels at once.
     """
+
+    _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
 
     def __init__(self, config: HarmonicConfig):
         problem = config.problem_type or "single_label_classification"
@@ -82,46 +79,53 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"init base_head: expected the labels of base {base.name} in their order, "
                 f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
             )
-        model = cls._around(
+        return cls._around(
             base,
-            dict(head or {"name": "dist"}),
+            head,
+            keep_head=init == "base_head",
             id2label=dict(enumerate(labels)),
             label2id={label: index for index, label in enumerate(labels)},
             pooling=pooling,
         )
-        if init == "base_head":
-            copy_head_(model.dist_head, base)
-            model.config.head = model.dist_head.settings()
-        return model
 
-    def _classify(
+    @can_return_tuple
+    def forward(
         self,
-        outputs: BaseModelOutput,
-        attention_mask: Tensor | None,
-        labels: Tensor | None,
-        label_positions: Tensor | None,
-        num_items_in_batch: Tensor | int | None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the loss, and logits `[B, S, V]` of what `select` leaves."""
-        assert outputs.last_hidden_state is not None, "every backbone returns it"
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        label_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | TokenClassifierOutput:
+        """Predict the class of each text or token.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
+            kwargs: The backbone's further arguments.
+
+        Returns:
+            `loss` in nats with labels; `logits` `[B, V]` of texts or `[B, T, V]` of tokens.
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
-        loss = None
         if labels is not None:
             if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
                 raise ValueError(
                     "labels: expected one class number for each of "
                     f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
                 )
-            loss = mean_token_loss(
-                self.loss_fn,
-                self.dist_head,
-                states,
-                labels.reshape(states.shape[:2]),
-                label_positions=label_positions,
-                num_items_in_batch=num_items_in_batch,
-            )
-        logits = self.dist_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return loss, logits
+            labels = labels.reshape(states.shape[:2])
+        return self._output_class(
+            loss=self._loss(states, labels, label_positions, num_items_in_batch),
+            logits=self._logits(states),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 class HarmonicForSequenceClassification(HarmonicClassifier):
@@ -132,6 +136,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
             "modeling_classification.HarmonicForSequenceClassification"
         )
     }
+    _output_class = SequenceClassifierOutput
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return one vector for each text.
@@ -154,39 +159,9 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         total = (hidden_states.to(wide) * weights).sum(1, keepdim=True)
         return total / weights.sum(1, keepdim=True).clamp_min(1)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """Predict the class of each text.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-            labels: `[B]`, -100 for a text that is not scored.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            kwargs: The backbone's further arguments.
-
-        Returns:
-            `loss` in nats with labels; `logits` `[B, V]`.
-        """
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        loss, logits = self._classify(
-            outputs, attention_mask, labels, label_positions, num_items_in_batch
-        )
-        return SequenceClassifierOutput(
-            loss=loss,
-            logits=logits.squeeze(1),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, V]` for the vectors `[B, 1, D]` of texts."""
+        return super()._logits(hidden_states).squeeze(1)
 
 
 class HarmonicForTokenClassification(HarmonicClassifier):
@@ -195,37 +170,4 @@ class HarmonicForTokenClassification(HarmonicClassifier):
     _auto_map: ClassVar[dict[str, str]] = {
         "AutoModelForTokenClassification": "modeling_classification.HarmonicForTokenClassification"
     }
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        """Predict the class of each token.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-            labels: `[B, T]`, -100 where a token is not scored.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            kwargs: The backbone's further arguments.
-
-        Returns:
-            `loss` in nats with labels; `logits` `[B, T, V]`.
-        """
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        loss, logits = self._classify(
-            outputs, attention_mask, labels, label_positions, num_items_in_batch
-        )
-        return TokenClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    _output_class = TokenClassifierOutput

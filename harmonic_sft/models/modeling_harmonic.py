@@ -30,7 +30,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         model: The backbone.
         dist_head: The head, in float32.
         loss_fn: What `forward` minimizes: maps head, `[N, D]` and labels `[N]` to `[N]`.
+        is_causal: Whether position t predicts token t + 1.
     """
+
+    is_causal: ClassVar[bool] = False
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
@@ -70,14 +73,25 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return self.dist_head.prototypes
 
     @classmethod
-    def _around(cls, base: Base, head: dict[str, Any], **fields: Any) -> Self:
+    def _around(
+        cls,
+        base: Base,
+        head: dict[str, Any] | None,
+        *,
+        embeddings: Tensor | None = None,
+        keep_head: bool = False,
+        **fields: Any,
+    ) -> Self:
         """Build the model around a loaded base, with a new head in evaluation mode.
 
         Args:
             base: Of `load_base`.
-            head: `{"name": ..., fields...}`.
+            head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
+            embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
+            keep_head: Give the head all weights of the base's own.
             fields: Further ones of the configuration.
         """
+        head = dict(head or {"name": "dist"})
         config = HarmonicConfig(
             text_config=base.backbone.config,
             head=head,
@@ -93,8 +107,37 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         ).to(base.backbone.device)
         vars(model)["hf_quantizer"] = vars(base.backbone).get("hf_quantizer")
         settle_quantized_(model)
+        if keep_head:
+            copy_head_(model.dist_head, base)
+        elif embeddings is not None:
+            model.dist_head.initialize_(embeddings)
         model.config.head = model.dist_head.settings()
+        model.tie_weights()
         return model.eval()
+
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        label_positions: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor | None:
+        """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
+        if labels is None:
+            return None
+        return mean_token_loss(
+            self.loss_fn,
+            self.dist_head,
+            hidden_states,
+            labels,
+            label_positions=label_positions,
+            num_items_in_batch=num_items_in_batch,
+            causal=self.is_causal,
+        )
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
+        return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
 
     @property
     def h_exp(self) -> float | None:
@@ -159,8 +202,6 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 class HarmonicLanguageModel(HarmonicHeadModel):
     """A backbone with a head over its tokens: what encoders and decoders share."""
 
-    is_causal: ClassVar[bool] = False
-
     def class_embeddings(self) -> Tensor:
         """Return the input embeddings `[V, D]`: the classes are tokens."""
         return self.get_input_embeddings().get_parameter("weight")
@@ -220,29 +261,27 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
-        embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
-        if init == "output_embeddings":
+        embeddings: Tensor | None = None
+        if init == "input_embeddings":
+            embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
+        elif init == "output_embeddings":
             if base.head is None:
                 raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
             embeddings = base.head.prototypes
         hidden_size = base.backbone.config.hidden_size
-        if init != "base_head" and embeddings.shape[1] != hidden_size:
+        if embeddings is not None and embeddings.shape[1] != hidden_size:
             raise ValueError(
                 f"base {base.name}: expected input embeddings as wide as the hidden states "
                 f"({hidden_size}), got {embeddings.shape[1]}"
             )
         model = cls._around(
             base,
-            dict(head or {"name": "dist"}),
+            head,
+            embeddings=embeddings,
+            keep_head=init == "base_head",
             tie_word_embeddings=tie,
             is_causal=cls.is_causal,
         )
-        if init == "base_head":
-            copy_head_(model.dist_head, base)
-        else:
-            model.dist_head.initialize_(embeddings)
-        model.config.head = model.dist_head.settings()
-        model.tie_weights()
         if base.generation_config is not None:
             model.generation_config = copy.deepcopy(base.generation_config)
         return model
@@ -283,22 +322,9 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         """
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_states = outputs.last_hidden_state  # [B, T, D]
-        loss = logits = None
-        if labels is not None:
-            loss = mean_token_loss(
-                self.loss_fn,
-                self.dist_head,
-                hidden_states,
-                labels,
-                label_positions=label_positions,
-                num_items_in_batch=num_items_in_batch,
-            )
-        if labels is None or output_logits:
-            flat = self.dist_head(hidden_states.flatten(0, 1))  # [B * T, V]
-            logits = flat.unflatten(0, hidden_states.shape[:2])
         return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
+            loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
+            logits=self._logits(hidden_states) if labels is None or output_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

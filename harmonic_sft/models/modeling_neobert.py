@@ -32,7 +32,7 @@ def rotary_embedding(position_ids: Tensor, head_dim: int, theta: float) -> tuple
     when the model is built on the meta device, and a complex one broken by a cast to bfloat16.
 
     Args:
-        position_ids: `[B, T]`, or `[1, T]` for the same positions in every row.
+        position_ids: `[B, T]` or `[1, T]`.
         head_dim: D / H, even.
         theta: Pair i turns by `theta ** (-2 * i / head_dim)` radians per position.
 
@@ -55,11 +55,11 @@ def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         states: `[..., D / H]`, queries or keys.
-        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`.
-        sin: As `cos`.
+        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`, as `sin`.
+        sin: Of the same angles.
 
     Returns:
-        The shape and the dtype of `states`; computed in float32, to which `cos` promotes.
+        The shape and the dtype of `states`; computed in float32.
     """
     even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -128,7 +128,7 @@ class NeoBERTAttention(nn.Module):
         Args:
             qkv: `[B, T, 3 D]`, head by head: query, key and value of head 0, then of head 1.
             attention_mask: In the form of the attention implementation.
-            position_embeddings: Cosine and sine, `[B, T, D / (2 H)]` or `[1, T, D / (2 H)]`.
+            position_embeddings: Cosine and sine of `rotary_embedding`.
             **kwargs: Passed to the attention implementation.
 
         Returns:
@@ -314,7 +314,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             documents = find_packed_sequence_indices(position_ids)  # [B, T], None if not packed
             if documents is not None:
                 if is_flash_attention_requested(self.config):
-                    return None, _flash_packing(position_ids, attention_mask)
+                    if attention_mask is not None:
+                        raise ValueError(
+                            "attention_mask: expected None beside packed position_ids under flash "
+                            "attention, got a tensor. Make the padding a document of its own"
+                        )
+                    return None, flash_boundaries(position_ids)
                 same_document = packed_sequence_mask_function(documents)
         mask = create_bidirectional_mask(
             self.config, hidden_states, attention_mask, and_mask_function=same_document
@@ -322,13 +327,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         return mask, {}
 
 
-def _flash_packing(position_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
-    """Return the document boundaries as flash attention wants them."""
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: expected None beside packed position_ids under flash attention, "
-            "got a tensor. Make the padding a document of its own"
-        )
+def flash_boundaries(position_ids: Tensor) -> dict[str, Any]:
+    """Return where the documents of `[B, T]` positions begin, as flash attention wants it."""
     lengths, longest = prepare_fa_kwargs_from_position_ids(position_ids)
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     return dict(zip(names, lengths + longest, strict=True))
@@ -367,14 +367,13 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         """Predict the tokens, and score the prediction if there are labels.
 
         Args:
-            input_ids: As in `NeoBERTModel`.
-            attention_mask: As in `NeoBERTModel`.
+            input_ids: As in `NeoBERTModel`, and all others but the next.
+            attention_mask: See there.
             token_type_ids: Ignored.
-            position_ids: As in `NeoBERTModel`.
-            inputs_embeds: As in `NeoBERTModel`.
+            position_ids: See there.
+            inputs_embeds: See there.
             labels: `[B, T]`, -100 where nothing is to be predicted.
-            **kwargs: As in `NeoBERTModel`; also `num_items_in_batch`, by which the summed loss is
-                divided instead of by the number of labels.
+            **kwargs: See there; also `num_items_in_batch`, which divides the summed loss.
 
         Returns:
             `logits` `[B, T, V]`, and with labels `loss`, the mean cross-entropy in nats.

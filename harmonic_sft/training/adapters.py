@@ -194,7 +194,7 @@ def _saved_modules(model: HarmonicHeadModel) -> list[str]:
     """Return the modules saved whole: the head, and what holds unfrozen parameters."""
     lora = tuple(f"{name}." for name in lora_layers(model))
     trained = [n for n, p in model.named_parameters() if p.requires_grad and not n.startswith(lora)]
-    return covering_modules(model, trained)
+    return covering_modules(trained)
 
 
 def _saved_names(model: HarmonicHeadModel, modules: list[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import constants
 
 from harmonic_sft.training import load_run_config, train
+from tests.elsewhere import Elsewhere
 from tests.hub_server import HubServer
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def no_token(monkeypatch, tmp_path):
 
 
 class Client:
-    """Runs commands of harmonic-sft in a process that talks to the test server."""
+    """A process with this package that talks to the test server as alice."""
 
     def __init__(self, environment):
         self.process = subprocess.Popen(
@@ -50,10 +51,20 @@ class Client:
             env=environment,
         )
 
-    def __call__(self, *arguments):
-        self.process.stdin.write(json.dumps([str(word) for word in arguments]) + "\n")
+    def send(self, job):
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+    def __call__(self, *arguments):
+        """Run a command of harmonic-sft."""
+        return self.send([str(word) for word in arguments])
+
+    def program(self, code):
+        """Run a program, which must succeed, and return what it wrote."""
+        done = self.send(code)
+        assert done["status"] == 0, done["err"]
+        return done["out"]
 
     def close(self):
         self.process.stdin.close()
@@ -76,6 +87,15 @@ def client(hub, tmp_path_factory):
     client = Client(hub.environment(tmp_path_factory.mktemp("home")))
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(hub, tmp_path_factory):
+    """Runs programs where this package is not installed, on the test server."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    machine = Elsewhere(folder, hub.environment(folder / "home"))
+    yield machine
+    machine.close()
 
 
 @pytest.fixture(scope="session")

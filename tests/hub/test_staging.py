@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -13,13 +15,16 @@ from transformers import AutoConfig
 from harmonic_sft import models
 from harmonic_sft.hub import read_trained, stage
 from harmonic_sft.hub.staging import copy_weights
-from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicForMaskedLM, HarmonicForSequenceClassification
+from harmonic_sft.training import load_run_config, train
+from tests.conftest import WORDS
 
 COMMIT = "a" * 40
-MODELS = Path(models.__file__).parent
 # Nothing that a masked model needs imports the models for other tasks.
 OTHERS = {"modeling_classification.py", "modeling_causal.py"}
-CODE = {path.name for path in MODELS.glob("[!_]*.py")} - OTHERS
+CODE = {path.name for path in Path(models.__file__).parent.glob("[!_]*.py")} - OTHERS
+ALWAYS = {"README.md", "training.png", "tokenizer.json", "tokenizer_config.json"}
+PUBLISHED = {"base_model": "me/base", "base_revision": COMMIT}
 
 
 @pytest.fixture
@@ -40,54 +45,50 @@ def names(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_full_form_is_complete_and_nothing_else(staged):
-    found = names(staged())
-    assert found == CODE | {
-        *("config.json", "model.safetensors", "README.md", "training.png"),
-        *("tokenizer.json", "tokenizer_config.json"),
-        *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
-    }
-    assert not any(Path(name).name.startswith("_") for name in found)
+def metadata(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
 
 
-def test_a_checkpoint_has_its_code_too(staged, finished_run):
-    found = names(staged(folder=finished_run / "checkpoint-3"))
-    assert found >= CODE | {"config.json", "model.safetensors", "README.md", "tokenizer.json"}
-    assert not found & {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
-    assert "training.png" not in found
-
-
-def test_weights_are_the_same_and_their_metadata_names_format_and_step(staged, finished_run):
+def test_the_full_form_is_complete_and_nothing_else(staged, finished_run):
     target = staged()
-    with safe_open(target / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "6"}
-    expected = load_file(finished_run / "model.safetensors")
-    found = load_file(target / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_copied_weights_stay_aligned(tmp_path, finished_run):
-    for step in (None, 7, 12345):
-        copy_weights(finished_run / "model.safetensors", tmp_path / "copy", step=step)
-        length = int.from_bytes((tmp_path / "copy").read_bytes()[:8], "little")
-        assert length % 8 == 0
-        with safe_open(tmp_path / "copy", "pt") as file:
-            assert file.metadata().get("step") == (None if step is None else str(step))
-
-
-def test_the_configuration_maps_every_auto_class(staged):
-    config = json.loads((staged() / "config.json").read_text())
+    sentences = {"modules.json", "sentence_bert_config.json", "1_Pooling/config.json"}
+    assert names(target) == CODE | ALWAYS | sentences | {"config.json", "model.safetensors"}
+    assert metadata(target / "model.safetensors") == {"format": "pt", "step": "6"}
+    config = json.loads((target / "config.json").read_text())
+    assert config["partial"] is False
     assert config["auto_map"] == {
         "AutoConfig": "configuration_harmonic.HarmonicConfig",
         "AutoModel": "modeling_backbone.HarmonicModel",
         "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
     }
-    assert config["partial"] is False
+    inputs = torch.arange(5, 15).view(2, 5)
+    models = [HarmonicForMaskedLM.from_pretrained(folder) for folder in (finished_run, target)]
+    with torch.no_grad():
+        assert torch.equal(*(model(inputs).logits for model in models))
+
+
+def test_a_checkpoint_has_its_code_too(staged, finished_run):
+    found = names(staged(folder=finished_run / "checkpoint-3"))
+    assert found >= CODE | {"config.json", "model.safetensors", "README.md", "tokenizer.json"}
+    others = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training.png"}
+    assert not found & others
+
+
+def test_copied_weights_stay_aligned_and_keep_what_they_are(tmp_path, finished_run):
+    expected = load_file(finished_run / "model.safetensors")
+    for step in ({}, {"step": "7"}, {"step": "12345"}):
+        copy_weights(finished_run / "model.safetensors", tmp_path / "copy", step)
+        length = int.from_bytes((tmp_path / "copy").read_bytes()[:8], "little")
+        assert length % 8 == 0
+        assert metadata(tmp_path / "copy") == {"format": "pt", **step}
+        found = load_file(tmp_path / "copy")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_form_head_holds_what_was_trained(staged, finished_run):
-    target = staged("head", base_model="me/base", base_revision=COMMIT)
+    target = staged("head", **PUBLISHED)
     assert "model.safetensors" not in names(target)
     config = AutoConfig.from_pretrained(target)
     assert config.partial
@@ -99,29 +100,33 @@ def test_the_form_head_holds_what_was_trained(staged, finished_run):
     assert all(name.startswith("model.backbone.encoder.layer.2.") for name in blocks)
     expected = load_file(finished_run / "model.safetensors")
     assert all(torch.equal(t, expected[name]) for name, t in (head | blocks).items())
-    with safe_open(target / "dist_head.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "6"}
-
-
-def test_the_form_head_needs_a_base_that_others_can_fetch(staged):
-    with pytest.raises(ValueError, match="--form head: expected a base on the Hub, got"):
-        staged("head")
-
-
-@pytest.mark.parametrize("form", ["head", "peft"])
-def test_a_run_that_does_not_say_what_it_trained_is_pushed_in_full(staged, form):
-    with pytest.raises(ValueError, match=r"of an earlier version\. Use --form full"):
-        staged(form, trained_parameters=None)
+    assert metadata(target / "dist_head.safetensors") == {"format": "pt", "step": "6"}
 
 
 def test_an_adapter_has_its_two_files_a_card_and_the_tokenizer(staged):
-    target = staged("peft", base_model="me/base", base_revision=COMMIT)
-    with safe_open(target / "adapter_model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "6"}
-    assert names(target) == {
-        *("adapter_config.json", "adapter_model.safetensors", "README.md", "training.png"),
-        *("tokenizer.json", "tokenizer_config.json"),
-    }
+    target = staged("peft", **PUBLISHED)
+    assert names(target) == ALWAYS | {"adapter_config.json", "adapter_model.safetensors"}
+    assert metadata(target / "adapter_model.safetensors") == {"format": "pt", "step": "6"}
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("head", {}, "--form head: expected a base on the Hub, got"),
+        ("head", {"trained_parameters": None}, r"of an earlier version\. Use --form full"),
+        ("peft", {"trained_parameters": None}, r"of an earlier version\. Use --form full"),
+        ("peft", {"tie_word_embeddings": True}, "expected a head of its own, got one tied"),
+        ("head", {"base_vocab_size": 9}, "expected the base's vocabulary, got 109 tokens instead"),
+        (
+            "peft",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "--form peft: expected a base in a floating dtype, got one quantized by bitsandbytes",
+        ),
+    ],
+)
+def test_a_form_that_could_not_be_loaded_again_is_refused(staged, form, changes, message):
+    with pytest.raises(ValueError, match=message):
+        staged(form, **changes)
 
 
 def test_no_local_path_and_no_token_is_published(staged, tiny_base, monkeypatch):
@@ -146,27 +151,73 @@ def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
         stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
 
 
-def test_what_is_staged_loads_and_computes_the_same(staged, finished_run):
-    inputs = torch.arange(5, 15).view(2, 5)
-    models = [HarmonicForMaskedLM.from_pretrained(f) for f in (finished_run, staged())]
-    with torch.no_grad():
-        assert torch.equal(*(model(inputs).logits for model in models))
-
-
-def test_the_step_is_left_out_where_it_is_unknown(finished_run, tmp_path):
-    trained = replace(read_trained(finished_run), step=None)
-    stage(trained, tmp_path, form="full", repo_id="me/model")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_other_files_of_the_folder_stay_there(run_copy, tmp_path):
+def test_only_the_code_that_the_model_imports_goes_along(run_copy, tmp_path):
+    """A run of an earlier version has files of other names, and a folder files of its owner."""
     (run_copy / "analysis.py").write_text("KEY = 'sk-secret'")
+    with (run_copy / "heads.py").open("a") as file:
+        file.write("from .older import *\n")
+    (run_copy / "older.py").write_text("from .oldest import *\n")
+    (run_copy / "oldest.py").write_text("")
+    trained = replace(read_trained(run_copy), step=None)
     (tmp_path / "target").mkdir()
-    stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
-    assert "analysis.py" not in names(tmp_path / "target")
+    stage(trained, tmp_path / "target", form="full", repo_id="me/model")
+    found = names(tmp_path / "target")
+    assert {"older.py", "oldest.py"} <= found
+    assert "analysis.py" not in found
+    assert metadata(tmp_path / "target" / "model.safetensors") == {"format": "pt"}
 
 
-def test_a_tied_head_is_no_adapter(staged):
-    with pytest.raises(ValueError, match="--form peft: expected a head of its own, got one tied"):
-        staged("peft", tie_word_embeddings=True)
+@pytest.fixture(scope="module")
+def classifier_run(tmp_path_factory, tiny_base, run_settings):
+    folder = tmp_path_factory.mktemp("classifier")
+    rows = [{"text": word, "label": word[1]} for word in WORDS]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = run_settings(tiny_base, folder / "run")
+    settings["model"]["task"] = "sequence_classification"
+    settings["head"]["init"] = "class_means"
+    settings["data"] = {
+        "sources": [{"path": str(folder / "rows.jsonl")}],
+        "context_length": 8,
+        "label_column": "label",
+        "eval": {"documents": 20},
+    }
+    settings["training"] |= {"max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
+    settings["schedule"] = {"warmup_ratio": 0.0, "decay_ratio": 0.5}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    train(load_run_config(folder / "run.yaml"))
+    return folder / "run"
+
+
+def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run, tmp_path):
+    trained = read_trained(classifier_run)
+    trained.run["data"]["eval"]["source"] = {"path": "/home/alice/held_out.jsonl"}
+    stage(trained, tmp_path, form="full", repo_id="alice/letters")
+    assert "modeling_classification.py" in names(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["id2label"] == {"0": "a", "1": "b", "2": "c", "3": "d"}
+    assert "AutoModelForSequenceClassification" in fields["auto_map"]
+    model = HarmonicForSequenceClassification.from_pretrained(tmp_path)
+    assert model.dist_head.weight.shape[0] == 4
+    card = ModelCard((tmp_path / "README.md").read_text())
+    assert card.data.pipeline_tag == "text-classification"
+    results = card.data.eval_results
+    assert {result.task_type for result in results} == {"text-classification"}
+    assert {result.dataset_name for result in results} == {"Held-out rows of held_out.jsonl"}
+    assert "Text accuracy (share, 0 to 1)" in {result.metric_name for result in results}
+    for text in (
+        'pipeline("text-classification"',
+        "AutoModelForSequenceClassification.from_pretrained",
+        "fine-tuned to classify texts",
+        "- Classes: 4",
+        "- Evaluated on: local files, `held_out.jsonl`",
+    ):
+        assert text in card.text
+    for word in ("ask token", "fill-mask", "one vector per token", "Masking:"):
+        assert word not in card.text, word
+
+
+def test_an_adapter_of_a_classifier_names_its_labels(classifier_run, tmp_path):
+    stage(read_trained(classifier_run), tmp_path, form="peft", repo_id="alice/letters")
+    card = (tmp_path / "README.md").read_text()
+    assert "HarmonicForSequenceClassification.from_base(" in card
+    assert "labels=['a', 'b', 'c', 'd']," in card

@@ -1,8 +1,6 @@
 """Harmonic models around every encoder family: wrapping, saving, loading without the package."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,7 +117,6 @@ def test_labelled_positions_alone_reach_the_head(bases, family):
 READER = """
 import json, sys, torch
 from transformers import AutoModel, AutoModelForMaskedLM, pipeline, AutoTokenizer
-assert "harmonic_sft" not in sys.modules
 root = sys.argv[1]
 inputs = torch.load(f"{root}/inputs.pt", weights_only=True)
 for family in sys.argv[2:]:
@@ -140,7 +137,7 @@ print(json.dumps(fill("the [MASK] a")))
 """
 
 
-def test_published_folder_needs_no_package(bases, tmp_path):
+def test_published_folder_needs_no_package(bases, tmp_path, elsewhere):
     """Bit-equal logits, backbone and pipeline in a process that cannot import harmonic_sft."""
     inputs = {key: value for key, value in batch().items() if key != "labels"}
     torch.save(inputs, tmp_path / "inputs.pt")
@@ -164,15 +161,7 @@ def test_published_folder_needs_no_package(bases, tmp_path):
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(words + [f"w{i}" for i in range(V - len(words))]))
     BertTokenizer(vocab=str(vocab)).save_pretrained(tmp_path / "bert")
-    run = subprocess.run(
-        [sys.executable, "-c", READER, str(tmp_path), *FAMILIES],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    filled = json.loads(run.stdout.splitlines()[-1])
+    filled = json.loads(elsewhere(READER, tmp_path, *FAMILIES).splitlines()[-1])
     probabilities = (
         HarmonicForMaskedLM.from_pretrained(tmp_path / "bert")(
             input_ids=torch.tensor([[2, 5, 4, 6, 3]])

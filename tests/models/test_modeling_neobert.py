@@ -1,8 +1,5 @@
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +102,7 @@ def test_auto_classes_load_the_published_layout_without_remote_code(published):
     assert difference(hidden_states, expected["last_hidden_state"]) < 1e-4
 
 
-FRESH_PROCESS = """
+READER = """
 import sys
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
@@ -114,27 +111,18 @@ model, report = AutoModelForMaskedLM.from_pretrained(
     folder, trust_remote_code=True, output_loading_info=True
 )
 assert not any(report.values()), report
-assert "harmonic_sft" not in sys.modules
 save_file({"logits": model(**load_file(inputs)).logits.detach()}, folder + "/logits.safetensors")
 """
 
 
-def test_a_fresh_process_without_the_package_gives_the_same_logits(load, tmp_path, monkeypatch):
+def test_a_process_without_the_package_gives_the_same_logits(
+    load, tmp_path, monkeypatch, elsewhere
+):
     monkeypatch.setattr(NeoBERTConfig, "_auto_class", "AutoConfig")
     monkeypatch.setattr(NeoBERTForMaskedLM, "_auto_class", "AutoModelForMaskedLM")
     model = load()
     model.save_pretrained(tmp_path)
-    subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path), str(FIXTURE / "inputs.safetensors")],
-        check=True,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": "",
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
+    elsewhere(READER, tmp_path, FIXTURE / "inputs.safetensors")
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert difference(logits, tensors("outputs")["logits"]) < 1e-4
     assert torch.equal(logits, model(**tensors("inputs")).logits)

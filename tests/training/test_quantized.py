@@ -22,8 +22,8 @@ from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import is_quantized, settle_quantized_
 from harmonic_sft.models.bases import check_embeddings
 from harmonic_sft.training import load_run_config, train
-from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.preview import dry_run
 from tests import decoders
 from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
 

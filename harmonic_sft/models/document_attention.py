@@ -1,4 +1,4 @@
-"""Packed rows: what keeps the documents of one row from seeing each other in any backbone."""
+"""Rows of several documents: what keeps one from seeing another in any backbone."""
 
 import inspect
 from typing import Any
@@ -12,10 +12,10 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
     packed_sequence_mask_function,
 )
-from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.utils.generic import is_flash_attention_requested
 
-from .backbones import OFFSET_POSITIONS, max_positions
+from .backbones import OFFSET_POSITIONS, max_positions, position_offset
+from .modeling_neobert import flash_boundaries
 
 # Backbones whose tokens meet in attention alone and which take a mask per pair of tokens: a
 # convolution, an attention of their own or a mixing of all positions would leak. Every one is
@@ -53,17 +53,21 @@ SLIDING_WINDOWS = ("modernbert",)  # take one mask for the layers of each kind
 
 
 def document_arguments(
-    backbone: PreTrainedModel, attention_mask: Tensor | None, position_ids: Tensor, batch_size: int
+    backbone: PreTrainedModel,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    *,
+    is_causal: bool,
 ) -> dict[str, Any]:
     """Return the arguments that show a backbone where the documents of its rows begin.
 
     Args:
-        backbone: Any encoder.
+        backbone: Any encoder or decoder.
         attention_mask: `[B, T]`, 0 for padding, or None. A mask of another shape is the caller's
             own and left as it is.
-        position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone: a position that
-            does not continue the one before it starts a new document (at 0).
-        batch_size: B.
+        position_ids: `[B, T]`, counted from 0 whatever the backbone: a position that does not
+            continue the one before it starts a new document.
+        is_causal: The backbone is a decoder.
 
     Returns:
         `attention_mask` and `position_ids` in the form of the backbone and of its attention
@@ -72,77 +76,47 @@ def document_arguments(
     Raises:
         ValueError: The backbone cannot keep documents apart, takes no positions, or has too few.
     """
-    model_type = backbone.config.model_type
-    position_ids = position_ids.expand(batch_size, -1)
-    pairwise = attention_mask is not None and attention_mask.dim() != 2
-    documents = None if pairwise else find_packed_sequence_indices(position_ids)  # [B, T]
-    if documents is None:
-        positions = _positions(backbone, position_ids)
+    config = backbone.config
+    is_pairwise = attention_mask is not None and attention_mask.dim() != 2
+    if is_pairwise or not _are_packed(attention_mask, position_ids, is_causal):
+        positions = {"position_ids": position_ids}  # a decoder counts as it is told
+        if not is_causal:
+            positions = _positions(backbone, position_ids)
         return {"attention_mask": attention_mask, **positions}
-    if model_type not in PACKABLE:
+    known = PACKABLE_DECODERS if is_causal else PACKABLE
+    if config.model_type not in known:
         raise ValueError(
-            f"position_ids: expected one document per row for a backbone of type {model_type!r}, "
-            f"got several. Packed rows are for {list(PACKABLE)}"
+            "position_ids: expected one document per row for a backbone of type "
+            f"{config.model_type!r}, got several. Packed rows are for {list(known)}"
         )
     if attention_mask is not None:
         # Every token of the padding becomes a document of its own, so that no other sees it and
         # it does not look at nothing, which would be NaN.
         position_ids = position_ids.masked_fill(attention_mask == 0, 0)
-        documents = find_packed_sequence_indices(position_ids)
-    if model_type == "neobert":  # does the rest itself
-        return {"attention_mask": None, "position_ids": position_ids}
-    _check_length(backbone, position_ids)
-    positions = _positions(backbone, position_ids)
-    if is_flash_attention_requested(backbone.config):
-        return {"attention_mask": None, **positions, **_flash_boundaries(position_ids)}
-    return {"attention_mask": _block_diagonal(backbone, documents), **positions}
+    arguments: dict[str, Any] = {"attention_mask": None, "position_ids": position_ids}
+    if config.model_type == "neobert":  # does the rest itself
+        return arguments
+    if is_causal:
+        arguments["use_cache"] = False  # beside a cache transformers looks for no documents
+    else:
+        _check_length(backbone, position_ids)
+        arguments["position_ids"] = position_ids + position_offset(config)
+    if is_flash_attention_requested(config):
+        arguments |= flash_boundaries(position_ids)
+    elif not is_causal:
+        arguments["attention_mask"] = _block_diagonal(backbone, position_ids)
+    return arguments
 
 
-def decoder_arguments(
-    backbone: PreTrainedModel, attention_mask: Tensor | None, position_ids: Tensor
-) -> dict[str, Any]:
-    """Return the arguments that show a decoder where the documents of its rows begin.
-
-    Args:
-        backbone: Any decoder.
-        attention_mask: `[B, T]`, 0 for padding on either side, or None. A mask of another shape is
-            the caller's own and left as it is.
-        position_ids: `[B, T]` or `[1, T]`. Among attended tokens, one that does not continue the
-            one before it starts a new document.
-
-    Returns:
-        `attention_mask`, `position_ids`, and where there are several documents that no cache is to
-        be used, and the boundaries that flash attention wants.
-
-    Raises:
-        ValueError: The backbone cannot keep documents apart.
-    """
-    unchanged = {"attention_mask": attention_mask, "position_ids": position_ids}
+def _are_packed(attention_mask: Tensor | None, position_ids: Tensor, is_causal: bool) -> bool:
+    """Whether a row has several documents."""
+    if not is_causal:
+        return find_packed_sequence_indices(position_ids) is not None
     starts = position_ids.diff(dim=-1) != 1  # [B, T - 1]
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            return unchanged
+    if attention_mask is not None:  # `generate` counts padding on the left in its own way
         attended = attention_mask.bool()
         starts = starts & attended[:, 1:] & attended[:, :-1]
-    if not bool(starts.any()):
-        return unchanged
-    if backbone.config.model_type not in PACKABLE_DECODERS:
-        raise ValueError(
-            "position_ids: expected one document per row for a backbone of type "
-            f"{backbone.config.model_type!r}, got several. Packed rows are for "
-            f"{list(PACKABLE_DECODERS)}"
-        )
-    if attention_mask is not None:  # every token of the padding becomes a document of its own
-        position_ids = position_ids.masked_fill(attention_mask == 0, 0)
-    flash = is_flash_attention_requested(backbone.config)
-    boundaries = _flash_boundaries(position_ids) if flash else {}
-    # A cache is for one document: beside one transformers looks for no boundaries.
-    return {
-        "attention_mask": None,
-        "position_ids": position_ids,
-        "use_cache": False,
-        **boundaries,
-    }
+    return bool(starts.any())
 
 
 def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:
@@ -156,16 +130,14 @@ def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:
 
 
 def _positions(backbone: PreTrainedModel, position_ids: Tensor) -> dict[str, Tensor]:
-    """Return the positions as the backbone counts them, nothing if it counts them itself."""
+    """Return the positions as an encoder counts them, nothing if it counts them itself."""
     config = backbone.config
-    if config.model_type in OFFSET_POSITIONS:
-        return {"position_ids": position_ids + config.pad_token_id + 1}
     # The signature is only read for strangers: compilers cannot follow it.
     if (
-        config.model_type in PACKABLE
+        config.model_type in (*PACKABLE, *OFFSET_POSITIONS)
         or "position_ids" in inspect.signature(backbone.forward).parameters
     ):
-        return {"position_ids": position_ids}
+        return {"position_ids": position_ids + position_offset(config)}
     counted = torch.arange(position_ids.shape[1], device=position_ids.device)
     if not torch.equal(position_ids, counted.expand_as(position_ids)):
         raise ValueError(
@@ -175,14 +147,9 @@ def _positions(backbone: PreTrainedModel, position_ids: Tensor) -> dict[str, Ten
     return {}
 
 
-def _flash_boundaries(position_ids: Tensor) -> dict[str, Any]:
-    lengths, longest = prepare_fa_kwargs_from_position_ids(position_ids)
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    return dict(zip(names, lengths + longest, strict=True))
-
-
-def _block_diagonal(backbone: PreTrainedModel, documents: Tensor | None) -> Any:
+def _block_diagonal(backbone: PreTrainedModel, position_ids: Tensor) -> Any:
     """Return the mask of pairs in one document, in the form of the attention implementation."""
+    documents = find_packed_sequence_indices(position_ids)  # [B, T]
     assert documents is not None, "padding cannot join the documents of a row"
     arguments: dict[str, Any] = {
         "config": backbone.config,

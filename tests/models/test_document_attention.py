@@ -14,7 +14,7 @@ from harmonic_sft.data import IGNORE_INDEX, PaddingCollator
 from harmonic_sft.data.masked_dataset import PaddingFreeCollator
 from harmonic_sft.data.packing import join_rows
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
-from harmonic_sft.models.packing import PACKABLE
+from harmonic_sft.models.document_attention import PACKABLE
 
 V = 120
 SIZES = {

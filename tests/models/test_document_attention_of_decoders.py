@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.models.packing import PACKABLE_DECODERS
+from harmonic_sft.models.document_attention import PACKABLE_DECODERS
 from tests.decoders import FAMILIES, V, save_decoder
 
 LENGTHS = (5, 12, 1, 8)

@@ -8,13 +8,11 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
     LlamaModel,
 )
 
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
-from harmonic_sft.models.decoders import MULTIPLIED, SOFT_CAPPED, load_decoder
+from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 
 INPUTS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -23,24 +21,24 @@ INPUTS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_old_head_has_the_logits_of_transformers(family, tmp_path):
     folder = save_decoder(family, tmp_path)
-    config = AutoConfig.from_pretrained(folder)
-    decoder = load_decoder(str(folder), config)
+    base = load_base(
+        str(folder), None, head_class=None, dtype=torch.float32, dropout=None, is_causal=True
+    )
     native = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        hidden_states = decoder.backbone.eval()(INPUTS).last_hidden_state
-        torch.testing.assert_close(decoder.head(hidden_states), native(INPUTS).logits)
-    assert decoder.generation_config.eos_token_id == 2
+        hidden_states = base.backbone.eval()(INPUTS).last_hidden_state
+        torch.testing.assert_close(base.head(hidden_states), native(INPUTS).logits)
+    assert base.generation_config.eos_token_id == 2
     # The families that the tables are about would have other logits without them.
-    changes = family in MULTIPLIED or decoder.head.softcap is not None
+    changes = family in MULTIPLIED or base.head.softcap is not None
     plain = torch.nn.functional.linear(hidden_states, native.get_output_embeddings().weight)
     if native.get_output_embeddings().bias is None:
         assert torch.allclose(plain, native(INPUTS).logits, rtol=1e-3) is not changes
 
 
 def test_the_tables_name_fields_that_configurations_have():
-    from transformers import CONFIG_MAPPING
-
-    fields = {**{t: f for t, (f, _) in MULTIPLIED.items()}, **SOFT_CAPPED}
+    fields = {t: f for t, (f, _) in MULTIPLIED.items()}
+    fields |= dict.fromkeys(SOFT_CAPPED, "final_logit_softcapping")
     known = {t: f for t, f in fields.items() if t in CONFIG_MAPPING}
     assert len(known) >= 10
     for model_type, field in known.items():
@@ -48,11 +46,9 @@ def test_the_tables_name_fields_that_configurations_have():
 
 
 def test_an_encoder_of_images_is_no_decoder(tmp_path):
-    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
-    config = AutoConfig.for_model("clip")
+    AutoConfig.for_model("clip").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"expected a causal language model .* type 'clip'"):
-        load_decoder(str(tmp_path), config)
+        HarmonicForCausalLM.from_base(str(tmp_path))
 
 
 @pytest.mark.parametrize(
