@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.models import AffineForm, DistanceForm
+from harmonic_sft.models import AffineLogits, DistanceLogits
 from harmonic_sft.ops import (
     Impl,
     LossOptions,
@@ -227,7 +227,7 @@ def _linear_bias(device: torch.device) -> LossFn:
 
 def _distilled(device: torch.device) -> LossFn:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        logits = DistanceForm(hidden_states, prototypes, -14.0, unit_sphere=False, eps=1e-6)
+        logits = DistanceLogits(hidden_states, prototypes, -14.0, unit_sphere=False, eps=1e-6)
         second = (prototypes.detach(), hidden_states.detach(), None)
         loss = chunked_loss(logits, labels, stage="distillation", second=second, mix=(0.5, 0.5))
         return loss.loss.sum() / len(labels)
@@ -238,7 +238,7 @@ def _distilled(device: torch.device) -> LossFn:
 def _transported(*, moving: bool) -> Callable[[torch.device], LossFn]:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
         points = prototypes if moving else prototypes.detach()
-        logits = AffineForm(hidden_states, prototypes)
+        logits = AffineLogits(hidden_states, prototypes)
         second = (points, None, None)
         loss = chunked_loss(logits, labels, stage="transport", second=second, mix=(1.0, 0.1))
         return loss.loss.sum() / len(labels)

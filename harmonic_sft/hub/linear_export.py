@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.hub.staging import copy_tokenizer
 from harmonic_sft.models import (
-    AffineForm,
-    DistanceForm,
+    AffineLogits,
+    DistanceLogits,
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
@@ -129,11 +129,11 @@ def linear_head(head: Head) -> LinearHead:
         copied = copy.deepcopy(head).float()  # a tied one may be in 16 bits
         copied.softcap = None  # the order is the same without
         return copied
-    form, linear_map, is_scaled = _linear_form(head)
-    weight, bias = form.weight, None
-    if isinstance(form, AffineForm):
-        bias = form.bias
-    elif form.unit_sphere:
+    lazy, linear_map, is_scaled = _lazy_linear(head)
+    weight, bias = lazy.weight, None
+    if isinstance(lazy, AffineLogits):
+        bias = lazy.bias
+    elif lazy.unit_sphere:
         # The same floor as in the head's own forward pass: a row of zeros stays one.
         weight = F.normalize(weight, dim=-1, eps=1e-12)
     else:
@@ -148,25 +148,25 @@ def linear_head(head: Head) -> LinearHead:
     return linear
 
 
-def _linear_form(head: Head) -> tuple[AffineForm | DistanceForm, Tensor, bool]:
-    """Return a head's form in float64, and what it does to hidden states before.
+def _lazy_linear(head: Head) -> tuple[AffineLogits | DistanceLogits, Tensor, bool]:
+    """Return a head's lazy logits in float64, and what it does to hidden states before.
 
     That is a matrix `[D, E]`, the image of the unit vectors, and whether each state is also scaled
     by a number of its own, as by a normalization. Random states show that there is no more to it.
     """
     exact = copy.deepcopy(head).double()
     size = head.weight.shape[1]
-    form = exact.form(torch.eye(size, dtype=torch.float64))
+    lazy = exact.lazy_logits(torch.eye(size, dtype=torch.float64))
     states = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    again = exact.form(states)
-    kinds = AffineForm | DistanceForm
-    if not isinstance(form, kinds) or not isinstance(again, kinds):
+    again = exact.lazy_logits(states)
+    kinds = AffineLogits | DistanceLogits
+    if not isinstance(lazy, kinds) or not isinstance(again, kinds):
         raise _no_linear_equal(head)
-    found, expected = again.hidden_states, states @ form.hidden_states  # [8, E]
+    found, expected = again.hidden_states, states @ lazy.hidden_states  # [8, E]
     scales = found.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
     if not torch.allclose(found, scales * expected):
         raise _no_linear_equal(head)
-    return form, form.hidden_states, not torch.allclose(scales, torch.ones_like(scales))
+    return lazy, lazy.hidden_states, not torch.allclose(scales, torch.ones_like(scales))
 
 
 def _no_linear_equal(head: Head) -> ValueError:

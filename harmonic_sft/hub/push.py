@@ -26,14 +26,18 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from harmonic_sft import models
 from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
 from harmonic_sft.hub.staging import FIGURE, SENTENCES, TOKENIZER, Form, check_form, stage
-from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
+from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
 
-# What an earlier push may have left.
-CODE = tuple(path.name for path in Path(models.__file__).parent.glob("[!_]*.py"))
-OLD_CODE = ("decoders.py", "packing.py", "partial.py")  # of models/ in earlier versions
+# What an earlier push may have left, also code of models/ in earlier versions.
+CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
+OLD_CODE = (
+    "decoders.py",
+    "metrics.py",
+    "packing.py",
+    "partial.py",
+)
 OURS = (
     "config.json",
     "generation_config.json",

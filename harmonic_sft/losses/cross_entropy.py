@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import Head, MixtureForm
+from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
 
 
@@ -52,8 +52,8 @@ class CrossEntropyLoss:
         """
         if self.impl == "reference":
             return self._dense(head, hidden_states, labels)
-        logits = head.form(hidden_states)
-        if logits is None or (isinstance(logits, MixtureForm) and not self.is_plain):
+        logits = head.lazy_logits(hidden_states)
+        if logits is None or (isinstance(logits, MixtureLogits) and not self.is_plain):
             return by_chunks(self._dense, head, hidden_states, labels)
         options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         return chunked_loss(logits, labels, options=options, impl=self.impl).loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.models import AffineForm, DistanceForm, Head
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.ops import by_chunks, chunked_loss
 from harmonic_sft.ops.chunks import chunk_rows
 
@@ -118,8 +118,8 @@ class Distillation:
             return CrossEntropyLoss()(head, hidden_states, labels)
         states = self._taken(hidden_states)
         self.teacher.to(hidden_states.device)
-        logits, taught = head.form(hidden_states), self.teacher.form(states)
-        if isinstance(logits, AffineForm | DistanceForm) and isinstance(taught, AffineForm):
+        logits, taught = head.lazy_logits(hidden_states), self.teacher.lazy_logits(states)
+        if isinstance(logits, AffineLogits | DistanceLogits) and isinstance(taught, AffineLogits):
             second = (taught.weight.detach(), taught.hidden_states.detach(), taught.bias)
             mix = (1 - self.weight, self.weight)
             return chunked_loss(logits, labels, stage="distillation", second=second, mix=mix).loss

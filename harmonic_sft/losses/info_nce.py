@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import AffineForm, DistanceForm, Head, build_head
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import linear_cross_entropy
 
@@ -45,8 +45,8 @@ class InfoNCELoss:
         settings = head.settings()
         with FakeTensorMode():  # the head itself may be on the meta device
             twin = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
-            form = twin.form(torch.empty(1, hidden_size))
-        if not isinstance(form, AffineForm | DistanceForm):
+            lazy = twin.lazy_logits(torch.empty(1, hidden_size))
+        if not isinstance(lazy, AffineLogits | DistanceLogits):
             raise ValueError(
                 "loss info_nce: expected a head of dot products, cosines or Euclidean distances, "
                 f"got {settings}"
@@ -68,12 +68,12 @@ class InfoNCELoss:
         Returns:
             `[N]`, in nats.
         """
-        form = head.form(hidden_states)
-        assert isinstance(form, AffineForm | DistanceForm), "prepare has checked it"
+        lazy = head.lazy_logits(hidden_states)
+        assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         with torch.autocast(hidden_states.device.type, enabled=False):
-            states = F.normalize(at_least_float32(form.hidden_states), dim=-1)
+            states = F.normalize(at_least_float32(lazy.hidden_states), dim=-1)
             if not len(labels):
                 return states.sum(-1)  # of nothing: the fused loss wants at least one class
-            points = F.normalize(form.weight[candidates].to(states.dtype), dim=-1)  # [U, D]
+            points = F.normalize(lazy.weight[candidates].to(states.dtype), dim=-1)  # [U, D]
             return linear_cross_entropy(self.scale * states, points, targets)

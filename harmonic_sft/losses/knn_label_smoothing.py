@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import Head, MixtureForm
+from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
 from harmonic_sft.ops.chunks import CPU_BYTES
@@ -113,8 +113,8 @@ class NeighborSmoothing:
         Returns:
             `[N]`, in nats; the entropy of the target where it is met, not 0.
         """
-        logits = head.form(hidden_states)
-        if logits is None or isinstance(logits, MixtureForm) or self.loss.impl == "reference":
+        logits = head.lazy_logits(hidden_states)
+        if logits is None or isinstance(logits, MixtureLogits) or self.loss.impl == "reference":
             return by_chunks(self._dense, head, hidden_states, labels)
         targets, weights = self._targets(labels)
         options = LossOptions(target_weights=weights)

@@ -18,7 +18,7 @@ from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss, NeighborSmoothing
 from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
-from harmonic_sft.models import AffineForm, DistanceForm, Head, LossFunction
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LossFunction
 
 # Every loss that stands by itself, by name.
 TERMS = {
@@ -104,12 +104,12 @@ class WeightedSum:
         Returns:
             `[N]`, in nats, but for the squared units of a wasserstein term.
         """
-        logits = head.form(hidden_states)
+        logits = head.lazy_logits(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
         found = []
         exact = [term for term in terms if isinstance(term[1], Transport) and not term[1].top_k]
         plain = [term for term in terms if _is_plain(term[1])]
-        if exact and plain and isinstance(logits, AffineForm | DistanceForm):
+        if exact and plain and isinstance(logits, AffineLogits | DistanceLogits):
             (carried, transport), (own, other) = exact[0], plain[0]
             found.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
             terms = [t for t in terms if t[1] is not transport and t[1] is not other]

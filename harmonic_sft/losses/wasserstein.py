@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import AffineForm, DistanceForm, Head
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, dense_logits
 from harmonic_sft.ops import by_chunks, chunked_loss
 
@@ -98,16 +98,16 @@ class Transport:
         Returns:
             `[N]`, in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
-        logits = head.form(hidden_states)
-        if self.top_k is not None and isinstance(logits, AffineForm | DistanceForm):
+        logits = head.lazy_logits(hidden_states)
+        if self.top_k is not None and isinstance(logits, AffineLogits | DistanceLogits):
             return by_chunks(self._sparse, head, hidden_states, labels, shared=[self.ground(head)])
-        if not isinstance(logits, AffineForm | DistanceForm):
+        if not isinstance(logits, AffineLogits | DistanceLogits):
             return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
         return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
 
     def with_cross_entropy(
         self,
-        logits: AffineForm | DistanceForm,
+        logits: AffineLogits | DistanceLogits,
         head: Head,
         labels: Tensor,
         *,
@@ -156,20 +156,20 @@ class Transport:
 
     def _sparse(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
         assert self.top_k is not None, "all classes are dense"
-        logits = head.form(hidden_states)
-        assert isinstance(logits, AffineForm | DistanceForm), "the others are dense"
+        logits = head.lazy_logits(hidden_states)
+        assert isinstance(logits, AffineLogits | DistanceLogits), "the others are dense"
         with torch.no_grad():
             columns = dense_logits(logits).topk(self.top_k).indices
         columns = torch.cat([labels.unsqueeze(-1), columns], -1)  # [N, 1 + K]
         return _truncated_cost(logits_at(logits, columns), F.embedding(columns, ground), columns)
 
 
-def logits_at(logits: AffineForm | DistanceForm, columns: Tensor) -> Tensor:
+def logits_at(logits: AffineLogits | DistanceLogits, columns: Tensor) -> Tensor:
     """Return the logits `[N, K]` of classes `columns` `[N, K]`, distances by direct difference."""
     with torch.autocast(logits.hidden_states.device.type, enabled=False):
         states = at_least_float32(logits.hidden_states).unsqueeze(1)  # [N, 1, D]
         points = F.embedding(columns, logits.weight).to(states.dtype)  # [N, K, D]
-        if isinstance(logits, DistanceForm):
+        if isinstance(logits, DistanceLogits):
             if logits.unit_sphere:
                 states, points = F.normalize(states, dim=-1), F.normalize(points, dim=-1)
             return logits.h_exp * torch.log(_squared_gaps(points, states) + logits.eps)

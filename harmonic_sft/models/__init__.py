@@ -6,7 +6,7 @@ from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer
-from .head import AffineForm, DistanceForm, Form, Head, MixtureForm
+from .head import AffineLogits, DistanceLogits, Head, LazyLogits, MixtureLogits
 from .heads import HEADS, build_head
 from .linear_heads import L2Head, LinearHead, PowerHead
 from .modeling_backbone import (
@@ -36,12 +36,11 @@ __all__ = [
     "BLOCKS_FILE",
     "HEADS",
     "HEAD_FILE",
-    "AffineForm",
+    "AffineLogits",
     "Base",
     "CosineHead",
     "DistLayer",
-    "DistanceForm",
-    "Form",
+    "DistanceLogits",
     "HarmonicClassifier",
     "HarmonicConfig",
     "HarmonicForCausalLM",
@@ -54,9 +53,10 @@ __all__ = [
     "HarmonicPreTrainedModel",
     "Head",
     "L2Head",
+    "LazyLogits",
     "LinearHead",
     "LossFunction",
-    "MixtureForm",
+    "MixtureLogits",
     "MultiHead",
     "NeoBERTConfig",
     "NeoBERTForMaskedLM",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head import AffineForm, at_least_float32
+from .head import AffineLogits, at_least_float32
 from .scaled_head import ScaledHead
 from .unit_rows import unit_rows
 
@@ -42,9 +42,9 @@ class CosineHead(ScaledHead):
     ):
         super().__init__(hidden_size, vocab_size, scale=scale, learn_scale=learn_scale)
 
-    def form(self, hidden_states: Tensor) -> AffineForm:
-        """Return the logits' form for hidden states `[N, D]`."""
-        return AffineForm(self.scale * _normalize(hidden_states), _normalize(self.weight))
+    def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
+        """Return what the logits are made of, for hidden states `[N, D]`."""
+        return AffineLogits(self.scale * _normalize(hidden_states), _normalize(self.weight))
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the scale it has now."""
@@ -88,14 +88,14 @@ class VonMisesFisherHead(ScaledHead):
         )
         self.per_class = per_class
 
-    def form(self, hidden_states: Tensor) -> AffineForm:
-        """Return the logits' form for hidden states `[N, D]`."""
+    def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
+        """Return what the logits are made of, for hidden states `[N, D]`."""
         unit, prototypes = _normalize(hidden_states), _normalize(self.weight)
         scale = self.scale
         if not self.per_class or not isinstance(scale, Tensor):
-            return AffineForm(scale * unit, prototypes)
+            return AffineLogits(scale * unit, prototypes)
         bias = log_normalizer(scale, self.weight.shape[1])  # [V]
-        return AffineForm(unit, scale.unsqueeze(-1) * prototypes, bias)
+        return AffineLogits(unit, scale.unsqueeze(-1) * prototypes, bias)
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the scale it has now."""

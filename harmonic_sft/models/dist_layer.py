@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import DistanceForm, SphereHead, at_least_float32, distance_logits, label_nll
+from .head import DistanceLogits, SphereHead, at_least_float32, distance_logits, label_nll
 from .unit_rows import unit_rows
 
 Metric = Literal["euclidean", "mahalanobis"]
@@ -102,17 +102,17 @@ class DistLayer(SphereHead):
         if self.log_steepness is not None:
             self.log_steepness.data.fill_(math.log(-self._h_exp))
 
-    def form(self, hidden_states: Tensor) -> DistanceForm:
-        """Return the logits' form for hidden states `[N, D]`."""
+    def lazy_logits(self, hidden_states: Tensor) -> DistanceLogits:
+        """Return what the logits are made of, for hidden states `[N, D]`."""
         sphere, vectors = self.unit_sphere, [hidden_states, self.weight]
         if self.diagonal is not None:
             sphere, vectors = False, self._stretched(hidden_states)
         exponent = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
-        return DistanceForm(*vectors, exponent, sphere, self.eps)
+        return DistanceLogits(*vectors, exponent, sphere, self.eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        return distance_logits(self.form(hidden_states), None)
+        return distance_logits(self.lazy_logits(hidden_states), None)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the harmonic loss of each label.
@@ -128,7 +128,7 @@ class DistLayer(SphereHead):
             `[N]`, in nats.
         """
         labels = labels.unsqueeze(-1)  # [N, 1]
-        return label_nll(distance_logits(self.form(hidden_states), labels), labels)
+        return label_nll(distance_logits(self.lazy_logits(hidden_states), labels), labels)
 
     def reset_parameters(self) -> None:
         """Draw prototypes of norm 1 on average; the exponent is the one given."""

@@ -1,4 +1,4 @@
-"""What every output head is, and the forms its logits can take."""
+"""What every output head is, and what its logits are made of."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ NEAR = 2.0**-4
 TINY = 1e-12  # norms up to which a vector has no direction
 
 
-class AffineForm(NamedTuple):
+class AffineLogits(NamedTuple):
     """Logits hidden_states @ weight.T + bias.
 
     Attributes:
@@ -30,7 +30,7 @@ class AffineForm(NamedTuple):
     bias: Tensor | None = None
 
 
-class DistanceForm(NamedTuple):
+class DistanceLogits(NamedTuple):
     """Logits h_exp * log(d ** 2 + eps), d the Euclidean distance of hidden state and weight.
 
     Attributes:
@@ -48,7 +48,7 @@ class DistanceForm(NamedTuple):
     eps: float
 
 
-class MixtureForm(NamedTuple):
+class MixtureLogits(NamedTuple):
     """Log of the mean of the softmaxes over slices of the columns.
 
     Attributes:
@@ -56,11 +56,11 @@ class MixtureForm(NamedTuple):
         num_heads: How many there are, all of one width.
     """
 
-    whole: AffineForm | DistanceForm
+    whole: AffineLogits | DistanceLogits
     num_heads: int
 
     @property
-    def parts(self) -> list[AffineForm | DistanceForm]:
+    def parts(self) -> list[AffineLogits | DistanceLogits]:
         """The slices."""
         states = self.whole.hidden_states.chunk(self.num_heads, dim=-1)
         weights = self.whole.weight.chunk(self.num_heads, dim=-1)
@@ -68,15 +68,15 @@ class MixtureForm(NamedTuple):
         return [self.whole._replace(hidden_states=x, weight=w) for x, w in cut]
 
 
-Form = AffineForm | DistanceForm | MixtureForm
+LazyLogits = AffineLogits | DistanceLogits | MixtureLogits
 
 
 class Head(nn.Module, ABC):
     """An output layer: maps hidden states to logits whose softmax is the class distribution.
 
     Every learnable part of the output layer lives here, in float32 or better. A head knows neither
-    batch axes nor ignored positions. Either `form` says what its logits are made of, which gives
-    it the fused losses, or it has a `forward` of its own.
+    batch axes nor ignored positions. Either `lazy_logits` says what its logits are made of, which
+    gives it the fused losses, or it has a `forward` of its own.
 
     Attributes:
         weight: `[V, D]`, one row per class: what is tied, initialized and counted.
@@ -96,15 +96,15 @@ class Head(nn.Module, ABC):
     def h_exp(self, value: float) -> None:
         raise ValueError(f"h_exp: expected a dist head, got {self.settings()['name']}")
 
-    def form(self, hidden_states: Tensor) -> Form | None:
+    def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
         """Return what the logits of hidden states `[N, D]` are made of, None if nothing fits."""
         return None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        form = self.form(hidden_states)
-        assert form is not None, "a head without a form has a forward pass of its own"
-        return dense_logits(form)
+        lazy = self.lazy_logits(hidden_states)
+        assert lazy is not None, "a head without lazy logits has a forward pass of its own"
+        return dense_logits(lazy)
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -193,17 +193,17 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def dense_logits(form: Form) -> Tensor:
-    """Return the logits `[N, V]` of a form, whatever autocast says."""
-    if isinstance(form, MixtureForm):
-        parts = torch.stack([dense_logits(part).log_softmax(-1) for part in form.parts])
-        return parts.logsumexp(0) - math.log(len(form.parts))
-    if isinstance(form, DistanceForm):
-        return distance_logits(form, None)
-    with torch.autocast(form.hidden_states.device.type, enabled=False):
-        hidden_states = at_least_float32(form.hidden_states)
-        bias = None if form.bias is None else form.bias.to(hidden_states.dtype)
-        return F.linear(hidden_states, form.weight.to(hidden_states.dtype), bias)
+def dense_logits(lazy: LazyLogits) -> Tensor:
+    """Return the logits `[N, V]`, whatever autocast says."""
+    if isinstance(lazy, MixtureLogits):
+        parts = torch.stack([dense_logits(part).log_softmax(-1) for part in lazy.parts])
+        return parts.logsumexp(0) - math.log(len(lazy.parts))
+    if isinstance(lazy, DistanceLogits):
+        return distance_logits(lazy, None)
+    with torch.autocast(lazy.hidden_states.device.type, enabled=False):
+        hidden_states = at_least_float32(lazy.hidden_states)
+        bias = None if lazy.bias is None else lazy.bias.to(hidden_states.dtype)
+        return F.linear(hidden_states, lazy.weight.to(hidden_states.dtype), bias)
 
 
 def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
@@ -222,13 +222,13 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
-def distance_logits(form: DistanceForm, labels: Tensor | None) -> Tensor:
+def distance_logits(lazy: DistanceLogits, labels: Tensor | None) -> Tensor:
     """Return `[N, V]` logits; distances of `labels` `[N, 1]` are taken by direct difference."""
-    with torch.autocast(form.hidden_states.device.type, enabled=False):
-        hidden_states = at_least_float32(form.hidden_states)
-        weight = form.weight.to(hidden_states.dtype)
-        squared = squared_distances(hidden_states, weight, labels, unit_sphere=form.unit_sphere)
-        return form.h_exp * torch.log(squared + form.eps)  # [N, V]
+    with torch.autocast(lazy.hidden_states.device.type, enabled=False):
+        hidden_states = at_least_float32(lazy.hidden_states)
+        weight = lazy.weight.to(hidden_states.dtype)
+        squared = squared_distances(hidden_states, weight, labels, unit_sphere=lazy.unit_sphere)
+        return lazy.h_exp * torch.log(squared + lazy.eps)  # [N, V]
 
 
 def inverse_norms(vectors: Tensor) -> Tensor:

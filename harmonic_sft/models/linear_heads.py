@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import AffineForm, Head, at_least_float32, dense_logits
+from .head import AffineLogits, Head, at_least_float32, dense_logits
 from .scaled_head import ScaledHead
 
 
@@ -20,7 +20,7 @@ class LinearHead(Head):
         vocab_size: V.
         bias: Have one per class.
         softcap: Squash every logit z to softcap * tanh(z / softcap), as some decoders do; None
-            leaves them alone. Without a form of its own such a head has no fused loss.
+            leaves them alone. Such a head has no fused loss.
 
     Raises:
         ValueError: A softcap that is not above 0.
@@ -41,15 +41,15 @@ class LinearHead(Head):
         self.bias = nn.Parameter(zeros) if zeros is not None else None
         self.reset_parameters()
 
-    def form(self, hidden_states: Tensor) -> AffineForm | None:
-        """Return the logits' form for hidden states `[N, D]`; None if they are squashed."""
+    def lazy_logits(self, hidden_states: Tensor) -> AffineLogits | None:
+        """Return what the logits of `[N, D]` are made of; None if they are squashed."""
         if self.softcap is not None:
             return None
-        return AffineForm(hidden_states, self.weight, self.bias)
+        return AffineLogits(hidden_states, self.weight, self.bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        logits = dense_logits(AffineForm(hidden_states, self.weight, self.bias))
+        logits = dense_logits(AffineLogits(hidden_states, self.weight, self.bias))
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def reset_parameters(self) -> None:
@@ -88,13 +88,13 @@ class L2Head(ScaledHead):
     ):
         super().__init__(hidden_size, vocab_size, scale=scale, learn_scale=learn_scale)
 
-    def form(self, hidden_states: Tensor) -> AffineForm:
-        """Return the logits' form for hidden states `[N, D]`, up to a constant per row."""
+    def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
+        """Return what the logits of `[N, D]` are made of, up to a constant per row."""
         with torch.autocast(hidden_states.device.type, enabled=False):
             hidden_states = at_least_float32(hidden_states)
             weight = self.weight.to(hidden_states.dtype)
             bias = -self.scale * weight.square().sum(-1)  # [V]
-            return AffineForm(2 * self.scale * hidden_states, weight, bias)
+            return AffineLogits(2 * self.scale * hidden_states, weight, bias)
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the scale it has now."""

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from .cosine_heads import CosineHead
 from .head import (
-    AffineForm,
-    DistanceForm,
-    MixtureForm,
+    AffineLogits,
+    DistanceLogits,
+    MixtureLogits,
     SphereHead,
     at_least_float32,
     dense_logits,
@@ -91,9 +91,9 @@ class MultiHead(SphereHead):
     def h_exp(self, value: float) -> None:
         self.inner.h_exp = value
 
-    def form(self, hidden_states: Tensor) -> MixtureForm:
-        """Return the logits' form for hidden states `[N, D]`: one part for each slice."""
-        return MixtureForm(self._whole_form(hidden_states), self.num_heads)
+    def lazy_logits(self, hidden_states: Tensor) -> MixtureLogits:
+        """Return what the logits of `[N, D]` are made of: one part for each slice."""
+        return MixtureLogits(self._whole(hidden_states), self.num_heads)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the negative log-likelihood of each label, accurate also where it is close to 0.
@@ -105,7 +105,7 @@ class MultiHead(SphereHead):
         Returns:
             `[N]`, in nats.
         """
-        parts = self.form(hidden_states).parts
+        parts = self.lazy_logits(hidden_states).parts
         losses = torch.stack([_nll(part, labels) for part in parts])  # [M, N]
         # Both terms are at least 0, so that none of their digits cancel.
         least = losses.detach().amin(0)
@@ -126,15 +126,15 @@ class MultiHead(SphereHead):
         fields = {"num_heads": self.num_heads, "inner": self.inner.settings()}
         return {"name": "multi_head", **fields}
 
-    def _whole_form(self, hidden_states: Tensor) -> AffineForm | DistanceForm:
-        """Return the form whose columns are those of all slices."""
+    def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
+        """Return the logits whose columns are those of all slices."""
         if not isinstance(self.inner, CosineHead):
-            whole = self.inner.form(hidden_states)
-            assert isinstance(whole, AffineForm | DistanceForm), "INNER holds no other heads"
+            whole = self.inner.lazy_logits(hidden_states)
+            assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"
             return whole
         with torch.autocast(hidden_states.device.type, enabled=False):
             directions = self._unit_slices(hidden_states)  # [N, D]
-            return AffineForm(self.inner.scale * directions, self.prototypes)
+            return AffineLogits(self.inner.scale * directions, self.prototypes)
 
     def _unit_slices(self, vectors: Tensor) -> Tensor:
         """Return `[N, D]` with every slice at norm 1, in float32 or better."""
@@ -142,9 +142,9 @@ class MultiHead(SphereHead):
         return unit_rows(at_least_float32(slices)).view_as(vectors)
 
 
-def _nll(form: AffineForm | DistanceForm, labels: Tensor) -> Tensor:
+def _nll(lazy: AffineLogits | DistanceLogits, labels: Tensor) -> Tensor:
     """Return log1p(others / label) `[N]`, with the label's distance by direct difference."""
     labels = labels.unsqueeze(-1)  # [N, 1]
-    is_distance = isinstance(form, DistanceForm)
-    logits = distance_logits(form, labels) if is_distance else dense_logits(form)  # [N, V]
+    is_distance = isinstance(lazy, DistanceLogits)
+    logits = distance_logits(lazy, labels) if is_distance else dense_logits(lazy)  # [N, V]
     return label_nll(logits, labels)

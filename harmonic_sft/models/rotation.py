@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 from transformers import initialization as init
 
-from .head import Form, Head, at_least_float32
+from .head import Head, LazyLogits, at_least_float32
 
 
 class RotationHead(Head):
@@ -78,9 +78,9 @@ class RotationHead(Head):
             hidden_states = at_least_float32(hidden_states)
             return F.linear(hidden_states, self.rotation.to(hidden_states.dtype))
 
-    def form(self, hidden_states: Tensor) -> Form | None:
-        """Return the inner head's form for the rotated hidden states `[N, D]`."""
-        return self.inner.form(self.rotate(hidden_states))
+    def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
+        """Return what the inner head's logits of the rotated `[N, D]` are made of."""
+        return self.inner.lazy_logits(self.rotate(hidden_states))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the inner head's logits `[N, V]` of the rotated hidden states `[N, D]`."""

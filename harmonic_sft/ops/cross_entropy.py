@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from harmonic_sft.models import AffineForm, DistanceForm, MixtureForm
+from harmonic_sft.models import AffineLogits, DistanceLogits, MixtureLogits
 from harmonic_sft.ops.arguments import Arguments, Results
 from harmonic_sft.ops.operator import chunked_op
 from harmonic_sft.ops.options import (
@@ -79,7 +79,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         2024, Cut Your Losses, arXiv:2411.09009, without its gradient filter, which would drop the
         heavy tails of this loss.
     """
-    logits = DistanceForm(hidden_states, prototypes, h_exp, unit_sphere, eps)
+    logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
     return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
 
 
@@ -111,7 +111,7 @@ def linear_cross_entropy(
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
         NotImplementedError: Forward-mode differentiation of anything but impl="reference".
     """
-    logits = AffineForm(hidden_states, prototypes)
+    logits = AffineLogits(hidden_states, prototypes)
     return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
 
 
@@ -130,7 +130,7 @@ def distance_cross_entropy_with_metrics(
 
     Arguments and errors are those of `distance_cross_entropy`.
     """
-    logits = DistanceForm(hidden_states, prototypes, h_exp, unit_sphere, eps)
+    logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
     return _cross_entropy(logits, labels, options, impl, with_metrics=True)
 
 
@@ -146,7 +146,7 @@ def linear_cross_entropy_with_metrics(
 
     Arguments and errors are those of `linear_cross_entropy`.
     """
-    logits = AffineForm(hidden_states, prototypes)
+    logits = AffineLogits(hidden_states, prototypes)
     return _cross_entropy(logits, labels, options, impl, with_metrics=True)
 
 
@@ -158,7 +158,7 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _cross_entropy(
-    logits: AffineForm | DistanceForm,
+    logits: AffineLogits | DistanceLogits,
     labels: Tensor,
     options: LossOptions,
     impl: str,
@@ -166,7 +166,7 @@ def _cross_entropy(
     with_metrics: bool = False,
 ) -> tuple[Tensor, TokenMetrics]:
     check_inputs(logits.hidden_states, logits.weight, labels, options, impl)
-    if isinstance(logits, DistanceForm):
+    if isinstance(logits, DistanceLogits):
         h_exp = logits.h_exp
         if logits.eps <= 0:
             raise ValueError(f"eps: expected a number above 0, got {logits.eps}")
@@ -179,7 +179,7 @@ def _cross_entropy(
 
 
 def chunked_loss(
-    logits: AffineForm | DistanceForm | MixtureForm,
+    logits: AffineLogits | DistanceLogits | MixtureLogits,
     labels: Tensor,
     *,
     stage: str = "cross_entropy",
@@ -202,10 +202,10 @@ def chunked_loss(
         with_metrics: Also measure `TokenMetrics`.
     """
     num_heads, bias = 1, options.class_bias
-    if isinstance(logits, MixtureForm):
+    if isinstance(logits, MixtureLogits):
         stage, num_heads, logits = "mixture", logits.num_heads, logits.whole
     kind, h_exp, eps = "linear", -1.0, 0.0
-    if isinstance(logits, DistanceForm):
+    if isinstance(logits, DistanceLogits):
         kind = "sphere" if logits.unit_sphere else "euclidean"
         h_exp, eps = logits.h_exp, logits.eps
     elif logits.bias is not None:

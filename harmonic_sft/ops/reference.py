@@ -5,33 +5,33 @@ import math
 import torch
 from torch import Tensor
 
-from harmonic_sft.models.head import AffineForm, DistanceForm, dense_logits, distance_logits
+from harmonic_sft.models.head import AffineLogits, DistanceLogits, dense_logits, distance_logits
 from harmonic_sft.ops.options import LossOptions, TokenMetrics
 
 
 def reference_cross_entropy(
-    form: AffineForm | DistanceForm, labels: Tensor, options: LossOptions
+    lazy: AffineLogits | DistanceLogits, labels: Tensor, options: LossOptions
 ) -> tuple[Tensor, TokenMetrics]:
     """Return the loss `[N]` and its metrics by their definitions; see `distance_cross_entropy`.
 
     Args:
-        form: Of N hidden states over V classes.
+        lazy: Of N hidden states over V classes.
         labels: `[N]`, or `[N, K]` with soft targets.
         options: As there.
 
     Raises:
         ValueError: h_exp is not below 0.
     """
-    dtype = torch.promote_types(form.hidden_states.dtype, form.weight.dtype)
-    states = form.hidden_states.to(torch.promote_types(dtype, torch.float32))
-    form = form._replace(hidden_states=states)
+    dtype = torch.promote_types(lazy.hidden_states.dtype, lazy.weight.dtype)
+    states = lazy.hidden_states.to(torch.promote_types(dtype, torch.float32))
+    lazy = lazy._replace(hidden_states=states)
     labels = labels.unsqueeze(1) if options.target_weights is None else labels
-    if isinstance(form, AffineForm):
-        return loss_from_logits(dense_logits(form), labels, options)
-    value = form.h_exp.item() if isinstance(form.h_exp, Tensor) else form.h_exp
+    if isinstance(lazy, AffineLogits):
+        return loss_from_logits(dense_logits(lazy), labels, options)
+    value = lazy.h_exp.item() if isinstance(lazy.h_exp, Tensor) else lazy.h_exp
     if not -math.inf < value < 0:
         raise ValueError(f"h_exp: expected a number below 0, got {value}")
-    logits = distance_logits(form, labels if labels.shape[1] == 1 else None)
+    logits = distance_logits(lazy, labels if labels.shape[1] == 1 else None)
     return loss_from_logits(logits, labels, options)
 
 

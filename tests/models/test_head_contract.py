@@ -145,7 +145,7 @@ def test_no_state_is_left_out_of_a_copy(name):
 @every_head
 def test_the_form_gives_the_logits(name):
     head, states, _ = make(name)
-    form = head.form(states)
+    form = head.lazy_logits(states)
     if form is None:
         assert type(head).forward is not type(LINEAR).forward, "no form, and no forward pass"
         return

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from transformers import BertConfig
 
 from harmonic_sft.models import (
-    AffineForm,
-    DistanceForm,
+    AffineLogits,
+    DistanceLogits,
     HarmonicConfig,
     HarmonicForMaskedLM,
     MultiHead,
@@ -106,10 +106,10 @@ def test_a_hopeless_loss_stays_finite():
     assert states.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(("inner", "kind"), [("cosine", AffineForm), ("sphere", DistanceForm)])
+@pytest.mark.parametrize(("inner", "kind"), [("cosine", AffineLogits), ("sphere", DistanceLogits)])
 def test_the_form_has_one_part_for_each_slice_of_one_weight(inner, kind):
     head, states, labels = make(inner, 4)
-    parts = head.form(states).parts
+    parts = head.lazy_logits(states).parts
     assert [type(part) for part in parts] == [kind] * 4
     assert all(part.weight.shape == (V, D // 4) for part in parts)
     head.nll(states, labels).sum().backward()
@@ -158,7 +158,7 @@ def test_the_exponent_is_that_of_all_slices():
     head, states, labels = make("sphere", 3)
     assert head.h_exp == -7.0
     head.h_exp = -2.5
-    assert {part.h_exp for part in head.form(states).parts} == {-2.5}
+    assert {part.h_exp for part in head.lazy_logits(states).parts} == {-2.5}
     losses, _ = definition(head, states, labels)
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
     assert not head.scaled_by_h_exp

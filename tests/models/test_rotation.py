@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import BertConfig
 
 from harmonic_sft.models import (
-    DistanceForm,
+    DistanceLogits,
     HarmonicConfig,
     HarmonicForMaskedLM,
     RotationHead,
@@ -113,8 +113,8 @@ def test_everything_else_is_the_inner_heads():
     embeddings = torch.randn(V, D)
     assert head.initialize_(embeddings) is head
     torch.testing.assert_close(head.weight, F.normalize(embeddings, dim=-1))
-    form = head.form(torch.randn(N, D))
-    assert isinstance(form, DistanceForm)
+    form = head.lazy_logits(torch.randn(N, D))
+    assert isinstance(form, DistanceLogits)
     assert form.weight is head.weight
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harmonic_sft.models import AffineForm, DistanceForm, build_head
+from harmonic_sft.models import AffineLogits, DistanceLogits, build_head
 from harmonic_sft.ops import chunked_loss, engine
 from harmonic_sft.training.memory import LiveBytes
 from tests.head_variants import VARIANTS, D, V
@@ -59,7 +59,7 @@ def test_losses_and_gradients_are_those_of_dense_logits(name, moving, uniform):
     upstream = torch.ones(9) if uniform else torch.rand(9)
     results = []
     for loss_fn in (
-        lambda ground: transport_loss(head.form(states), ground, labels),
+        lambda ground: transport_loss(head.lazy_logits(states), ground, labels),
         lambda ground: plain(head, states, labels, ground),
     ):
         losses = loss_fn(head.prototypes if moving else head.prototypes.detach())
@@ -76,7 +76,7 @@ def test_float32_is_as_good_as_dense_logits(name):
     head, _, _ = problem(name, torch.float32)
     states = double.detach().float().requires_grad_()
     expected = plain(exact, double, labels, exact.prototypes)
-    found = transport_loss(head.form(states), head.prototypes, labels)
+    found = transport_loss(head.lazy_logits(states), head.prototypes, labels)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     gradients = torch.autograd.grad(found.sum(), [states, head.weight])
     for mine, good in zip(
@@ -90,7 +90,7 @@ def test_more_near_pairs_than_there_is_room_for():
     """All prototypes in one place: the closest pairs are exact, the others are not below 0."""
     torch.manual_seed(0)
     weight = 1 + 1e-4 * torch.randn(3000, 4)
-    form = DistanceForm(torch.ones(2, 4), weight, -2.0, unit_sphere=False, eps=1e-6)
+    form = DistanceLogits(torch.ones(2, 4), weight, -2.0, unit_sphere=False, eps=1e-6)
     losses = transport_loss(form, weight, torch.tensor([0, 1]))
     assert losses.isfinite().all()
 
@@ -98,7 +98,7 @@ def test_more_near_pairs_than_there_is_room_for():
 def test_what_needs_no_gradient_gets_none():
     head, states, labels = problem("linear")
     head.bias.requires_grad_(False)
-    form = head.form(states.detach())
+    form = head.lazy_logits(states.detach())
     ground = head.prototypes.detach().requires_grad_()
     transport_loss(form, ground, labels).sum().backward()
     assert head.bias.grad is None
@@ -114,7 +114,7 @@ def test_memory_is_that_of_a_few_chunks(monkeypatch):
     weight = torch.randn(vocab_size, 8, requires_grad=True)
     states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
     with LiveBytes() as live:
-        form = AffineForm(states, weight)
+        form = AffineLogits(states, weight)
         transport_loss(form, weight, labels).sum().backward()
     assert live.peak < 5 * rows * 4 * vocab_size + 8 * weight.nbytes
     assert live.peak < 0.3 * 400 * 4 * vocab_size
@@ -126,7 +126,7 @@ def test_a_mixture_is_that_of_dense_logits(name, uniform):
     head, states, labels = problem(name)
     upstream = torch.ones(9) if uniform else torch.rand(9)
     results = []
-    for losses in (chunked_loss(head.form(states), labels).loss, head.nll(states, labels)):
+    for losses in (chunked_loss(head.lazy_logits(states), labels).loss, head.nll(states, labels)):
         total = losses.sum() if uniform else (losses * upstream).sum()
         results.append([losses, *torch.autograd.grad(total, [states, *head.parameters()])])
     for mine, expected in zip(*results, strict=True):
