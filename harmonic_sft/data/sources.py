@@ -6,7 +6,6 @@ import glob
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,19 +24,19 @@ from datasets.exceptions import DatasetNotFoundError
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from harmonic_sft.data.cached_table import cached_table
+from harmonic_sft.data.bad_rows import BadRows, one_line
 from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.data.files import (
+    BAD,
     COMPRESSIONS,
     FILE_FORMATS,
     PLACE,
-    BadRowPolicy,
-    BadRows,
+    Row,
     file_kind,
     file_shards,
     is_url,
-    one_line,
     read_shards,
+    read_table,
 )
 
 DOCSTRINGS = "python:docstrings"
@@ -51,10 +50,10 @@ class Source:
     """One place to take documents from.
 
     What it is shows in the path: `python:docstrings`; a file, a glob of files or the web address
-    of a file ending in `.txt`, `.jsonl` or `.json`, each also with `.gz` or `.zst`, or in
+    of a file ending in `.txt`, `.jsonl`, `.json` or `.csv`, each also with `.gz` or `.zst`, or in
     `.parquet`; a folder of such files, or one that `save_to_disk` of the datasets library wrote;
     or the `owner/name` of a data set on the Hub. In a `.txt` file every line is a document and
-    blank lines are skipped.
+    blank lines are skipped; a `.csv` file begins with the names of its columns.
     """
 
     path: str = Field(
@@ -94,13 +93,7 @@ def check_weights(sources: Sequence[Source]) -> None:
         )
 
 
-def load_documents(
-    source: Source,
-    *,
-    name: str,
-    on_bad_row: Literal["error", "skip"] = "error",
-    bad_rows: BadRows | None = None,
-) -> Dataset | IterableDataset:
+def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Dataset | IterableDataset:
     """Open a source and check all that can be checked without reading it to the end.
 
     Rows of files are checked one by one, as they are read, and say by `PLACE` where that was. What
@@ -109,9 +102,8 @@ def load_documents(
     Args:
         source: What to read.
         name: Where the source stands in the configuration, for error messages.
-        on_bad_row: Whether a row that cannot be read is an error or is left out and counted.
-        bad_rows: Where rows that are left out are counted; for a stream, in the process that
-            iterates it. Needed to skip any.
+        bad_rows: Where rows of a table that cannot be read are reported; a stream has them among
+            its rows, as `read_shards` gives them.
 
     Returns:
         One row per document, with all columns there are. A stream has one shard per file or per
@@ -121,134 +113,148 @@ def load_documents(
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
-    assert on_bad_row == "error" or bad_rows is not None, "skipped rows have to be counted"
-    policy = BadRowPolicy(name, bad_rows if on_bad_row == "skip" else None)
-    if source.path == DOCSTRINGS:
-        _refuse_fields(source, "name", "data_files", "revision", name=name)
-        documents = Dataset.from_dict({"text": standard_library_docstrings()})
-        return documents.to_iterable_dataset() if source.streaming else documents
     path = Path(source.path).expanduser()
-    if (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file():
-        _refuse_fields(source, "name", "data_files", "revision", name=name)
-        documents = _load_saved(source, path, name=name)
-    elif (splits := _find_files(source, path, name=name)) is not None:
-        documents = _load_files(source, splits, policy)
+    if source.path == DOCSTRINGS:
+        _refuse_settings(source, name, allowed=())
+        documents = Dataset.from_dict({"text": standard_library_docstrings()})
+        documents = documents.to_iterable_dataset() if source.streaming else documents
+    elif (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file():
+        _refuse_settings(source, name, allowed=())
+        documents = _load_saved(source, path, name)
+    elif (splits := _find_files(source, path, name)) is not None:
+        documents = _load_files(source, splits, name, bad_rows)
+    elif HUB_NAME.fullmatch(source.path):
+        with _explained(source, name):
+            documents = load_dataset(
+                source.path,
+                source.name,
+                data_files=source.data_files,
+                revision=source.revision,
+                split=source.split,
+                streaming=source.streaming,
+            )
     else:
-        arguments = _hub_arguments(source, name=name)
-        with _explained(source, name=name):
-            documents = load_dataset(**arguments, split=source.split, streaming=source.streaming)
+        raise ValueError(
+            f"{name}.path: expected an existing file or folder, owner/name on the Hub or "
+            f"{DOCSTRINGS!r}, got {source.path!r}."
+        )
     # The first row of a stream is the first thing that has to be reachable and readable.
-    with _explained(source, name=name):
-        empty = first_row(documents) is None
+    with _explained(source, name):
+        empty = first_row(documents, name, BadRows(skip=bad_rows.skip)) is None
     if empty:
         raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
     return documents
 
 
-def first_row(documents: Dataset | IterableDataset) -> dict[str, Any] | None:
-    """Look at the first row without moving a stream on.
+def first_row(
+    documents: Dataset | IterableDataset, name: str = "", bad_rows: BadRows | None = None
+) -> Row | None:
+    """Look at the first row that can be read without moving a stream on.
 
     Args:
         documents: A table or a stream.
+        name: Where the source stands in the configuration, for error messages.
+        bad_rows: Where rows before it are reported; None counts them nowhere.
 
     Returns:
         The row without its `PLACE`, or None where there is none.
+
+    Raises:
+        ValueError: A row before it cannot be read and must not be skipped.
     """
+    bad_rows = bad_rows or BadRows()
     # A stream keeps its position for state_dict() even after the iterator is gone.
-    row = next(iter(copy.deepcopy(documents)), None)
-    return None if row is None else {key: row[key] for key in row if key != PLACE}
+    for row in copy.deepcopy(documents):
+        if BAD not in row:
+            return {key: row[key] for key in row if key != PLACE}
+        bad_rows.report(name, row[PLACE], *row[BAD])
+    return None
 
 
-def column_names(documents: Dataset | IterableDataset) -> list[str]:
-    """Name the columns of a table, or those of a stream's first row, without `PLACE`."""
-    names = documents.column_names or first_row(documents) or {}
-    return [name for name in names if name != PLACE]
-
-
-def check_column(documents: Dataset | IterableDataset, source: Source, *, name: str) -> None:
-    """Refuse a column of text that is not there or holds no text, judging by the first row.
+def check_column(
+    documents: Dataset | IterableDataset, column: str, *, name: str, is_text: bool = False
+) -> None:
+    """Refuse a column that is not there or, judging by the first row, holds no text.
 
     Args:
         documents: Of `load_documents`.
-        source: Names the column.
-        name: Where the source stands in the configuration, for error messages.
+        column: Its name.
+        name: Of the setting that says so, for error messages.
+        is_text: Whether it must hold text.
 
     Raises:
         ValueError: The column is missing or holds something else.
     """
     first = first_row(documents) or {}
-    columns = column_names(documents)
-    if source.column not in columns:
-        nearest = difflib.get_close_matches(source.column, columns, n=1, cutoff=0.0)
+    columns = [key for key in documents.column_names or first if key != PLACE]
+    if column not in columns:
+        nearest = difflib.get_close_matches(column, columns, n=1, cutoff=0.0)
         raise ValueError(
-            f"{name}.column: expected one of {sorted(columns)}, got {source.column!r}. "
+            f"{name}: expected one of {sorted(columns)}, got {column!r}. "
             f"Did you mean {nearest[0]!r}?"
         )
-    value = first.get(source.column)
-    feature = (documents.features or {}).get(source.column)
-    is_text = isinstance(feature, Value) and "string" in feature.dtype
-    if not (is_text or isinstance(value, str)):
+    feature = (documents.features or {}).get(column)
+    has_text = isinstance(feature, Value) and "string" in feature.dtype
+    if is_text and not has_text and not isinstance(first.get(column), str):
         raise ValueError(
-            f"{name}.column: expected a column of text, got {source.column!r}, "
-            f"which holds {type(value).__name__}."
+            f"{name}: expected a column of text, got {column!r}, "
+            f"which holds {type(first.get(column)).__name__}."
         )
 
 
-def _load_saved(source: Source, path: Path, *, name: str) -> Dataset | IterableDataset:
+def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableDataset:
     """Open what `save_to_disk` wrote."""
-    with _explained(source, name=name):
+    with _explained(source, name):
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    documents = _take_split(
-        source, {str(split): table for split, table in splits.items()}, name=name
-    )
+    tables = {str(split): table for split, table in splits.items()}
+    documents = _take_split(source, tables, name)
     if not source.streaming:
         return documents
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
 
 
 def _load_files(
-    source: Source, splits: Mapping[str, Sequence[str]], policy: BadRowPolicy
+    source: Source, splits: Mapping[str, Sequence[str]], name: str, bad_rows: BadRows
 ) -> Dataset | IterableDataset:
     """Open files: one shard of a stream per file or row group, or a table on disk."""
-    wanted = [part.partition("[")[0].strip() for part in source.split.split("+")]
-    _check_splits(wanted, splits, name=policy.name)
     shards = {}
-    for split in wanted:
-        _check_kinds(splits[split], name=policy.name)
-        shards[split] = [
-            shard for file in splits[split] for shard in file_shards(file, name=policy.name)
-        ]
+    for split in _split_names(source, splits, name):
+        _check_kinds(splits[split], name)
+        shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
-            raise ValueError(
-                f"{policy.name}.path: expected documents, got none in {source.path!r}."
-            )
+            raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
     if not source.streaming:
-        with _explained(source, name=policy.name):
-            tables = {split: cached_table(parts, policy) for split, parts in shards.items()}
-        return _take_split(source, tables, name=policy.name)
+        with _explained(source, name):
+            tables = {
+                split: read_table(parts, name=name, bad_rows=bad_rows)
+                for split, parts in shards.items()
+            }
+        return _take_split(source, tables, name)
     if "[" in source.split:
         raise ValueError(
-            f"{policy.name}.split: expected a whole split for a stream, got {source.split!r}. "
+            f"{name}.split: expected a whole split for a stream, got {source.split!r}. "
             "Set streaming: false to read a part."
         )
-    return IterableDataset.from_generator(
-        read_shards,
-        gen_kwargs={
-            "shards": [shard for split in wanted for shard in shards[split]],
-            "policy": policy,
-        },
-    )
+    parts = [shard for split in _split_names(source, splits, name) for shard in shards[split]]
+    return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": parts})
 
 
-def _take_split(source: Source, tables: Mapping[str, Dataset], *, name: str) -> Dataset:
-    """Cut splits such as `train`, `train[:100]` and `train+test` out of whole tables."""
-    _check_splits(
-        [part.partition("[")[0].strip() for part in source.split.split("+")], tables, name=name
-    )
+def _split_names(source: Source, splits: Mapping[str, Any], name: str) -> list[str]:
+    """Name the splits in specifications such as `train`, `train[:100]` and `train+test`."""
+    wanted = [part.partition("[")[0].strip() for part in source.split.split("+")]
+    for split in wanted:
+        if split not in splits:
+            raise ValueError(f"{name}.split: expected one of {sorted(splits)}, got {split!r}.")
+    return wanted
+
+
+def _take_split(source: Source, tables: Mapping[str, Dataset], name: str) -> Dataset:
+    """Cut a split, or parts of several, out of whole tables."""
+    _split_names(source, tables, name)
     if source.split in tables:
         return tables[source.split]
-    with _explained(source, name=name):
+    with _explained(source, name):
         parts = ReadInstruction.from_spec(source.split).to_absolute(
             {split: len(table) for split, table in tables.items()}
         )
@@ -257,27 +263,21 @@ def _take_split(source: Source, tables: Mapping[str, Dataset], *, name: str) -> 
     )
 
 
-def _check_splits(wanted: Sequence[str], splits: Mapping[str, Any], *, name: str) -> None:
-    for split in wanted:
-        if split not in splits:
-            raise ValueError(f"{name}.split: expected one of {sorted(splits)}, got {split!r}.")
-
-
-def _find_files(source: Source, path: Path, *, name: str) -> dict[str, list[str]] | None:
+def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] | None:
     """Files of every split, or None for what can only be a name on the Hub."""
     if path.is_dir():
-        _refuse_fields(source, "revision", name=name)
-        with _explained(source, name=name):
+        _refuse_settings(source, name, allowed=("name", "data_files"))
+        with _explained(source, name):
             builder = load_dataset_builder(
                 str(path), name=source.name, data_files=source.data_files
             )
         found = builder.config.data_files or {}
         return {str(split): [str(file) for file in found[split]] for split in found}
-    is_glob = glob.has_magic(source.path) and not path.exists()
+    is_glob = glob.has_magic(source.path) and not path.exists() and not is_url(source.path)
     looks_local = file_kind(source.path) is not None or source.path.startswith((".", "/", "~"))
     if not (is_url(source.path) or is_glob or looks_local or path.exists()):
         return None
-    _refuse_fields(source, "name", "data_files", "revision", name=name)
+    _refuse_settings(source, name, allowed=())
     if is_url(source.path):
         return {"train": [source.path]}
     files = sorted(glob.glob(str(path), recursive=True)) if is_glob else [str(path)]
@@ -286,7 +286,7 @@ def _find_files(source: Source, path: Path, *, name: str) -> dict[str, list[str]
     return {"train": files}
 
 
-def _check_kinds(files: Sequence[str], *, name: str) -> None:
+def _check_kinds(files: Sequence[str], name: str) -> None:
     """Refuse missing files and files that are not read, or not together."""
     for file in files:
         if not is_url(file) and not Path(file).is_file():
@@ -295,61 +295,47 @@ def _check_kinds(files: Sequence[str], *, name: str) -> None:
     if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
         raise ValueError(
             f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
-            f"(text and JSON also with one of {list(COMPRESSIONS)}), "
+            f"(parquet apart also with one of {list(COMPRESSIONS)}), "
             f"got {sorted({''.join(Path(file).suffixes[-2:]) for file in files})}."
         )
 
 
-def _hub_arguments(source: Source, *, name: str) -> dict[str, Any]:
-    """Arguments of `load_dataset` for a name on the Hub."""
-    if not HUB_NAME.fullmatch(source.path):
-        raise ValueError(
-            f"{name}.path: expected an existing file or folder, owner/name on the Hub or "
-            f"{DOCSTRINGS!r}, got {source.path!r}."
-        )
-    return {
-        "path": source.path,
+def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> None:
+    """Refuse settings that this kind of path would ignore."""
+    settings = {
         "name": source.name,
         "data_files": source.data_files,
         "revision": source.revision,
     }
-
-
-def _refuse_fields(source: Source, *fields: str, name: str) -> None:
-    """Refuse settings that this kind of path would ignore."""
-    settings = asdict(source)
-    for field in fields:
-        if settings[field] is not None:
+    for key, value in settings.items():
+        if value is not None and key not in allowed:
             raise ValueError(
-                f"{name}.{field}: expected nothing for the path {source.path!r}, "
-                f"got {settings[field]!r}. Leave it out."
+                f"{name}.{key}: expected nothing for the path {source.path!r}, "
+                f"got {value!r}. Leave it out."
             )
 
 
 @contextmanager
-def _explained(source: Source, *, name: str) -> Generator[None]:
+def _explained(source: Source, name: str) -> Generator[None]:
     """Turn any failure into one line about the source; ours are in order already."""
     try:
         yield
+    except DatasetNotFoundError as error:
+        raise ValueError(
+            f"{name}.path: expected a data set on the Hub that you may read, got {source.path!r}. "
+            "Check the name, and log in if it is private or gated."
+        ) from error
     # The libraries fail in dozens of ways (files, network, parsers); each is bad input here.
     except Exception as error:
         if str(error).startswith(name):
             raise
-        raise ValueError(_explain(error, source, name=name)) from error
-
-
-def _explain(error: Exception, source: Source, *, name: str) -> str:
-    """Say in one line what a failure of a library means and what to do."""
-    if isinstance(error, DatasetNotFoundError):
-        return (
-            f"{name}.path: expected a data set on the Hub that you may read, got {source.path!r}. "
-            "Check the name, and log in if it is private or gated."
-        )
-    if isinstance(error, ConnectionError) and HUB_NAME.fullmatch(source.path):
-        return (
-            f"{name}.path: expected a data set on the Hub, got {source.path!r}, and the Hub cannot "
-            "be reached. Check the name and the network, give a local path, or set "
-            "HF_HUB_OFFLINE=1 with a filled cache."
-        )
-    reason = one_line(error.__cause__ or error)
-    return f"{name}: expected readable documents, got {source.path!r}, which fails: {reason}"
+        if isinstance(error, ConnectionError) and HUB_NAME.fullmatch(source.path):
+            raise ValueError(
+                f"{name}.path: expected a data set on the Hub, got {source.path!r}, and the Hub "
+                "cannot be reached. Check the name and the network, give a local path, or set "
+                "HF_HUB_OFFLINE=1 with a filled cache."
+            ) from error
+        reason = one_line(error.__cause__ or error)
+        raise ValueError(
+            f"{name}: expected readable documents, got {source.path!r}, which fails: {reason}"
+        ) from error

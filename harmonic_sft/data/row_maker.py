@@ -1,32 +1,28 @@
-"""Rows for the model: documents as tokens, cut to length and wrapped, with nothing lost."""
+"""Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from harmonic_sft.data.bad_rows import BLANK, BadRows
 from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
-from harmonic_sft.data.files import PLACE, BadRows
-from harmonic_sft.data.formats import BLANK, Format, encode
+from harmonic_sft.data.files import BAD, PLACE, Row
+from harmonic_sft.data.formats import Format, encode
 from harmonic_sft.data.masking import NO_WORD
-from harmonic_sft.data.stream_reader import document_name
 
-# Columns of a table before its bad rows are taken out.
-BAD_ROW = {
-    "place": datasets.Value("string"),
-    "reason": datasets.Value("string"),
-    "unscored": datasets.Value("int64"),  # tokens of the document in chunks that make no row
-}
+STREAM_BITS = 40  # a document's number stands below that of its logical stream
 BATCH_DOCUMENTS = 1000
 BATCH_BYTES = 16 << 20  # of documents; decides where they are long
+CODE = ("row_maker", "formats", "chat", "encoding")  # modules that decide what a row holds
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
@@ -34,6 +30,12 @@ FEATURES = {
     "source": datasets.Value("int32"),
     "document": datasets.Value("int64"),
     "chunk": datasets.Value("int32"),
+}
+# Columns of a table before its bad rows are taken out.
+REPORT = {
+    "place": datasets.Value("string"),
+    "reason": datasets.Value("string"),  # None in a row that can be used
+    "unscored": datasets.Value("int64"),  # tokens of the document in chunks that make no row
 }
 
 
@@ -82,6 +84,12 @@ def check_tokenizer(
         )
 
 
+def document_name(number: int) -> str:
+    """Spell out a document's number: its place in a pass over its logical stream, or in a table."""
+    stream, document = divmod(number, 1 << STREAM_BITS)
+    return f"document {document}" + (f" of logical stream {stream}" if stream else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowMaker:
     """Turns documents of one source into rows: consecutive chunks in the special tokens.
@@ -92,14 +100,12 @@ class RowMaker:
     Attributes:
         name: Where the source stands in the configuration.
         source: Its number.
-        form: Of its documents.
+        form: Format of its documents.
         column: Of the text.
         tokenizer: Of the model.
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
         word_ids: Whether rows number their words.
-        bad_rows: Where documents that make no row are counted.
-        skip: Whether bad ones are; else they are errors, and only blank ones are counted.
         end_of_text: Token put after every document of plain text, None for none.
     """
 
@@ -111,8 +117,6 @@ class RowMaker:
     context_length: int
     loss_on: LossOn
     word_ids: bool
-    bad_rows: BadRows
-    skip: bool
     end_of_text: int | None = None
 
     @property
@@ -121,26 +125,74 @@ class RowMaker:
         optional = {"scored": self.form != "text", "word_ids": self.word_ids}
         return [name for name in FEATURES if optional.get(name, True)]
 
-    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
         """Return the rows of documents, which have a `document` number.
 
+        Args:
+            documents: Of the source; they may be bad rows of a file.
+            bad_rows: Where documents that make no row are reported.
+
         Raises:
-            ValueError: A document cannot be used and none may be skipped.
+            ValueError: A document cannot be used and none may be skipped, or the settings fit none.
         """
-        rows = []
-        for document, made in zip(documents, self.make(documents), strict=True):
-            if isinstance(made, str):
-                self.report(self.place(document), made)
+        readable = []
+        for document in documents:
+            if BAD in document:
+                bad_rows.report(self.name, document[PLACE], *document[BAD])
             else:
-                self.bad_rows.unscored_tokens += made[0].pop("unscored")
-                rows += made
+                readable.append(document)
+        rows = []
+        for row in self._make(readable):
+            if "reason" in row:
+                bad_rows.report(self.name, row["place"], row["reason"])
+            else:
+                bad_rows.unscored_tokens += row.pop("unscored", 0)
+                rows.append(row)
         return rows
 
-    def make(self, documents: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
-        """Return the rows of each document, or the reason why it makes none.
+    def table(self, documents: datasets.Dataset, bad_rows: BadRows, num_proc: int | None = None):
+        """Tokenize a table of documents, with a progress bar and the library's cache on disk.
+
+        Args:
+            documents: Of the source.
+            bad_rows: Where documents that make no row are reported.
+            num_proc: Processes to tokenize in; None is this one, best below some million words.
+
+        Returns:
+            A table of the rows in the order of the documents.
 
         Raises:
-            ValueError: Rows have no place for ordinary tokens.
+            ValueError: As in `__call__`.
+        """
+        # datasets knows an imported function by its name alone: a cache made by another version of
+        # these files must not be taken for this one's.
+        code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
+        code += [tokenizers.__version__, transformers.__version__]
+        document_bytes = documents.data.nbytes // max(1, len(documents.data))
+        rows = documents.map(
+            _map_batch,
+            with_indices=True,
+            batched=True,
+            batch_size=max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, document_bytes))),
+            remove_columns=documents.column_names,
+            features=datasets.Features({name: FEATURES[name] for name in self.columns} | REPORT),
+            num_proc=num_proc,
+            desc=f"Tokenizing {self.name}",
+            fn_kwargs={"maker": self, "code": code},
+        )
+        report = rows.data.table.select(list(REPORT))
+        is_bad = pc.is_valid(report["reason"])
+        bad_rows.unscored_tokens += pc.sum(report["unscored"]).as_py() or 0
+        for row in report.filter(is_bad).to_pylist():
+            bad_rows.report(self.name, row["place"], row["reason"])
+        good = np.flatnonzero(~is_bad.to_numpy())
+        rows = rows.remove_columns(list(REPORT))
+        return rows if len(good) == len(rows) else rows.select(good)
+
+    def _make(self, documents: Sequence[Row]) -> list[Row]:
+        """Return the rows of documents; one with `place` and `reason` alone is a bad document.
+
+        The first row of any other has `unscored`, its tokens in chunks that make no row.
         """
         special = SpecialTokens.of(self.tokenizer)
         num_special = len(special.prefix) + len(special.suffix)
@@ -158,43 +210,25 @@ class RowMaker:
             column=self.column,
             word_ids=self.word_ids,
         )
-        made: list[list[dict[str, Any]] | str] = []
+        rows: list[Row] = []
         for document, encoded in zip(documents, found, strict=True):
-            if isinstance(encoded, str):
-                made.append(encoded)
-                continue
-            if self.end_of_text is not None and self.form == "text":
-                encoded.input_ids.append(self.end_of_text)
-            chunks = self._cut(encoded, special, body, document["document"])
+            number = document["document"]
+            reason = encoded if isinstance(encoded, str) else BLANK
+            chunks: list[Row] = []
+            if not isinstance(encoded, str):
+                if self.end_of_text is not None and self.form == "text":
+                    encoded.input_ids.append(self.end_of_text)
+                chunks = self._cut(encoded, special, body, number)
             if chunks:
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)
                 chunks[0]["unscored"] = len(encoded.input_ids) - kept
-            made.append(chunks or BLANK)
-        return made
+            else:
+                place = document.get(PLACE) or f"{self.name}, {document_name(number)}"
+                chunks = [{"document": number, "place": place, "reason": reason}]
+            rows += chunks
+        return rows
 
-    def place(self, document: Mapping[str, Any]) -> str:
-        """Say where a document was read, by its file if it has one."""
-        return document.get(PLACE) or f"{self.name}, {document_name(document['document'])}"
-
-    def report(self, place: str, reason: str) -> None:
-        """Count a document that makes no row; a blank one is never an error.
-
-        Raises:
-            ValueError: It is bad and must not be skipped.
-        """
-        if reason == BLANK:
-            self.bad_rows.blank += 1
-        elif self.skip:
-            self.bad_rows.add(place, reason)
-        else:
-            place = place.removeprefix(f"{self.name}, ")
-            raise ValueError(
-                f"{self.name}: {reason} in {place}. Repair it, or set data.on_bad_row: skip."
-            )
-
-    def _cut(
-        self, encoded: Encoded, special: SpecialTokens, body: int, document: int
-    ) -> list[dict[str, Any]]:
+    def _cut(self, encoded: Encoded, special: SpecialTokens, body: int, document: int) -> list[Row]:
         rows = []
         for chunk, start in enumerate(range(0, len(encoded.input_ids), body)):
             part = slice(start, start + body)
@@ -231,72 +265,23 @@ def _map_batch(
         {**dict(zip(batch, values, strict=True)), "document": index}
         for index, *values in zip(indices, *batch.values(), strict=True)
     ]
-    rows: dict[str, list[Any]] = {name: [] for name in (*maker.columns, *BAD_ROW)}
-    empty = {"input_ids": [], "scored": [], "word_ids": [], "source": maker.source, "chunk": 0}
-    for document, made in zip(documents, maker.make(documents), strict=True):
-        name = {"document": document["document"], "place": maker.place(document)}
-        bad = [{**empty, **name, "reason": made}]
-        for row in bad if isinstance(made, str) else made:
-            for column, values in rows.items():
-                values.append(row.get(column))
-    return rows
+    rows = maker._make(documents)
+    return {name: [row.get(name) for row in rows] for name in (*maker.columns, *REPORT)}
 
 
-def table_rows(
-    documents: datasets.Dataset, maker: RowMaker, *, num_proc: int | None = None
-) -> datasets.Dataset:
-    """Tokenize a table of documents, with a progress bar and the library's cache on disk.
-
-    Args:
-        documents: Of one source.
-        maker: Makes its rows.
-        num_proc: Processes to tokenize in; None is this one, best below some million words.
-
-    Returns:
-        The rows in the order of the documents.
-
-    Raises:
-        ValueError: As in `RowMaker`.
-    """
-    # datasets knows an imported function by its name alone: a cache made by another version of
-    # these files must not be taken for this one's.
-    code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
-    code += [tokenizers.__version__, transformers.__version__]
-    document_bytes = documents.data.nbytes // max(1, len(documents.data))
-    rows = documents.map(
-        _map_batch,
-        with_indices=True,
-        batched=True,
-        batch_size=max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, document_bytes))),
-        remove_columns=documents.column_names,
-        features=datasets.Features({name: FEATURES[name] for name in maker.columns} | BAD_ROW),
-        num_proc=num_proc,
-        desc=f"Tokenizing {maker.name}",
-        # The counter of bad rows is no part of the key either: it differs from run to run.
-        fn_kwargs={"maker": replace(maker, bad_rows=BadRows()), "code": code},
-    )
-    is_bad = ~np.asarray(rows.data.column("reason").is_null())
-    unscored = rows.data.column("unscored").drop_null().to_numpy()
-    maker.bad_rows.unscored_tokens += int(unscored.sum())
-    bad = rows.data.table.select(["place", "reason"]).filter(pa.array(is_bad))
-    for place, reason in zip(*(column.to_pylist() for column in bad.columns), strict=True):
-        maker.report(place, reason)
-    rows = rows.remove_columns(list(BAD_ROW))
-    return rows.select(np.flatnonzero(~is_bad)) if is_bad.any() else rows
-
-
-CODE = ("rows", "formats", "chat", "encoding")
+def row_lengths(rows: datasets.Dataset) -> np.ndarray:
+    """Return the length of every row in tokens, `[rows]`."""
+    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
+    lengths = [batch["input_ids"].combine_chunks().value_lengths() for batch in batches]
+    return np.concatenate([part.to_numpy() for part in lengths])
 
 
 def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
-    """Count how often every token occurs.
+    """Count how often every token occurs, `[V]` int64.
 
     Args:
         rows: Column `input_ids`.
-        vocab_size: Length of the table.
-
-    Returns:
-        `[V]`, int64.
+        vocab_size: V.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
