@@ -59,7 +59,8 @@ class BadRows:
 
     def merge(self, other: "BadRows") -> None:
         """Add what another counter has found elsewhere."""
-        self.places = other.places | self.places
+        for place, found in other.places.items():
+            self.places.setdefault(place, found)
         self.blank += other.blank
         self.unscored_tokens += other.unscored_tokens
 

@@ -11,11 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.batches import LabeledRows, PaddingCollator
-from harmonic_sft.data.files import PLACE
+from harmonic_sft.data.files import BAD, PLACE
 from harmonic_sft.data.loading import DataConfig, choose_eval
 from harmonic_sft.data.masking import IGNORE_INDEX, MaskConfig
 from harmonic_sft.data.row_maker import check_tokenizer
-from harmonic_sft.data.sources import Source, check_column, load_documents
+from harmonic_sft.data.sources import (
+    Source,
+    check_column,
+    document_name,
+    load_documents,
+    numbered_rows,
+)
 
 logger = logging.getLogger(__name__)
 Task = Literal["sequence_classification", "token_classification"]
@@ -101,12 +107,16 @@ def load_labeled_data(
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
-    encode = _Encoder(tokenizer, config.context_length, task, names)
-    train_rows = encode(train, "training")
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "context_length": config.context_length,
+        "task": task,
+    }
+    train_rows = _encode(train, "training", names, **settings)
     counted = np.concatenate([np.atleast_1d(values) for values in train_rows.labels])
     return LabeledData(
         train=train_rows,
-        eval=encode(held_out, "evaluation"),
+        eval=_encode(held_out, "evaluation", names, **settings),
         collator=PaddingCollator(
             pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
         ),
@@ -150,23 +160,24 @@ def _read(
     """Return the rows of a source that have text and a label."""
     assert label_column is not None, "check_label_settings has looked"
     documents = load_documents(source, name=name, bad_rows=bad_rows)
-    assert isinstance(documents, datasets.Dataset), "streams are refused"
+    assert not isinstance(documents, datasets.IterableDataset), "streams are refused"
     check_column(documents, label_column, name="data.label_column")
     is_text = task == "sequence_classification"
     check_column(documents, source.column, name=f"{name}.column", is_text=is_text)
-    feature: Any = documents.features[label_column]
+    feature: Any = (documents.features or {}).get(label_column)
     feature = feature.feature if isinstance(feature, datasets.List) else feature
     names = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    wanted = {source.column, label_column, PLACE}.intersection(documents.column_names)
     rows = []
-    for number, row in enumerate(documents.select_columns(sorted(wanted)), 1):
-        assert isinstance(row, dict), "a table gives dictionaries"
-        text, label = row[source.column], row[label_column]
+    for row in numbered_rows(documents, name):
+        place = row.get(PLACE) or f"{source.path!r}, {document_name(row['document'])}"
+        if BAD in row:
+            bad_rows.report(name, place, *row[BAD])
+            continue
+        text, label = row.get(source.column), row.get(label_column)
         try:
             labels = _text_label(text, label) if is_text else _word_labels(text, label)
-            rows.append(_Row(text, [_label(value, names) for value in labels]))
+            rows.append(_Row(text or "", [_label(value, names) for value in labels]))
         except BadRow as error:
-            place = row.get(PLACE) or f"{source.path!r}, row {number}"
             bad_rows.report(name, place, str(error))
     return rows
 
@@ -221,40 +232,40 @@ def _check_labels(rows: Sequence[_Row], names: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Tokenizes rows and numbers their labels."""
-
-    tokenizer: PreTrainedTokenizerBase
-    context_length: int
-    task: Task
-    names: Sequence[str]
-
-    def __call__(self, rows: Sequence[_Row], what: str) -> LabeledRows:
-        input_ids, labels = [], []
-        numbers = {name: index for index, name in enumerate(self.names)}
-        for start in range(0, len(rows), BATCH_ROWS):
-            batch = rows[start : start + BATCH_ROWS]
-            encoded = self.tokenizer(
-                [row.text for row in batch],
-                truncation=True,
-                max_length=self.context_length,
-                is_split_into_words=self.task == "token_classification",
-                return_overflowing_tokens=False,
-            )
-            input_ids += [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-            for index, row in enumerate(batch):
-                targets: Any = [numbers[str(label)] for label in row.labels]
-                if self.task == "token_classification":
-                    targets = _first_tokens(targets, encoded.word_ids(index))
-                else:
-                    targets = targets[0]
-                labels.append(np.array(targets, dtype=np.int64))
-        num_cut = sum(len(ids) == self.context_length for ids in input_ids)
-        if num_cut:
-            message = "%d of %d %s rows fill data.context_length and may be cut."
-            logger.info(message, num_cut, len(rows), what)
-        return LabeledRows(input_ids, labels)
+def _encode(
+    rows: Sequence[_Row],
+    what: str,
+    names: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    task: Task,
+) -> LabeledRows:
+    """Tokenize rows and number their labels."""
+    input_ids, labels = [], []
+    numbers = {name: index for index, name in enumerate(names)}
+    for start in range(0, len(rows), BATCH_ROWS):
+        batch = rows[start : start + BATCH_ROWS]
+        encoded = tokenizer(
+            [row.text for row in batch],
+            truncation=True,
+            max_length=context_length,
+            is_split_into_words=task == "token_classification",
+            return_overflowing_tokens=False,
+        )
+        input_ids += [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        for index, row in enumerate(batch):
+            targets: Any = [numbers[str(label)] for label in row.labels]
+            if task == "token_classification":
+                targets = _first_tokens(targets, encoded.word_ids(index))
+            else:
+                targets = targets[0]
+            labels.append(np.array(targets, dtype=np.int64))
+    num_cut = sum(len(ids) == context_length for ids in input_ids)
+    if num_cut:
+        message = "%d of %d %s rows fill data.context_length and may be cut."
+        logger.info(message, num_cut, len(rows), what)
+    return LabeledRows(input_ids, labels)
 
 
 def _first_tokens(targets: Sequence[int], word_ids: Sequence[int | None]) -> list[int]:

@@ -1,14 +1,11 @@
 """Rows of text, JSON, CSV and parquet files, each bad one being named by file and row."""
 
 import csv
-import hashlib
 import io
 import json
 import os
-import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -16,9 +13,8 @@ from urllib.parse import urlsplit
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets.config import HF_DATASETS_CACHE
 
-from harmonic_sft.data.bad_rows import BadRow, BadRows, one_line
+from harmonic_sft.data.bad_rows import BadRow, one_line
 from harmonic_sft.data.remote_file import RemoteFile
 
 FILE_FORMATS = {
@@ -34,11 +30,7 @@ BATCH_BYTES = 16 << 20  # of a parquet file; decides where rows are long
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PLACE = "__place__"  # column that says where a row was read: file and line or row
 BAD = "__bad__"  # column of a row that cannot be read: the reason and how many rows are lost
-LONG_INTEGER = re.compile(rb"\d{19}")  # may need more than 64 bits
 READ_ERRORS = (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException)
-# Holds what is not text in every row. The Json feature of `datasets` would write it with ten digits
-# of a float, and Arrow would fill the missing keys of objects with nulls.
-JSON_TEXT = pa.json_()
 
 Row = dict[str, Any]
 
@@ -128,106 +120,39 @@ def read_shards(shards: list[Shard]) -> Iterator[Row]:
             yield from _line_rows(shard.file, _parse_object, keep_blank=False)
 
 
-def read_table(shards: Sequence[Shard], *, name: str, bad_rows: BadRows) -> datasets.Dataset:
-    """Read files of one kind into a table on disk, or find the table an earlier run has made.
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files, read as often as they are asked for.
 
-    Args:
-        shards: What to read.
-        name: Where the source stands in the configuration, for error messages.
-        bad_rows: Where bad rows are reported; those of an earlier run are reported again.
-
-    Returns:
-        The rows in order, mapped into memory from the cache of the `datasets` library.
-
-    Raises:
-        ValueError: A row cannot be read and must not be skipped.
+    Attributes:
+        parts: Shards with the first row to give and the one after the last; bad rows have no number
+            and are all given.
     """
-    # Another version of the readers must not find this one's tables.
-    key = hashlib.sha256(json.dumps([Path(__file__).read_text(), shards]).encode()).hexdigest()[:32]
-    folder = Path(HF_DATASETS_CACHE) / "harmonic_sft"
-    table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
-    if not table.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # A run that shares the cache sees either nothing or the whole, the report first.
-            new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
-            found = BadRows(skip=bad_rows.skip)
-            _write_table(list(shards), new_table, name, found)
-            new_report.write_text(json.dumps(found.places))
-            os.replace(new_report, report)
-            os.replace(new_table, table)
-    for place, (reason, rows) in json.loads(report.read_text()).items():
-        bad_rows.report(name, place, reason, rows)
-    return datasets.Dataset.from_file(str(table))
 
+    parts: Sequence[tuple[list[Shard], int, int]]
 
-def _write_table(shards: list[Shard], path: Path, name: str, bad_rows: BadRows) -> None:
-    def good(rows: Iterable[Any]) -> Iterator[Any]:
-        for row in rows:
-            if isinstance(row, dict) and BAD in row:
-                bad_rows.report(name, row[PLACE], *row[BAD])
-            else:
-                yield row
+    @property
+    def features(self) -> datasets.Features:
+        """What the first parquet file says of its columns; nothing for other kinds."""
+        shard = self.parts[0][0][0]
+        if shard.kind != "parquet":
+            return datasets.Features()
+        with _open_parquet(shard.file) as parquet:
+            return _features(parquet.schema_arrow)
 
-    if shards[0].kind == "parquet":
-        schema = _parquet_schema(shards)
-        batches = (batch for shard in shards for batch in good(_parquet_batches(shard)))
-        tables = (_as_schema(batch, schema) for batch in batches)
-    else:
-        schema = _row_schema(good(read_shards(shards)))
-        rows = good(read_shards(shards))
-        tables = (
-            _encode(batch, schema) for batch in iter(lambda: list(islice(rows, BATCH_ROWS)), [])
-        )
-    with pa.ipc.new_stream(path, schema) as writer:
-        for table in tables:
-            writer.write_table(table)
+    @property
+    def column_names(self) -> list[str]:
+        """Columns of the first parquet file; none for other kinds."""
+        return list(self.features)
 
-
-def _parquet_schema(shards: Sequence[Shard]) -> pa.Schema:
-    """Join the columns of files; dictionaries (categories of pandas) are spelled out."""
-    schemas = []
-    for file in dict.fromkeys(shard.file for shard in shards):
-        with _open_parquet(file) as parquet:
-            schemas.append(parquet.schema_arrow)
-    schema = pa.unify_schemas(schemas, promote_options="permissive")
-    fields = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in schema
-    ]
-    return pa.schema([*fields, pa.field(PLACE, pa.string())], metadata=schema.metadata)
-
-
-def _as_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    columns = [
-        batch.column(field.name).cast(field.type)
-        if field.name in batch.schema.names
-        else pa.nulls(batch.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
-
-
-def _row_schema(rows: Iterable[Row]) -> pa.Schema:
-    """Find the columns of all rows: text, or JSON where a row has something else."""
-    types: dict[str, pa.DataType] = {}
-    for row in rows:
-        for column, value in row.items():
-            if value is None or isinstance(value, str):
-                types.setdefault(column, pa.string())
-            else:
-                types[column] = JSON_TEXT
-    return pa.schema(types)
-
-
-def _encode(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
-    columns = []
-    for field in schema:
-        values = [row.get(field.name) for row in rows]
-        if field.type == JSON_TEXT:
-            values = [None if value is None else json.dumps(value) for value in values]
-        columns.append(pa.array(values, field.type))
-    return pa.table(columns, schema=schema)
+    def __iter__(self) -> Iterator[Row]:
+        """Yield rows as `read_shards` does."""
+        for shards, first, end in self.parts:
+            number = 0
+            for row in read_shards(shards):
+                if BAD in row or first <= number < end:
+                    yield row
+                number += BAD not in row
 
 
 def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) -> Iterator[Row]:
@@ -282,7 +207,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
         if isinstance(batch, dict):
             yield batch
             continue
-        features = features or datasets.Features.from_arrow_schema(batch.schema)
+        features = features or _features(batch.schema)
         for row in batch.to_pylist():
             yield features.decode_example(row)
 
@@ -324,6 +249,15 @@ def _valid_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | Row]:
         yield batch
 
 
+def _features(schema: pa.Schema) -> datasets.Features:
+    """Describe columns; dictionaries (categories of pandas), unknown there, are spelled out."""
+    fields = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in schema
+    ]
+    return datasets.Features.from_arrow_schema(pa.schema(fields, metadata=schema.metadata))
+
+
 def _row(place: str, parse: Callable[[Any], Row], content: Any) -> Row:
     try:
         return {**parse(content), PLACE: place}
@@ -342,7 +276,7 @@ def _reason(error: Exception) -> str:
     """
     if isinstance(error, BadRow):
         return str(error)
-    if isinstance(error, UnicodeError):
+    if isinstance(error, UnicodeDecodeError | UnicodeEncodeError):
         return f"expected UTF-8, got {error.object[error.start : error.end]!r}"
     if isinstance(error, pa.ArrowException) or (type(error) is OSError and error.errno is None):
         return f"expected readable content, got: {one_line(error)}"
@@ -373,12 +307,8 @@ def _check_object(value: Any) -> Row:
 
 
 def _parse_json(content: bytes) -> Any:
-    """Parse JSON, refusing what the table and the tokenizer could not take."""
-    value = json.loads(
-        content.decode().rstrip(),
-        parse_constant=_refuse_constant,
-        parse_int=_int64 if LONG_INTEGER.search(content) else None,
-    )
+    """Parse JSON, refusing what is none and what no tokenizer takes."""
+    value = json.loads(content.decode().rstrip(), parse_constant=_refuse_constant)
     if b"\\ud" in content.lower():
         json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
     return value
@@ -386,13 +316,6 @@ def _parse_json(content: bytes) -> Any:
 
 def _refuse_constant(text: str) -> None:
     raise BadRow(f"expected JSON, got {text}")
-
-
-def _int64(text: str) -> int:
-    value = int(text)
-    if not -(2**63) <= value < 2**63:
-        raise BadRow(f"expected integers of 64 bits, got {text[:30]}")
-    return value
 
 
 def _holds_list(file: str) -> bool:

@@ -1,19 +1,20 @@
 """What a run trains on, printed: counts, lengths, fill rate and one row, without a model."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
-from harmonic_sft.data.files import Row
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels, RowMasker
+from harmonic_sft.data.row_maker import document_names, row_lengths, rows_table
 from harmonic_sft.data.streams import Members, StreamedRows
 from harmonic_sft.results import show_table
 
@@ -101,59 +102,31 @@ def inspect_data(
     _show_sample(view.shown, seed_row, masker=masker, tokenizer=tokenizer)
 
 
-def count_rows(rows: MaskedRows | Sequence[Row], masker: RowLabels) -> Counts:
-    """Count what rows hold, some thousands of them in memory at a time.
-
-    Args:
-        rows: A table, or a few rows with `input_ids`, `source`, `document` and perhaps `scored`.
-        masker: Knows the special tokens.
-    """
-    lengths, names = [], []
+def count_rows(rows: datasets.Dataset, masker: RowLabels) -> Counts:
+    """Count what rows hold, some thousands of them in memory at a time."""
     num_ordinary = num_scored = 0
-    for tokens, row_lengths, row_names in _batches(rows):
-        num_ordinary += int((~masker.special_tokens[tokens["input_ids"]]).sum())
-        num_scored += int(masker.maskable(tokens).sum())
-        lengths.append(row_lengths)
-        names.append(row_names)
-    num_documents = np.unique(np.concatenate(names, axis=1), axis=1).shape[1]
-    return Counts(np.concatenate(lengths), num_documents, num_ordinary, num_scored)
-
-
-def _batches(rows: MaskedRows | Sequence[Row]) -> Iterator[tuple[Row, np.ndarray, np.ndarray]]:
-    """Yield tokens one row after the other, lengths `[rows]` and names `[2, rows]`."""
-    if not isinstance(rows, MaskedRows):
-        for row in rows:
-            yield (
-                {name: np.asarray(row[name]) for name in ("input_ids", "scored") if name in row},
-                np.array([len(row["input_ids"])]),
-                np.array([[row["source"]], [row["document"]]]),
-            )
-        return
-    for batch in rows.rows.with_format("arrow").iter(batch_size=10_000):
+    for batch in rows.with_format("arrow").iter(batch_size=10_000):
         tokens = {
             name: batch[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "scored")
             if name in batch.column_names
         }
-        lengths = batch["input_ids"].combine_chunks().value_lengths().to_numpy()
-        yield tokens, lengths, np.stack([batch[name].to_numpy() for name in ("source", "document")])
+        num_ordinary += int((~masker.special_tokens[tokens["input_ids"]]).sum())
+        num_scored += int(masker.maskable(tokens).sum())
+    num_documents = np.unique(document_names(rows), axis=1).shape[1]
+    return Counts(row_lengths(rows), num_documents, num_ordinary, num_scored)
 
 
-def batch_fill_rate(
-    lengths: np.ndarray, *, batch_size: int, pad_to_multiple_of: int, seed: int
-) -> float:
-    """Return the share of tokens in padded batches of the first epoch, from 0 to 1.
-
-    Args:
-        lengths: `[items]`, in tokens.
-        batch_size: Items in a batch; the last one may be smaller.
-        pad_to_multiple_of: Every batch is as long as its longest item, rounded up to this.
-        seed: Of the order.
-    """
+def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
+    """Return the share of tokens in the batches of the first epoch, from 0 to 1."""
+    if not isinstance(data.collator, PaddingCollator):
+        return 1.0  # nothing is padded
+    multiple = data.collator.pad_to_multiple_of or 1
+    seed = data.eval.masker.seed
     shuffled = lengths[permutation("row order", (seed, 0), len(lengths))]  # [items]
     starts = np.arange(0, len(shuffled), batch_size)  # [batches]
     longest = np.maximum.reduceat(shuffled, starts)  # [batches]
-    width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of  # [batches]
+    width = -(-longest // multiple) * multiple  # [batches]
     sizes = np.diff(starts, append=len(shuffled))  # [batches]
     return float(shuffled.sum() / (width * sizes).sum())
 
@@ -199,7 +172,7 @@ def sample_text(
 
 
 def _view_table(table: MaskedRows, number: int) -> _View:
-    counts = count_rows(table, table.masker)
+    counts = count_rows(table.rows, table.masker)
     members, pack_lengths = np.array([number]), None
     if table.packs is not None:
         members = table.packs[number]
@@ -217,11 +190,13 @@ def _view_stream(stream: StreamedRows, masker: RowLabels, number: int) -> _View:
         pack_lengths = np.array([sum(len(row["input_ids"]) for row, _ in pack) for pack in packs])
     title = f"first {len(packs)} {'rows' if pack_lengths is None else 'packs'} of a stream"
     repeats = any(epoch > 0 for pack in packs for _, epoch in pack)
-    return _View(title, count_rows(rows, masker), pack_lengths, packs[number], True, repeats)
+    return _View(
+        title, count_rows(rows_table(rows), masker), pack_lengths, packs[number], True, repeats
+    )
 
 
 def _show_counts(view: _View, data: LoadedData) -> None:
-    parts = {view.title: view.counts, "evaluation": count_rows(data.eval, data.eval.masker)}
+    parts = {view.title: view.counts, "evaluation": count_rows(data.eval.rows, data.eval.masker)}
     rows = [
         [
             title,
@@ -263,14 +238,7 @@ def _show_batches(view: _View, data: LoadedData, rows_per_step: int, batch_size:
         kinds = {"rows, if not packed": view.counts.lengths, "packs": view.pack_lengths}
     table = []
     for kind, lengths in kinds.items():
-        fill_rate = 1.0  # nothing is padded
-        if isinstance(data.collator, PaddingCollator):
-            fill_rate = batch_fill_rate(
-                lengths,
-                batch_size=batch_size,
-                pad_to_multiple_of=data.collator.pad_to_multiple_of or 1,
-                seed=data.eval.masker.seed,
-            )
+        fill_rate = _fill_rate(lengths, data, batch_size)
         per_step = rows_per_step * lengths.mean()
         # A stream has no end, so neither has its epoch.
         steps = None if view.is_stream else -(-len(lengths) // rows_per_step)

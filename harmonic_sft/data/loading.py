@@ -1,5 +1,6 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -35,10 +36,12 @@ from harmonic_sft.data.masking import (
     special_tokens,
 )
 from harmonic_sft.data.row_maker import (
-    FEATURES,
     RowMaker,
     check_tokenizer,
+    document_names,
     row_lengths,
+    rows_table,
+    tokenize_table,
     unigram_counts,
 )
 from harmonic_sft.data.sources import Source, check_column, first_row, load_documents
@@ -127,19 +130,6 @@ class LoadedData:
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
 
 
-@dataclass(frozen=True)
-class Finish:
-    """Makes an item of the rows of a stream's pack."""
-
-    masker: RowLabels
-    packed: bool
-
-    def __call__(self, members: Members) -> dict[str, np.ndarray]:
-        """Mask every row by its own name and epoch, and join them."""
-        rows = [self.masker(row, epoch) for row, epoch in members]
-        return join_rows(rows) if self.packed else rows[0]
-
-
 def load_data(
     config: DataConfig,
     *,
@@ -191,7 +181,7 @@ def load_data(
         streams = _logical_streams(opened, config, seed, bad_rows)
         streams, held_out = split_streams(streams, eval_documents=config.eval.documents)
         return LoadedData(
-            train=StreamedRows(streams, Finish(masker, packed=config.packing)),
+            train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
             eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
             unigram_counts=None,
             num_documents=None,
@@ -221,6 +211,12 @@ def load_data(
     )
 
 
+def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
+    """Mask every row by its own name and epoch, and join them."""
+    rows = [masker(row, epoch) for row, epoch in members]
+    return join_rows(rows) if is_packed else rows[0]
+
+
 def split_table(
     rows: datasets.Dataset, *, eval_documents: int, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset, int]:
@@ -238,9 +234,8 @@ def split_table(
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    columns = rows.select_columns(["source", "document"]).with_format("arrow")[:].columns
-    names = np.stack([column.to_numpy() for column in columns])
-    starts = np.diff(names, axis=1, prepend=-1).any(axis=0)  # [rows], true at a new document
+    # True at a new document, [rows].
+    starts = np.diff(document_names(rows), axis=1, prepend=-1).any(axis=0)
     num_documents = int(starts.sum())
     chosen = choose_eval(num_documents, eval_documents, seed=seed)  # [documents]
     in_eval = chosen[np.cumsum(starts) - 1]  # [rows]
@@ -305,12 +300,7 @@ def split_streams(
         waiting = going_on
     if not waiting:
         raise _too_few(kept, eval_documents)
-    columns = [name for name in FEATURES if any(name in row for row in rows)]
-    for row in rows:  # of plain text, beside formats that say what is scored
-        row.setdefault("scored", [True] * len(row["input_ids"]))
-    features = datasets.Features({name: FEATURES[name] for name in columns})
-    table = {name: [row[name] for row in rows] for name in columns}
-    return waiting, datasets.Dataset.from_dict(table, features=features)
+    return waiting, rows_table(rows)
 
 
 def _masker(
@@ -375,7 +365,7 @@ def _table_rows(
     """Tokenize tables and join them."""
     tables = []
     for documents, maker in opened:
-        rows = maker.table(documents, bad_rows, config.num_proc)
+        rows = tokenize_table(documents, maker, bad_rows, config.num_proc)
         if len(rows) == 0:
             raise ValueError(
                 f"{maker.name}.path: expected documents with text, got only blank ones in "

@@ -1,28 +1,36 @@
 """Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow as pa
 import tokenizers
 import transformers
+from datasets.fingerprint import Hasher
+from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BLANK, BadRows
 from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
-from harmonic_sft.data.files import BAD, PLACE, Row
+from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
 from harmonic_sft.data.formats import Format, encode
 from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.sources import document_name, numbered_rows
 
-STREAM_BITS = 40  # a document's number stands below that of its logical stream
 BATCH_DOCUMENTS = 1000
-BATCH_BYTES = 16 << 20  # of documents; decides where they are long
-CODE = ("row_maker", "formats", "chat", "encoding")  # modules that decide what a row holds
+BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
+CODE = ("files", "row_maker", "formats", "chat", "encoding")  # modules that decide what a row holds
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
@@ -30,12 +38,6 @@ FEATURES = {
     "source": datasets.Value("int32"),
     "document": datasets.Value("int64"),
     "chunk": datasets.Value("int32"),
-}
-# Columns of a table before its bad rows are taken out.
-REPORT = {
-    "place": datasets.Value("string"),
-    "reason": datasets.Value("string"),  # None in a row that can be used
-    "unscored": datasets.Value("int64"),  # tokens of the document in chunks that make no row
 }
 
 
@@ -82,12 +84,6 @@ def check_tokenizer(
             f"data.context_length: expected at most the {max_positions} positions of the model, "
             f"got {context_length}."
         )
-
-
-def document_name(number: int) -> str:
-    """Spell out a document's number: its place in a pass over its logical stream, or in a table."""
-    stream, document = divmod(number, 1 << STREAM_BITS)
-    return f"document {document}" + (f" of logical stream {stream}" if stream else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,59 +137,6 @@ class RowMaker:
                 bad_rows.report(self.name, document[PLACE], *document[BAD])
             else:
                 readable.append(document)
-        rows = []
-        for row in self._make(readable):
-            if "reason" in row:
-                bad_rows.report(self.name, row["place"], row["reason"])
-            else:
-                bad_rows.unscored_tokens += row.pop("unscored", 0)
-                rows.append(row)
-        return rows
-
-    def table(self, documents: datasets.Dataset, bad_rows: BadRows, num_proc: int | None = None):
-        """Tokenize a table of documents, with a progress bar and the library's cache on disk.
-
-        Args:
-            documents: Of the source.
-            bad_rows: Where documents that make no row are reported.
-            num_proc: Processes to tokenize in; None is this one, best below some million words.
-
-        Returns:
-            A table of the rows in the order of the documents.
-
-        Raises:
-            ValueError: As in `__call__`.
-        """
-        # datasets knows an imported function by its name alone: a cache made by another version of
-        # these files must not be taken for this one's.
-        code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
-        code += [tokenizers.__version__, transformers.__version__]
-        document_bytes = documents.data.nbytes // max(1, len(documents.data))
-        rows = documents.map(
-            _map_batch,
-            with_indices=True,
-            batched=True,
-            batch_size=max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, document_bytes))),
-            remove_columns=documents.column_names,
-            features=datasets.Features({name: FEATURES[name] for name in self.columns} | REPORT),
-            num_proc=num_proc,
-            desc=f"Tokenizing {self.name}",
-            fn_kwargs={"maker": self, "code": code},
-        )
-        report = rows.data.table.select(list(REPORT))
-        is_bad = pc.is_valid(report["reason"])
-        bad_rows.unscored_tokens += pc.sum(report["unscored"]).as_py() or 0
-        for row in report.filter(is_bad).to_pylist():
-            bad_rows.report(self.name, row["place"], row["reason"])
-        good = np.flatnonzero(~is_bad.to_numpy())
-        rows = rows.remove_columns(list(REPORT))
-        return rows if len(good) == len(rows) else rows.select(good)
-
-    def _make(self, documents: Sequence[Row]) -> list[Row]:
-        """Return the rows of documents; one with `place` and `reason` alone is a bad document.
-
-        The first row of any other has `unscored`, its tokens in chunks that make no row.
-        """
         special = SpecialTokens.of(self.tokenizer)
         num_special = len(special.prefix) + len(special.suffix)
         body = self.context_length - num_special
@@ -203,7 +146,7 @@ class RowMaker:
                 f"row, got {self.context_length}."
             )
         found = encode(
-            [{key: row[key] for key in row if key not in ("document", PLACE)} for row in documents],
+            [{key: row[key] for key in row if key not in ("document", PLACE)} for row in readable],
             self.form,
             tokenizer=self.tokenizer,
             loss_on=self.loss_on,
@@ -211,20 +154,18 @@ class RowMaker:
             word_ids=self.word_ids,
         )
         rows: list[Row] = []
-        for document, encoded in zip(documents, found, strict=True):
-            number = document["document"]
-            reason = encoded if isinstance(encoded, str) else BLANK
+        for document, encoded in zip(readable, found, strict=True):
             chunks: list[Row] = []
-            if not isinstance(encoded, str):
+            if isinstance(encoded, Encoded):
                 if self.end_of_text is not None and self.form == "text":
                     encoded.input_ids.append(self.end_of_text)
-                chunks = self._cut(encoded, special, body, number)
-            if chunks:
+                chunks = self._cut(encoded, special, body, document["document"])
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)
-                chunks[0]["unscored"] = len(encoded.input_ids) - kept
-            else:
-                place = document.get(PLACE) or f"{self.name}, {document_name(number)}"
-                chunks = [{"document": number, "place": place, "reason": reason}]
+                bad_rows.unscored_tokens += len(encoded.input_ids) - kept if chunks else 0
+            if not chunks:
+                number = document_name(document["document"])
+                place = document.get(PLACE) or f"{self.name}, {number}"
+                bad_rows.report(self.name, place, encoded if isinstance(encoded, str) else BLANK)
             rows += chunks
         return rows
 
@@ -254,35 +195,121 @@ def _wrap(values: Sequence[Any], fill: Any, special: SpecialTokens) -> list[Any]
     return [*[fill] * len(special.prefix), *values, *[fill] * len(special.suffix)]
 
 
-def _map_batch(
-    batch: Mapping[str, Sequence[Any]],
-    indices: Sequence[int],
-    *,
+def tokenize_table(
+    documents: datasets.Dataset | FileRows,
     maker: RowMaker,
-    code: Sequence[str],  # only part of the cache's key
-) -> dict[str, list[Any]]:
-    documents = [
-        {**dict(zip(batch, values, strict=True)), "document": index}
-        for index, *values in zip(indices, *batch.values(), strict=True)
-    ]
-    rows = maker._make(documents)
-    return {name: [row.get(name) for row in rows] for name in (*maker.columns, *REPORT)}
+    bad_rows: BadRows,
+    num_proc: int | None = None,
+) -> datasets.Dataset:
+    """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
+
+    Args:
+        documents: Of the source.
+        maker: Makes its rows.
+        bad_rows: Where documents that make no row are reported; those of an earlier run too.
+        num_proc: Processes to tokenize in; None is this one, best below some million words.
+
+    Returns:
+        The rows in the order of the documents, mapped into memory from the cache of the `datasets`
+        library.
+
+    Raises:
+        ValueError: As in `RowMaker`.
+    """
+    # A table that another version of these files has made must not be found.
+    code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
+    versions = [tokenizers.__version__, transformers.__version__]
+    source = documents if isinstance(documents, FileRows) else documents._fingerprint
+    key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "harmonic_sft"
+    table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
+    if not table.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            # A run that shares the cache sees either nothing or the whole, the report first.
+            new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
+            found = BadRows(skip=bad_rows.skip)
+            features = datasets.Features({name: FEATURES[name] for name in maker.columns})
+            with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
+                for rows, bad in _made(
+                    _batches(documents, maker.name), maker, found.skip, num_proc
+                ):
+                    found.merge(bad)
+                    writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
+            new_report.write_text(json.dumps(asdict(found)))
+            os.replace(new_report, report)
+            os.replace(new_table, table)
+    bad_rows.merge(BadRows(**json.loads(report.read_text())))
+    return datasets.Dataset.from_file(str(table))
+
+
+def _made(
+    batches: Iterator[list[Row]], maker: RowMaker, skip: bool, num_proc: int | None
+) -> Iterator[tuple[list[Row], BadRows]]:
+    """Make the rows of batches in order, in processes if there are any."""
+    make = functools.partial(_make, maker, skip)
+    with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
+        if num_proc is None:
+            for batch in batches:
+                yield make(batch)
+                progress.update(len(batch))
+            return
+        with multiprocessing.get_context("spawn").Pool(num_proc) as pool:
+            while group := list(itertools.islice(batches, 4 * num_proc)):
+                yield from pool.map(make, group, chunksize=1)
+                progress.update(sum(map(len, group)))
+
+
+def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row], BadRows]:
+    bad_rows = BadRows(skip=skip)
+    return maker(documents, bad_rows), bad_rows
+
+
+def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list[Row]]:
+    """Put documents together, fewer where they are long."""
+    batch: list[Row] = []
+    characters = 0
+    for row in numbered_rows(documents, name):
+        batch.append(row)
+        characters += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
+    """Make a table of rows; those of plain text may predict everything where others have `scored`.
+
+    Args:
+        rows: Of any sources.
+    """
+    columns = [name for name in FEATURES if any(name in row for row in rows)]
+    table = {
+        name: [row[name] if name in row else [True] * len(row["input_ids"]) for row in rows]
+        for name in columns
+    }
+    features = datasets.Features({name: FEATURES[name] for name in columns})
+    return datasets.Dataset.from_dict(table, features=features)
 
 
 def row_lengths(rows: datasets.Dataset) -> np.ndarray:
     """Return the length of every row in tokens, `[rows]`."""
     batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    lengths = [batch["input_ids"].combine_chunks().value_lengths() for batch in batches]
-    return np.concatenate([part.to_numpy() for part in lengths])
+    return np.concatenate(
+        [batch["input_ids"].combine_chunks().value_lengths().to_numpy() for batch in batches]
+    )
+
+
+def document_names(rows: datasets.Dataset) -> np.ndarray:
+    """Return the source and the document of every row, `[2, rows]`."""
+    columns = rows.select_columns(["source", "document"]).with_format("arrow")[:].columns
+    return np.stack([column.to_numpy() for column in columns])
 
 
 def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
-    """Count how often every token occurs, `[V]` int64.
-
-    Args:
-        rows: Column `input_ids`.
-        vocab_size: V.
-    """
+    """Count how often every token occurs in rows, `[V]` int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
         input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()

@@ -4,7 +4,8 @@ import copy
 import difflib
 import glob
 import re
-from collections.abc import Generator, Mapping, Sequence
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -31,18 +32,19 @@ from harmonic_sft.data.files import (
     COMPRESSIONS,
     FILE_FORMATS,
     PLACE,
+    FileRows,
     Row,
     file_kind,
     file_shards,
     is_url,
     read_shards,
-    read_table,
 )
 
 DOCSTRINGS = "python:docstrings"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
+STREAM_BITS = 40  # a document's number stands below that of its logical stream
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -93,22 +95,24 @@ def check_weights(sources: Sequence[Source]) -> None:
         )
 
 
-def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Dataset | IterableDataset:
+Documents = Dataset | FileRows | IterableDataset
+
+
+def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Documents:
     """Open a source and check all that can be checked without reading it to the end.
 
-    Rows of files are checked one by one, as they are read, and say by `PLACE` where that was. What
-    the Hub and `save_to_disk` hold is read by the datasets library, whose errors are never skipped.
+    Rows of files are checked one by one, as they are read, and say by `PLACE` where that was; the
+    bad ones stand among them, as `read_shards` gives them. What the Hub and `save_to_disk` hold is
+    read by the datasets library, whose errors are never skipped.
 
     Args:
         source: What to read.
         name: Where the source stands in the configuration, for error messages.
-        bad_rows: Where rows of a table that cannot be read are reported; a stream has them among
-            its rows, as `read_shards` gives them.
+        bad_rows: Whether bad rows may be skipped.
 
     Returns:
         One row per document, with all columns there are. A stream has one shard per file or per
-        row group of a parquet file, and gives the columns that a row of JSON holds, while a table
-        has them all, filled up with None.
+        row group of a parquet file.
 
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
@@ -122,7 +126,7 @@ def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Dataset |
         _refuse_settings(source, name, allowed=())
         documents = _load_saved(source, path, name)
     elif (splits := _find_files(source, path, name)) is not None:
-        documents = _load_files(source, splits, name, bad_rows)
+        documents = _load_files(source, splits, name)
     elif HUB_NAME.fullmatch(source.path):
         with _explained(source, name):
             documents = load_dataset(
@@ -146,9 +150,7 @@ def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Dataset |
     return documents
 
 
-def first_row(
-    documents: Dataset | IterableDataset, name: str = "", bad_rows: BadRows | None = None
-) -> Row | None:
+def first_row(documents: Documents, name: str = "", bad_rows: BadRows | None = None) -> Row | None:
     """Look at the first row that can be read without moving a stream on.
 
     Args:
@@ -171,9 +173,45 @@ def first_row(
     return None
 
 
-def check_column(
-    documents: Dataset | IterableDataset, column: str, *, name: str, is_text: bool = False
-) -> None:
+def numbered_rows(documents: Dataset | FileRows, name: str) -> Iterator[Row]:
+    """Yield rows with their `document` number; bad ones have that of the next one.
+
+    Args:
+        documents: Of `load_documents`.
+        name: Where the source stands in the configuration, for error messages.
+
+    Raises:
+        ValueError: The disk, the network or a library fails.
+    """
+    rows = iter(documents)
+    number = 0
+    while True:
+        try:
+            row: Any = next(rows, None)
+        # They fail in dozens of ways, and none of them says where.
+        except Exception as error:
+            raise unreadable(error, name, number) from error
+        if row is None:
+            return
+        yield {**row, "document": number}
+        number += BAD not in row
+
+
+def unreadable(error: Exception, name: str, number: int) -> ValueError:
+    """Make an error that says by source and number which document a library could not read."""
+    return ValueError(
+        f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) in "
+        f"{document_name(number)}, counted from 0"
+    )
+
+
+def document_name(number: int) -> str:
+    """Spell out a document's number: its place in a pass over its logical stream, or in a table."""
+    stream, document = divmod(number, 1 << STREAM_BITS)
+    return f"document {document}" + (f" of logical stream {stream}" if stream else "")
+
+
+def check_column(documents: Documents, column: str, *, name: str, is_text: bool = False) -> None:
     """Refuse a column that is not there or, judging by the first row, holds no text.
 
     Args:
@@ -208,36 +246,48 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     tables = {str(split): table for split, table in splits.items()}
-    documents = _take_split(source, tables, name)
+    _split_names(source, tables, name)
+    documents = tables.get(source.split)
+    if documents is None:
+        lengths = {split: len(table) for split, table in tables.items()}
+        documents = concatenate_datasets(
+            [
+                tables[split].select(range(first, end))
+                for split, first, end in _slices(source, lengths, name)
+            ]
+        )
     if not source.streaming:
         return documents
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
 
 
 def _load_files(
-    source: Source, splits: Mapping[str, Sequence[str]], name: str, bad_rows: BadRows
-) -> Dataset | IterableDataset:
-    """Open files: one shard of a stream per file or row group, or a table on disk."""
+    source: Source, splits: Mapping[str, Sequence[str]], name: str
+) -> FileRows | IterableDataset:
+    """Open files; a stream has one shard per file or row group."""
     shards = {}
     for split in _split_names(source, splits, name):
         _check_kinds(splits[split], name)
         shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
             raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
-    if not source.streaming:
-        with _explained(source, name):
-            tables = {
-                split: read_table(parts, name=name, bad_rows=bad_rows)
-                for split, parts in shards.items()
-            }
-        return _take_split(source, tables, name)
-    if "[" in source.split:
+    if "[" not in source.split:
+        parts = [shards[split] for split in _split_names(source, splits, name)]
+        if source.streaming:
+            every = [shard for part in parts for shard in part]
+            return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": every})
+        return FileRows([(part, 0, sys.maxsize) for part in parts])
+    if source.streaming:
         raise ValueError(
             f"{name}.split: expected a whole split for a stream, got {source.split!r}. "
             "Set streaming: false to read a part."
         )
-    parts = [shard for split in _split_names(source, splits, name) for shard in shards[split]]
-    return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": parts})
+    lengths = {
+        split: sum(BAD not in row for row in read_shards(part)) for split, part in shards.items()
+    }
+    return FileRows(
+        [(shards[split], first, end) for split, first, end in _slices(source, lengths, name)]
+    )
 
 
 def _split_names(source: Source, splits: Mapping[str, Any], name: str) -> list[str]:
@@ -249,18 +299,11 @@ def _split_names(source: Source, splits: Mapping[str, Any], name: str) -> list[s
     return wanted
 
 
-def _take_split(source: Source, tables: Mapping[str, Dataset], name: str) -> Dataset:
-    """Cut a split, or parts of several, out of whole tables."""
-    _split_names(source, tables, name)
-    if source.split in tables:
-        return tables[source.split]
+def _slices(source: Source, lengths: dict[str, int], name: str) -> list[tuple[str, int, int]]:
+    """Spell out a specification: the split, the first row and the one after the last."""
     with _explained(source, name):
-        parts = ReadInstruction.from_spec(source.split).to_absolute(
-            {split: len(table) for split, table in tables.items()}
-        )
-    return concatenate_datasets(
-        [tables[part.splitname].select(range(part.from_, part.to)) for part in parts]
-    )
+        parts = ReadInstruction.from_spec(source.split).to_absolute(lengths)
+    return [(part.splitname, part.from_, part.to) for part in parts]
 
 
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] | None:

@@ -9,11 +9,12 @@ import datasets
 import numpy as np
 import torch
 
-from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows, one_line
+from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import pack
 from harmonic_sft.data.files import BAD, Row
 from harmonic_sft.data.keyed_random import permutation, random_bits
-from harmonic_sft.data.row_maker import STREAM_BITS, RowMaker, document_name
+from harmonic_sft.data.row_maker import RowMaker
+from harmonic_sft.data.sources import STREAM_BITS, unreadable
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
@@ -125,10 +126,7 @@ class SourceReader:
                 batch = next(self._batches, None)
             # Files, the network and parsers fail in dozens of ways, and none of them says where.
             except Exception as error:
-                raise ValueError(
-                    f"{self._name}: expected readable rows, got {type(error).__name__} "
-                    f"({one_line(error)}) in {document_name(number)}, counted from 0"
-                ) from error
+                raise unreadable(error, self._name, number) from error
             if batch is None:
                 return rows, False
             self._begun = True

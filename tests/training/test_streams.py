@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data import BadRows
 from harmonic_sft.training import load_run_config, run, train
 
 ROOT = Path(__file__).parents[2]
