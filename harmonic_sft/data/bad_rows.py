@@ -59,8 +59,8 @@ class BadRows:
 
     def merge(self, other: "BadRows") -> None:
         """Add what another counter has found elsewhere."""
-        for place, found in other.places.items():
-            self.places.setdefault(place, found)
+        for place, (reason, rows) in other.places.items():
+            self.places.setdefault(place, (reason, rows))
         self.blank += other.blank
         self.unscored_tokens += other.unscored_tokens
 

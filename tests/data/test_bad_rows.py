@@ -23,6 +23,6 @@ def test_bad_row_is_an_error_where_none_may_be_skipped():
     bad_rows = BadRows(skip=False)
     bad_rows.report("data.sources[1]", "line 3", BLANK)
     assert bad_rows.total == 1
-    message = r"^data\.sources\[1\]: no text in document 4\. Repair it, or set data\.on_bad_row: skip"
+    message = r"^data\.sources\[1\]: no text in document 4\. Repair it, or set data\.on_bad_row"
     with pytest.raises(ValueError, match=message):
         bad_rows.report("data.sources[1]", "data.sources[1], document 4", "no text")

@@ -68,25 +68,27 @@ def test_integers_are_sorted_as_numbers_and_named(write, tokenizer):
 
 
 def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, 1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
-    assert load(str(tmp_path / "saved"), tokenizer).labels == ["no", "yes"]
-
-
-def test_a_number_without_a_class_is_a_bad_row(tmp_path, tokenizer):
     """Splits without labels, such as the test split of SST-2, have -1 there."""
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
     rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, -1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"the label -1, which is none of the 2 classes .* row 6"):
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    saved.select(range(5)).to_parquet(tmp_path / "a.parquet")
+    assert load(str(tmp_path / "a.parquet"), tokenizer).labels == ["no", "yes"]
+    with pytest.raises(ValueError, match=r"got -1 in .*saved', document 5"):
         load(str(tmp_path / "saved"), tokenizer)
     data = load(str(tmp_path / "saved"), tokenizer, on_bad_row="skip")
     assert len(data.train) + len(data.eval) == 5
+
+
+def test_labels_of_csv_are_text(tmp_path, tokenizer):
+    lines = ["text,label", *(f"red,{label}" for label in [10, 2, 2, 10, 2, 10])]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    data = load(str(tmp_path / "a.csv"), tokenizer)
+    assert data.labels == ["10", "2"]
+    assert data.num_documents == 4
 
 
 def test_another_file_is_evaluated_whole(write, tokenizer):
@@ -131,7 +133,7 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     batch = data.collator([data.train[0], data.train[1]])
     assert batch["labels"].tolist() == [[-100, 0, -100, 1, -100], [-100, 1, -100, -100, -100]]
     bad = [*rows, {"text": ["red"], "label": ["x", "y"]}]
-    with pytest.raises(ValueError, match=r"got 2 labels for 1 words in .*, line 4\."):
+    with pytest.raises(ValueError, match=r"for each of 1 words, got 2 in .*, line 4\."):
         load(write(bad), tokenizer, **options)
 
 
@@ -182,11 +184,11 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
 
 def test_bad_rows_stop_or_are_counted(write, tokenizer):
     for bad, reason in (
-        ({"text": "  ", "label": "a"}, "no text"),
-        ({"text": "red", "label": None}, "the label None, neither a string nor an integer"),
+        ({"text": "  ", "label": "a"}, "expected text with a label, got '  '"),
+        ({"text": "red", "label": None}, "expected a string or an integer as label, got None"),
     ):
         path = write([*ROWS, bad])
-        with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..* on_bad_row: skip"):
+        with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..*on_bad_row: skip"):
             load(path, tokenizer)
         data = load(path, tokenizer, on_bad_row="skip")
         assert data.bad_rows.total == 1

@@ -245,7 +245,9 @@ def test_json_and_categories_of_a_parquet_file_are_decoded(tmp_path):
     features = Features({"turns": Json()})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet")[0] == rows
-    pq.write_table(pa.table({"c": pa.array(["x", "y"]).dictionary_encode()}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"c": pa.array(["x", "y"]).dictionary_encode()}), tmp_path / "b.parquet"
+    )
     assert read(tmp_path / "b.parquet")[0] == [{"c": "x"}, {"c": "y"}]
 
 
