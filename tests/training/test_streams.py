@@ -1,11 +1,10 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
 import json
-import os
+import multiprocessing
 import random
-import subprocess
-import sys
-from pathlib import Path
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,37 +12,37 @@ import torch
 
 from harmonic_sft.data import BadRows
 from harmonic_sft.training import load_run_config, run, train
+from tests.training.stream_sessions import run_session
 
-ROOT = Path(__file__).parents[2]
-KILLED = """
-import os, signal, sys
-from harmonic_sft.cli import main
-from harmonic_sft.training.trainer import HarmonicTrainer
-training_step = HarmonicTrainer.training_step
-def killed(self, *arguments):
-    loss = training_step(self, *arguments)
-    if self.state.global_step == 19:
-        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of step 20
-    return loss
-HarmonicTrainer.training_step = killed
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
+
+@pytest.fixture(scope="module")
+def sessions():
+    """Forks a process for every session off one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "harmonic_sft.cli",
+            "harmonic_sft.training",
+            "matplotlib.pyplot",
+            "transformers.models.bert.modeling_bert",
+        ]
+    )
+    return context
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, text_file):
-    """The text in eight files of uneven lengths, some documents longer than a row, some bad."""
+    """Some text in four files of uneven lengths, a few documents longer than a row, some bad."""
     folder = tmp_path_factory.mktemp("shards")
-    lines = text_file.read_text().splitlines()
+    lines = text_file.read_text().splitlines()[:120]
     generator = random.Random(1)
-    files = [[] for _ in range(8)]
+    files = [[] for _ in range(4)]
     for index, line in enumerate(lines):
-        files[generator.choice((0, 1, 1, *range(1, 8)))].append(
-            {"text": line * (1 + 2 * (index % 7 == 0))}
-        )
+        files[generator.choice((0, 1, 1, 2, 3))].append({"text": line * (1 + 2 * (index % 7 == 0))})
     for number, rows in enumerate(files):
         good = [json.dumps(row) for row in rows]
-        lines = [*good[:5], "{cut", '{"text": " "}', *good[5:], '{"text": null}']
+        late = ['{"text": null}', *good[-6:]]
+        lines = [*good[:5], "{cut", '{"text": " "}', *good[5:-6], *late]
         text = "".join(f"{line}\n" for line in lines)
         (folder / f"{number}.jsonl").write_text(text)
     return folder
@@ -59,58 +58,80 @@ def stream_yaml(make_yaml, shards):
                 "packing": True,
                 "on_bad_row": "skip",
             },
-            training={"max_steps": 40, "save_steps": 17, "learning_rate": 1e-3, **training},
+            training={"max_steps": 13, "save_steps": 5, "learning_rate": 1e-3, **training},
         )
 
     return make
 
 
-def launch(path, folder, *words, script=ROOT / "scripts" / "sft.py", processes=1, status=0):
-    run_words = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    command = [sys.executable, *run_words, str(script), str(path), *words]
-    command.append(f"training.output_dir={folder}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == (status == 0), done.stderr[-4000:]
-    if status:
-        return None
-    results = json.loads((folder / "results" / "train.json").read_text())
-    losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
-    return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
-
-
 @pytest.fixture
-def killed_script(tmp_path):
-    path = tmp_path / "killed.py"
-    path.write_text(KILLED)
-    return path
+def launch(sessions, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def launch(path, folder, *words, processes=1, kill_in_step=None):
+        words = [str(path), *words, f"training.output_dir={folder}"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        started = []
+        for rank in range(processes):
+            environment = (
+                {}
+                if processes == 1
+                else {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(processes),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
+            arguments = (words, environment, kill_in_step)
+            started.append(sessions.Process(target=run_session, args=arguments))
+            started[-1].start()
+        for process in started:
+            process.join()
+        if kill_in_step is not None:
+            assert all(process.exitcode != 0 for process in started)
+            return None
+        assert [process.exitcode for process in started] == [0] * processes
+        results = json.loads((folder / "results" / "train.json").read_text())
+        losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
+        return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
+
+    return launch
 
 
-def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, killed_script):
-    whole, left_out, reasons = launch(stream_yaml(), tmp_path / "whole")
-    assert len(whole) == 40
-    assert left_out == 24
-    assert len(reasons) == 5
-    # Each of two processes reads four of the streams.
-    for processes, workers in ((1, 0), (1, 2), (2, 2)):
+def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_path, launch):
+    path = stream_yaml()
+
+    def cut(processes, workers):
+        """Kill a run in its eighth step and resume it; each of two processes reads two streams."""
         words = [
             f"training.dataloader_num_workers={workers}",
             f"training.per_device_train_batch_size={8 // processes}",
         ]
         folder = tmp_path / f"cut {processes} {workers}"
-        killed = {"script": killed_script, "status": 1}
-        launch(stream_yaml(), folder, *words, **killed, processes=processes)
-        assert not (folder / "checkpoint-34").exists()
-        resumed, *skipped = launch(
-            stream_yaml(), folder, *words, "resume=true", processes=processes
+        launch(path, folder, *words, processes=processes, kill_in_step=8)
+        assert not (folder / "checkpoint-10").exists()
+        return launch(path, folder, *words, "resume=true", processes=processes)
+
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(launch, path, tmp_path / "whole"),
+            pool.submit(cut, 1, 2),
+            pool.submit(cut, 2, 0),
+        ]
+        (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = (
+            run.result() for run in runs
         )
-        assert skipped == [left_out, reasons]
-        if processes == 1:
-            assert resumed == whole
-        else:  # sums in another order
-            torch.testing.assert_close(
-                torch.tensor(resumed), torch.tensor(whole), rtol=1e-4, atol=0
-            )
+    assert len(whole) == 13
+    assert skipped == skipped_alone == skipped_shared
+    left_out, reasons = skipped
+    assert left_out == 12
+    assert len(reasons) == 5
+    assert alone == whole
+    # Sums in another order.
+    torch.testing.assert_close(torch.tensor(shared), torch.tensor(whole), rtol=1e-4, atol=0)
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
