@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
+from datasets import config as datasets_config
 from datasets.fingerprint import Hasher
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -221,7 +222,7 @@ def tokenize_table(
     versions = [tokenizers.__version__, transformers.__version__]
     source = documents if isinstance(documents, FileRows) else documents._fingerprint
     key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "harmonic_sft"
+    folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
     if not table.exists():
         folder.mkdir(parents=True, exist_ok=True)
