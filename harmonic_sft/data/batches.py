@@ -248,12 +248,6 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def fill_rate(lengths: np.ndarray, packs: Sequence[np.ndarray], capacity: int) -> float:
-    """Return the share of the packs' places that tokens take, from 0 to 1.
-
-    Args:
-        lengths: As in `pack`.
-        packs: Of `pack`.
-        capacity: As in `pack`.
-    """
+    """Return the share of the places in packs of `pack` that tokens take, from 0 to 1."""
     tokens = sum(int(lengths[rows].sum()) for rows in packs)
     return tokens / (len(packs) * capacity) if packs else 0.0

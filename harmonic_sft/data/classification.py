@@ -159,11 +159,11 @@ def _read(
 ) -> list[_Row]:
     """Return the rows of a source that have text and a label."""
     assert label_column is not None, "check_label_settings has looked"
-    documents = load_documents(source, name=name, bad_rows=bad_rows)
+    documents, first = load_documents(source, name=name, skip=bad_rows.skip)
     assert not isinstance(documents, datasets.IterableDataset), "streams are refused"
-    check_column(documents, label_column, name="data.label_column")
+    check_column(documents, first, label_column, name="data.label_column")
     is_text = task == "sequence_classification"
-    check_column(documents, source.column, name=f"{name}.column", is_text=is_text)
+    check_column(documents, first, source.column, name=f"{name}.column", is_text=is_text)
     feature: Any = (documents.features or {}).get(label_column)
     feature = feature.feature if isinstance(feature, datasets.List) else feature
     names = feature.names if isinstance(feature, datasets.ClassLabel) else None

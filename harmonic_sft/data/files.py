@@ -140,11 +140,6 @@ class FileRows:
         with _open_parquet(shard.file) as parquet:
             return _features(parquet.schema_arrow)
 
-    @property
-    def column_names(self) -> list[str]:
-        """Columns of the first parquet file; none for other kinds."""
-        return list(self.features)
-
     def __iter__(self) -> Iterator[Row]:
         """Yield rows as `read_shards` does."""
         for shards, first, end in self.parts:

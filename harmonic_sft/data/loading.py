@@ -44,7 +44,7 @@ from harmonic_sft.data.row_maker import (
     tokenize_table,
     unigram_counts,
 )
-from harmonic_sft.data.sources import Source, check_column, first_row, load_documents
+from harmonic_sft.data.sources import Source, check_column, load_documents
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
@@ -123,9 +123,10 @@ class LoadedData:
     train: MaskedRows | StreamedRows
     eval: MaskedRows
     collator: PaddingCollator | PaddingFreeCollator
-    unigram_counts: np.ndarray | None  # [V], tokens that may be predicted: of an encoder, ordinary
-    num_documents: int | None
-    num_tokens: int | None  # the same
+    # [V], tokens that may be predicted: of an encoder, ordinary.
+    unigram_counts: np.ndarray | None = None
+    num_documents: int | None = None
+    num_tokens: int | None = None  # the same
     fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
 
@@ -168,7 +169,7 @@ def load_data(
     # A tokenizer may end every row itself.
     ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
     opened = [
-        _open(config, index, tokenizer, bad_rows, ends_text) for index in range(len(config.sources))
+        _open(config, index, tokenizer, ends_text=ends_text) for index in range(len(config.sources))
     ]
     collator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
@@ -183,9 +184,6 @@ def load_data(
         return LoadedData(
             train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
             eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
-            unigram_counts=None,
-            num_documents=None,
-            num_tokens=None,
             **shared,
         )
     rows = _table_rows(opened, config, bad_rows)
@@ -244,12 +242,7 @@ def split_table(
 
 
 def choose_eval(num_documents: int, eval_documents: int, *, seed: int) -> np.ndarray:
-    """Choose documents for evaluation, `[num_documents]` bool.
-
-    Args:
-        num_documents: How many there are.
-        eval_documents: How many are chosen.
-        seed: Of the choice.
+    """Choose documents for evaluation by the seed, `[num_documents]` bool.
 
     Raises:
         ValueError: Nothing would be left to train on.
@@ -328,23 +321,23 @@ def _open(
     config: DataConfig,
     index: int,
     tokenizer: PreTrainedTokenizerBase,
-    bad_rows: BadRows,
+    *,
     ends_text: bool,
 ) -> tuple[Any, RowMaker]:
     """Open a source, and recognize the format of its rows."""
     source, name = config.sources[index], f"data.sources[{index}]"
-    documents = load_documents(source, name=name, bad_rows=bad_rows)
+    documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     form: Format = "text"
     if source.format != "auto":
         form = source.format
     elif source.column == "text":
         try:
-            form = recognize(first_row(documents) or {})
+            form = recognize(first)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from error
         logger.info("%s: rows of the format %s.", name, form)
     if form == "text":
-        check_column(documents, source.column, name=f"{name}.column", is_text=True)
+        check_column(documents, first, source.column, name=f"{name}.column", is_text=True)
     maker = RowMaker(
         name=name,
         source=index,

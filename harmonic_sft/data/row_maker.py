@@ -232,9 +232,8 @@ def tokenize_table(
             found = BadRows(skip=bad_rows.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
-                for rows, bad in _made(
-                    _batches(documents, maker.name), maker, found.skip, num_proc
-                ):
+                batches = _batches(documents, maker.name)
+                for rows, bad in _made(batches, maker, found.skip, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
             new_report.write_text(json.dumps(asdict(found)))
@@ -281,11 +280,7 @@ def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list
 
 
 def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
-    """Make a table of rows; those of plain text may predict everything where others have `scored`.
-
-    Args:
-        rows: Of any sources.
-    """
+    """Make a table of rows; those of plain text may predict everything if others have `scored`."""
     columns = [name for name in FEATURES if any(name in row for row in rows)]
     table = {
         name: [row[name] if name in row else [True] * len(row["input_ids"]) for row in rows]

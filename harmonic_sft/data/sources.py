@@ -98,7 +98,7 @@ def check_weights(sources: Sequence[Source]) -> None:
 Documents = Dataset | FileRows | IterableDataset
 
 
-def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Documents:
+def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
     """Open a source and check all that can be checked without reading it to the end.
 
     Rows of files are checked one by one, as they are read, and say by `PLACE` where that was; the
@@ -108,11 +108,11 @@ def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Documents
     Args:
         source: What to read.
         name: Where the source stands in the configuration, for error messages.
-        bad_rows: Whether bad rows may be skipped.
+        skip: Whether bad rows may be skipped.
 
     Returns:
-        One row per document, with all columns there are. A stream has one shard per file or per
-        row group of a parquet file.
+        One row per document, with all columns there are; a stream has one shard per file or per
+        row group of a parquet file. And the first row that is not bad, without `PLACE`.
 
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
@@ -144,27 +144,14 @@ def load_documents(source: Source, *, name: str, bad_rows: BadRows) -> Documents
         )
     # The first row of a stream is the first thing that has to be reachable and readable.
     with _explained(source, name):
-        empty = first_row(documents, name, BadRows(skip=bad_rows.skip)) is None
-    if empty:
+        first = _first_row(documents, name, BadRows(skip=skip))
+    if first is None:
         raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
-    return documents
+    return documents, first
 
 
-def first_row(documents: Documents, name: str = "", bad_rows: BadRows | None = None) -> Row | None:
-    """Look at the first row that can be read without moving a stream on.
-
-    Args:
-        documents: A table or a stream.
-        name: Where the source stands in the configuration, for error messages.
-        bad_rows: Where rows before it are reported; None counts them nowhere.
-
-    Returns:
-        The row without its `PLACE`, or None where there is none.
-
-    Raises:
-        ValueError: A row before it cannot be read and must not be skipped.
-    """
-    bad_rows = bad_rows or BadRows()
+def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None:
+    """Look at the first row that can be read without moving a stream on."""
     # A stream keeps its position for state_dict() even after the iterator is gone.
     for row in copy.deepcopy(documents):
         if BAD not in row:
@@ -211,27 +198,30 @@ def document_name(number: int) -> str:
     return f"document {document}" + (f" of logical stream {stream}" if stream else "")
 
 
-def check_column(documents: Documents, column: str, *, name: str, is_text: bool = False) -> None:
+def check_column(
+    documents: Documents, first: Row, column: str, *, name: str, is_text: bool = False
+) -> None:
     """Refuse a column that is not there or, judging by the first row, holds no text.
 
     Args:
         documents: Of `load_documents`.
-        column: Its name.
+        first: Its first row.
+        column: Name of the column.
         name: Of the setting that says so, for error messages.
         is_text: Whether it must hold text.
 
     Raises:
         ValueError: The column is missing or holds something else.
     """
-    first = first_row(documents) or {}
-    columns = [key for key in documents.column_names or first if key != PLACE]
+    features = documents.features or {}
+    columns = [key for key in features or first if key != PLACE]
     if column not in columns:
         nearest = difflib.get_close_matches(column, columns, n=1, cutoff=0.0)
         raise ValueError(
             f"{name}: expected one of {sorted(columns)}, got {column!r}. "
             f"Did you mean {nearest[0]!r}?"
         )
-    feature = (documents.features or {}).get(column)
+    feature = features.get(column)
     has_text = isinstance(feature, Value) and "string" in feature.dtype
     if is_text and not has_text and not isinstance(first.get(column), str):
         raise ValueError(
@@ -271,23 +261,23 @@ def _load_files(
         shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
             raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
-    if "[" not in source.split:
-        parts = [shards[split] for split in _split_names(source, splits, name)]
-        if source.streaming:
-            every = [shard for part in parts for shard in part]
-            return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": every})
-        return FileRows([(part, 0, sys.maxsize) for part in parts])
-    if source.streaming:
+    names = _split_names(source, splits, name)
+    is_part = "[" in source.split
+    if source.streaming and is_part:
         raise ValueError(
             f"{name}.split: expected a whole split for a stream, got {source.split!r}. "
             "Set streaming: false to read a part."
         )
+    if source.streaming:
+        every = [shard for split in names for shard in shards[split]]
+        return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": every})
+    if not is_part:
+        return FileRows([(shards[split], 0, sys.maxsize) for split in names])
     lengths = {
         split: sum(BAD not in row for row in read_shards(part)) for split, part in shards.items()
     }
-    return FileRows(
-        [(shards[split], first, end) for split, first, end in _slices(source, lengths, name)]
-    )
+    slices = _slices(source, lengths, name)
+    return FileRows([(shards[split], first, end) for split, first, end in slices])
 
 
 def _split_names(source: Source, splits: Mapping[str, Any], name: str) -> list[str]:

@@ -13,7 +13,6 @@ from harmonic_sft.data.batches import (
     PaddingCollator,
     PaddingFreeCollator,
     fill_rate,
-    join_rows,
     pack,
 )
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig, RowMasker
@@ -284,18 +283,6 @@ def test_a_batch_without_padding_is_one_row():
     assert batch["labels"].tolist() == [[50, 60, 70, 80, 90, 90]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 0, 1]]
     assert {values.dtype for values in batch.values()} == {torch.int64}
-
-
-def test_rows_that_are_not_packed_need_no_padding_either():
-    batch = PaddingFreeCollator()([row(5, 6, 7), row(8, 9)])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
-
-
-def test_joined_rows_stay_as_they_were():
-    rows = [row(5, 6), row(7)]
-    join_rows(rows)
-    assert list(rows[0]) == ["input_ids", "labels"]
 
 
 def test_classes_of_rows_are_a_column():

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 from transformers import BertTokenizerFast
 
-from harmonic_sft.data import DataConfig, EpochSampler, load_labeled_data
+from harmonic_sft.data import DataConfig, load_labeled_data
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
 
@@ -142,17 +142,6 @@ def test_a_trained_model_keeps_its_classes(write, tokenizer):
     assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
     with pytest.raises(ValueError, match=r"data.eval: expected labels .* got 'c'"):
         load(path, tokenizer, labels=["a", "b"])
-
-
-def test_the_order_is_a_matter_of_seed_and_epoch(write, tokenizer):
-    rows = load(write(ROWS * 4), tokenizer).train
-    sampler = EpochSampler(rows, seed=1)
-    first = list(sampler)
-    assert sorted(first) == list(range(len(rows)))
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    sampler.set_epoch(0)
-    assert list(sampler) == first
 
 
 def test_columns_that_are_not_there_are_named(write, tokenizer):

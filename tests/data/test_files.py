@@ -294,7 +294,6 @@ def test_parts_of_files_are_counted_in_good_rows(tmp_path):
     rows = FileRows([(shards, 1, 3), (shards, 0, 1)])
     for _ in range(2):
         assert [row.get("n", "bad") for row in rows] == ["bad", 1, 2, 0, "bad"]
-    assert rows.column_names == []
 
 
 def test_parquet_files_say_what_their_columns_are(tmp_path):
@@ -303,4 +302,3 @@ def test_parquet_files_say_what_their_columns_are(tmp_path):
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
     found = FileRows([(file_shards(f"{tmp_path}/a.parquet", name="s"), 0, 1)])
     assert found.features == features
-    assert found.column_names == ["label", "text"]

@@ -173,10 +173,6 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
     ]
 
 
-def test_batch_size_is_that_of_a_step_unless_given(data, tokenizer, capsys):
-    assert "Batches of 6, 6 in a step" in show(data, tokenizer, capsys, rows_per_step=6)
-
-
 def test_batches_without_padding_are_full(data, tokenizer, capsys):
     free = dataclasses.replace(data, collator=PaddingFreeCollator())
     assert cells(show(free, tokenizer, capsys), "rows ")[1] == "100.0 %"

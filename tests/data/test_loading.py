@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import (
@@ -109,32 +108,6 @@ def test_streamed_file_has_the_rows_and_masks_of_the_table(tokenizer, path, whol
     assert stream.fill_rate is None
 
 
-def test_streamed_files_have_the_rows_of_the_table_with_names_of_their_own(tokenizer, tmp_path):
-    files = []
-    for number, size in enumerate((9, 4, 12)):
-        lines = [" ".join(f"word{number * 50 + i}" for _ in range(1 + i)) for i in range(size)]
-        files.append(lines)
-        (tmp_path / f"part{number}.txt").write_text("\n".join(lines) + "\n")
-    glob = str(tmp_path / "part*.txt")
-    stream = load(tokenizer, Source(path=glob, streaming=True), window=4)
-    assert [part.number for part in stream.train.streams] == [0, 1, 2]
-    rows, masker = table_of(tokenizer, glob)
-    names = [(number << 40) + i for number, lines in enumerate(files) for i in range(len(lines))]
-    named = [{**row, "document": names[row["document"]]} for row in rows]
-    kept = {0, 1, 1 << 40, (1 << 40) + 1, 2 << 40}
-    evaluated = [key(stream.eval[index]) for index in range(len(stream.eval))]
-    assert evaluated == [key(masker(row, EVAL_EPOCH)) for row in named if row["document"] in kept]
-    # Every stream goes through its own part: compare one pass of each.
-    for part in stream.train.streams:
-        expected = Counter(
-            key(masker(row, 0))
-            for row in named
-            if row["document"] >> 40 == part.number and row["document"] not in kept
-        )
-        first = itertools.islice(part.rows(None), expected.total())
-        assert Counter(key(stream.train.finish(members)) for members, _ in first) == expected
-
-
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("word1\nword2\nword3\n")
@@ -152,23 +125,6 @@ def test_packed_rows_have_the_masks_of_the_same_rows_apart(tokenizer, path):
     assert Counter(part for item in items for part in map(key, split_pack(item))) == rows
     assert packed.fill_rate == sum(len(item["input_ids"]) for item in items) / (8 * len(items))
     np.testing.assert_array_equal(packed.unigram_counts, apart.unigram_counts)
-
-
-def test_packed_stream_has_the_masks_of_the_same_rows_apart(tokenizer, path):
-    source = Source(path=path, streaming=True)
-    apart, packed = load(tokenizer, source), load(tokenizer, source, packing=True)
-    rows, _ = table_of(tokenizer, path)
-    num_rows = sum(row["document"] >= 10 for row in rows)
-    expected, _ = streamed_rows(apart, num_rows)
-    parts, packs = [], 0
-    for item in packed.train:
-        assert len(item["input_ids"]) <= 8
-        parts += map(key, split_pack(item))
-        packs += 1
-        if len(parts) >= num_rows:
-            break
-    assert packs < num_rows
-    assert Counter(parts) == Counter(expected)
 
 
 def split_pack(item):
@@ -313,12 +269,6 @@ def test_two_sources_are_told_apart(tokenizer, path):
     data = load(tokenizer, Source(path=path), Source(path=path))
     assert data.num_documents == 2 * NUM_DOCUMENTS - 5
     assert set(data.train.rows["source"]) == {0, 1}
-
-
-def test_batches_come_padded_as_asked(tokenizer, path):
-    data = load(tokenizer, Source(path=path), pad_to_multiple_of=16)
-    batch = next(iter(DataLoader(data.eval, batch_size=2, collate_fn=data.collator)))
-    assert batch["input_ids"].shape == (2, 16)
 
 
 def test_mixture_of_streams_and_tables_is_refused(tokenizer, path):
@@ -535,14 +485,6 @@ def test_text_ends_in_the_eos_token_which_is_predicted(text, causal_tokenizer):
     assert rows[5, 6, 7, 8, 9, 10, 11, 12] == [IGNORE_INDEX, 6, 7, 8, 9, 10, 11, 12]
     assert rows[13, 14, 15, 1] == [IGNORE_INDEX, 14, 15, 1]
     assert rows[16, 1] == [IGNORE_INDEX, 1]
-
-
-def test_no_epoch_differs(text, causal_tokenizer):
-    data = load_causal(text, causal_tokenizer)
-    first = [data.train[i] for i in range(len(data.train))]
-    data.train.set_epoch(3)
-    for before, i in zip(first, range(len(data.train)), strict=True):
-        assert np.array_equal(before["labels"], data.train[i]["labels"])
 
 
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):

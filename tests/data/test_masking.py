@@ -55,21 +55,6 @@ def word_ids():
     return np.repeat(np.arange(50_000), lengths)[:50_000]
 
 
-@pytest.mark.parametrize(
-    ("epoch", "chunk", "positions"),
-    [
-        (0, 0, [2, 8, 21, 23, 29]),
-        (3, 1, [1, 2, 12, 16, 30, 32, 34]),
-        (-1, 0, [7, 15, 16, 19, 34, 37]),
-    ],
-)
-def test_masks_are_those_recorded_before_there_were_policies(epoch, chunk, positions):
-    input_ids = np.array([2, *((index * 37) % 95 + 5 for index in range(46)), 3])
-    masked_ids, labels = mask(input_ids, key=(7, epoch, 1, 12345678901, chunk))
-    assert np.flatnonzero(labels != IGNORE_INDEX).tolist() == positions
-    assert np.flatnonzero(masked_ids != input_ids).tolist() == positions
-
-
 def test_many_masks_are_bit_identical_to_those_recorded_before(ordinary_ids):
     digest = hashlib.blake2b(digest_size=8)
     for document in range(20):
@@ -196,22 +181,6 @@ def test_eighty_ten_ten_percent_become_mask_random_and_themselves(ordinary_ids):
     assert abs((~is_mask & ~is_same).mean() - other) < three_sigma(other, draws)
 
 
-def test_random_tokens_are_uniform_over_the_ordinary_vocabulary(ordinary_ids):
-    counts = np.zeros(VOCAB_SIZE)
-    for document in range(20):
-        input_ids, labels = mask(
-            ordinary_ids, key=(0, 0, 0, document, 0), probability=0.9, policy="80_10_10"
-        )
-        replaced = (labels != IGNORE_INDEX) & (input_ids != labels) & (input_ids != MASK_TOKEN_ID)
-        counts += np.bincount(input_ids[replaced], minlength=VOCAB_SIZE)
-    assert counts[SPECIAL_TOKENS].sum() == 0
-    # Chi-squared with 94 degrees of freedom: mean 94, standard deviation sqrt(188) = 13.7.
-    expected = counts.sum() / NUM_ORDINARY
-    assert expected > 900
-    statistic = ((counts[~SPECIAL_TOKENS] - expected) ** 2 / expected).sum()
-    assert abs(statistic - 94) < 4 * np.sqrt(188)
-
-
 def test_what_a_masked_token_becomes_equals_a_loop_over_the_draws(ordinary_ids):
     some_ids = ordinary_ids[:500]
     input_ids, labels = mask(some_ids, probability=0.7, policy="80_10_10")
@@ -242,13 +211,6 @@ def test_words_are_masked_whole_and_each_with_the_probability(ordinary_ids, word
         assert abs(same.mean() - 0.2) < three_sigma(0.2, len(same))
 
 
-def test_words_of_one_token_are_masked_as_tokens_are(ordinary_ids):
-    columns = {"word_ids": np.arange(50_000)}
-    whole_words = mask(ordinary_ids, columns=columns, whole_word=True)
-    tokens = mask(ordinary_ids)
-    np.testing.assert_array_equal(whole_words, tokens)
-
-
 def test_neighbors_make_a_word_and_its_number_is_of_no_account(ordinary_ids, word_ids):
     # A chunk begins in the middle of a document, and every turn of a chat counts anew.
     first = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True)
@@ -266,22 +228,6 @@ def test_tokens_of_no_word_are_never_masked_and_part_words(ordinary_ids):
     assert not masked[:, 0].any()
     assert (masked[:, 1] == masked[:, 2]).all()
     assert abs(masked[:, 1].mean() - 0.2) < three_sigma(0.2, len(masked))
-
-
-def test_each_token_of_a_word_draws_what_it_becomes(ordinary_ids, word_ids):
-    input_ids, labels = mask(
-        ordinary_ids,
-        columns={"word_ids": word_ids},
-        probability=0.9,
-        policy="80_10_10",
-        whole_word=True,
-    )
-    masked = labels != IGNORE_INDEX
-    is_mask = input_ids == MASK_TOKEN_ID
-    pairs = masked[1:] & masked[:-1] & (word_ids[1:] == word_ids[:-1])
-    both = (is_mask[1:] & is_mask[:-1])[pairs].mean()
-    # Neighbor pairs overlap, so their mean varies a little more than that of free draws.
-    assert abs(both - 0.64) < 2 * three_sigma(0.64, pairs.sum())
 
 
 def test_ids_without_a_token_and_added_special_tokens_are_special(byte_tokenizer):

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from harmonic_sft.data import remote_file
-from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.files import PLACE
 from harmonic_sft.data.remote_file import RemoteFile
 from harmonic_sft.data.sources import Source, load_documents
@@ -78,7 +77,7 @@ def server(tmp_path):
 
 
 def load(url, *, streaming=True):
-    return load_documents(Source(path=url, streaming=streaming), name="s", bad_rows=BadRows())
+    return load_documents(Source(path=url, streaming=streaming), name="s", skip=False)[0]
 
 
 @pytest.mark.parametrize(

@@ -247,10 +247,6 @@ def check(tokenizer, **settings):
     check_tokenizer(tokenizer, **(defaults | settings))
 
 
-def test_tokenizer_that_fits_the_model_passes(tokenizer):
-    check(tokenizer, vocab_size=len(tokenizer))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -180,11 +180,6 @@ def test_every_pass_has_every_row_of_every_source_once(count, capacity):
         assert epochs == sorted(epochs)
 
 
-def test_packs_hold_several_rows():
-    members = [len(pack) for pack, _ in plain_order(open_streams(capacity=9), 20)]
-    assert max(members) > 1
-
-
 def test_documents_are_numbered_by_stream_and_place():
     for stream in logical_streams((20,), count=3):
         first = shards(0, 20, 3)[stream.number][1]
@@ -304,12 +299,6 @@ def test_restart_reads_one_window_of_each_stream_again_at_most(count):
     assert 0 <= again <= 8 * count
 
 
-def test_stream_is_read_no_further_than_its_window():
-    streamed = open_streams((1000,), window=8)
-    read(streamed, 1)
-    assert [maker.asked for maker in streamed.streams[0].make_rows] == [8]
-
-
 def test_mixture_has_the_shares_of_its_weights():
     """Within 4 standard deviations of a fair draw: 0.037 for 2,200 documents at 3 to 1."""
     streamed = open_streams((4000, 4000), weights=[3.0, 1.0], window=16)
@@ -353,15 +342,6 @@ def test_documents_of_a_window_are_shuffled_by_the_seed():
 
     assert expected_pass((40,), 0).total() == 52
     assert windows(0) == windows(0) != windows(1)
-
-
-def test_windows_and_passes_are_shuffled_apart():
-    single = open_streams((20,), window=20)
-    rows = expected_pass((20,), 0).total()
-    order = names(plain_order(single, 2 * rows))
-    plain = [name[:-1] for name in order]
-    assert sorted(plain[:rows]) == sorted(plain[rows:])
-    assert plain[:rows] != plain[rows:]
 
 
 def test_skipped_documents_are_counted_once_and_carried_through_a_restart():
