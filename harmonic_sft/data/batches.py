@@ -15,7 +15,7 @@ from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels
 
 
 class MaskedRows(torch.utils.data.Dataset):
-    """Rows of a table, or packs of them, masked anew in every epoch.
+    """Rows of a table, or packs of them, masked again in every epoch.
 
     Args:
         rows: Columns `input_ids`, `source`, `document` and `chunk`, and what else `masker` reads.
@@ -57,7 +57,7 @@ class MaskedRows(torch.utils.data.Dataset):
         """Return `input_ids` and `labels`, both `[T]` int64, of one row.
 
         Those of a pack are its rows' one after the other, with `position_ids` `[T]` that start
-        anew at 0 in each.
+        again at 0 in each.
         """
         epoch = self.epoch
         if self.packs is None:
@@ -175,7 +175,7 @@ class PaddingFreeCollator:
 
         Returns:
             `input_ids`, `labels` and `position_ids`, all `[1, T]` int64, T being the sum of the
-            lengths. The positions start anew at 0 in every document.
+            lengths. The positions start again at 0 in every document.
         """
         return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
 
@@ -188,7 +188,7 @@ def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]
 
     Returns:
         The columns, one row after the other. If there are no `position_ids` yet they are added,
-        int64, starting anew at 0 in each row.
+        int64, starting again at 0 in each row.
     """
     joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     if "position_ids" not in joined:

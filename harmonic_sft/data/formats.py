@@ -92,7 +92,7 @@ def _has_text(row: Mapping[str, Any], *names: str) -> bool:
 
 def encode(
     rows: Sequence[Mapping[str, Any]],
-    form: Format,
+    row_format: Format,
     *,
     tokenizer: PreTrainedTokenizerBase,
     loss_on: LossOn,
@@ -106,7 +106,7 @@ def encode(
 
     Args:
         rows: A batch; tokenized in one call.
-        form: Of all the rows.
+        row_format: Of all the rows.
         tokenizer: A fast one.
         loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
             masks of pretokenized rows count too.
@@ -119,12 +119,12 @@ def encode(
     Raises:
         ValueError: The settings fit no row of the format, or the tokenizer cannot do it.
     """
-    if form == "text" and loss_on != "all":
+    if row_format == "text" and loss_on != "all":
         raise ValueError(
             f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
             "turns to tell apart."
         )
-    if form == "tokens":
+    if row_format == "tokens":
         if word_ids:
             raise ValueError(
                 "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
@@ -135,15 +135,15 @@ def encode(
     drafts: list[list[Piece] | str] = []
     for row in rows:
         try:
-            if form == "text":
+            if row_format == "text":
                 pieces = [Piece(_text(row, column), False, True)]
             else:
-                pieces = write(_conversation(row, form))
+                pieces = write(_conversation(row, row_format))
             drafts.append(check_pieces(pieces))
         except BadRow as error:
             drafts.append(str(error))
     encoded = encode_pieces(drafts, tokenizer=tokenizer, word_ids=word_ids)
-    prefix = [] if form == "text" else SpecialTokens.of(tokenizer).prefix
+    prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
     return [_finish(row, prefix, loss_on) for row in encoded]
 
 
@@ -177,14 +177,14 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
-def _conversation(row: Mapping[str, Any], form: Format) -> Conversation:
-    tools = [] if form == "alpaca" else _parsed(row.get("tools"), "tools")
+def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
+    tools = [] if row_format == "alpaca" else _parsed(row.get("tools"), "tools")
     completion = None
-    if form == "prompt_completion":
+    if row_format == "prompt_completion":
         messages, completion = _prompted(row)
-    elif form == "alpaca":
+    elif row_format == "alpaca":
         messages = _alpaca(row)
-    elif form == "sharegpt":
+    elif row_format == "sharegpt":
         messages = _sharegpt(row)
     else:
         messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]

@@ -282,15 +282,15 @@ def split_streams(
     for opened in itertools.count():
         if not waiting or (opened and kept == eval_documents):
             break
-        going_on = []
+        unfinished = []
         for place, stream in enumerate(waiting):
             share = -(-(eval_documents - kept) // (len(waiting) - place))
             found, documents, left = stream.hold_out(share)
             rows += found
             kept += documents
             if left:
-                going_on.append(stream)
-        waiting = going_on
+                unfinished.append(stream)
+        waiting = unfinished
     if not waiting:
         raise _too_few(kept, eval_documents)
     return waiting, rows_table(rows)
@@ -327,21 +327,21 @@ def _open(
     """Open a source, and recognize the format of its rows."""
     source, name = config.sources[index], f"data.sources[{index}]"
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
-    form: Format = "text"
+    row_format: Format = "text"
     if source.format != "auto":
-        form = source.format
+        row_format = source.format
     elif source.column == "text":
         try:
-            form = recognize(first)
+            row_format = recognize(first)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from error
-        logger.info("%s: rows of the format %s.", name, form)
-    if form == "text":
+        logger.info("%s: rows of the format %s.", name, row_format)
+    if row_format == "text":
         check_column(documents, first, source.column, name=f"{name}.column", is_text=True)
     maker = RowMaker(
         name=name,
         source=index,
-        form=form,
+        row_format=row_format,
         column=source.column,
         tokenizer=tokenizer,
         context_length=config.context_length,

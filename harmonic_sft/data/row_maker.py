@@ -97,7 +97,7 @@ class RowMaker:
     Attributes:
         name: Where the source stands in the configuration.
         source: Its number.
-        form: Format of its documents.
+        row_format: Format of its documents.
         column: Of the text.
         tokenizer: Of the model.
         context_length: Longest row, in tokens, special tokens included.
@@ -108,7 +108,7 @@ class RowMaker:
 
     name: str
     source: int
-    form: Format
+    row_format: Format
     column: str
     tokenizer: PreTrainedTokenizerBase
     context_length: int
@@ -119,7 +119,7 @@ class RowMaker:
     @property
     def columns(self) -> list[str]:
         """The columns of a row."""
-        optional = {"scored": self.form != "text", "word_ids": self.word_ids}
+        optional = {"scored": self.row_format != "text", "word_ids": self.word_ids}
         return [name for name in FEATURES if optional.get(name, True)]
 
     def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
@@ -148,7 +148,7 @@ class RowMaker:
             )
         found = encode(
             [{key: row[key] for key in row if key not in ("document", PLACE)} for row in readable],
-            self.form,
+            self.row_format,
             tokenizer=self.tokenizer,
             loss_on=self.loss_on,
             column=self.column,
@@ -158,7 +158,7 @@ class RowMaker:
         for document, encoded in zip(readable, found, strict=True):
             chunks: list[Row] = []
             if isinstance(encoded, Encoded):
-                if self.end_of_text is not None and self.form == "text":
+                if self.end_of_text is not None and self.row_format == "text":
                     encoded.input_ids.append(self.end_of_text)
                 chunks = self._cut(encoded, special, body, document["document"])
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)

@@ -141,7 +141,7 @@ class LogicalStream:
     """One of a fixed number of streams that a run reads, whatever reads them.
 
     It reads a window of documents, makes rows of them, shuffles and packs these, gives them, and
-    goes on. A window depends on the seed and its place alone.
+    continues. A window depends on the seed and its place alone.
 
     Args:
         sources: This stream's part of every source.

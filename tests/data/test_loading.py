@@ -307,11 +307,11 @@ def document_names(rows):
     return {(row["source"], row["document"]) for row in rows}
 
 
-def row_maker(tokenizer, source=0, form="text"):
+def row_maker(tokenizer, source=0, row_format="text"):
     return RowMaker(
         name=f"data.sources[{source}]",
         source=source,
-        form=form,
+        row_format=row_format,
         column="text",
         tokenizer=tokenizer,
         context_length=8,
@@ -417,7 +417,7 @@ def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer):
         [texts, tokens.to_iterable_dataset()],
         0,
         weights=None,
-        make_rows=[row_maker(tokenizer), row_maker(tokenizer, 1, form="tokens")],
+        make_rows=[row_maker(tokenizer), row_maker(tokenizer, 1, row_format="tokens")],
         bad_rows=BadRows(),
         window=1,
         seed=0,
