@@ -43,7 +43,7 @@ DECODER_LEGEND = (
 
 
 class Counts(NamedTuple):
-    """What rows hold; scored are the tokens that can ever be masked."""
+    """What rows hold; scored are the tokens that can ever be predicted."""
 
     lengths: np.ndarray  # [rows], in tokens, special ones included
     num_documents: int

@@ -218,12 +218,7 @@ def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.
 def split_table(
     rows: datasets.Dataset, *, eval_documents: int, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset, int]:
-    """Keep documents chosen at random for evaluation.
-
-    Args:
-        rows: The rows of a document stand together.
-        eval_documents: How many documents to keep.
-        seed: Of the choice.
+    """Keep documents chosen by the seed for evaluation; the rows of one stand together.
 
     Returns:
         Rows to train on and to evaluate on, in the order of `rows`, and how many documents there
@@ -264,11 +259,9 @@ def _too_few(num_documents: int, eval_documents: int) -> ValueError:
 def split_streams(
     streams: Sequence[LogicalStream], *, eval_documents: int
 ) -> tuple[list[LogicalStream], datasets.Dataset]:
-    """Keep the first documents of every logical stream for evaluation.
+    """Keep the first documents of every logical stream of a run for evaluation.
 
-    Args:
-        streams: All of a run; told to begin after these documents in every pass.
-        eval_documents: How many documents to keep of all of them; those without rows do not count.
+    The streams are told to begin after these in every pass; documents without rows do not count.
 
     Returns:
         The streams that have something left to train on, and rows to evaluate on.

@@ -206,16 +206,12 @@ def tokenize_table(
 
     Args:
         documents: Of the source.
-        maker: Makes its rows.
+        maker: Makes its rows, and says which ValueError there may be.
         bad_rows: Where documents that make no row are reported; those of an earlier run too.
         num_proc: Processes to tokenize in; None is this one, best below some million words.
 
     Returns:
-        The rows in the order of the documents, mapped into memory from the cache of the `datasets`
-        library.
-
-    Raises:
-        ValueError: As in `RowMaker`.
+        The rows in the order of the documents, mapped into memory from the library's cache.
     """
     # A table that another version of these files has made must not be found.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
