@@ -137,6 +137,12 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
         load(write(bad), tokenizer, **options)
 
 
+def test_words_are_a_list(write, tokenizer):
+    path = write([{"text": "red", "label": ["x"]}] * 5)
+    with pytest.raises(ValueError, match=r"expected a list of words, got str in .*, line 1\."):
+        load(path, tokenizer, task="token_classification")
+
+
 def test_a_trained_model_keeps_its_classes(write, tokenizer):
     path = write(ROWS)
     assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
@@ -161,6 +167,8 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
     one = [{"text": "red", "label": "a"}] * 5
     with pytest.raises(ValueError, match=r"expected two classes or more .* got \['a'\]"):
         load(write(one), tokenizer)
+    with pytest.raises(ValueError, match="expected strings or integers, got both"):
+        load(write([*ROWS, {"text": "red", "label": 1}] * 2), tokenizer)
     unseen = write([{"text": "red", "label": "z"}], "eval.jsonl")
     with pytest.raises(ValueError, match=r"data.eval: expected labels that the training .* 'z'"):
         load(write(ROWS), tokenizer, eval={"source": {"path": unseen}})

@@ -311,7 +311,7 @@ def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, toke
     assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
 
 
-def test_a_short_stream_is_said_to_have_begun_anew(make_stream, tokenizer, capsys):
+def test_a_short_stream_is_said_to_have_begun_again(make_stream, tokenizer, capsys):
     output = show(make_stream(100), tokenizer, capsys)
     assert cells(output, f"first {STREAM_ITEMS} rows of a stream")[1:3] == ["94", "1,000"]
     assert "A source of the stream ended within these and began again." in output

@@ -293,6 +293,12 @@ def test_context_longer_than_the_model_is_refused_before_loading(tokenizer):
         load_data(config, tokenizer=tokenizer, vocab_size=1000, max_positions=16, seed=0)
 
 
+def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, path, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(ValueError, match=r"whole_word: expected a fast tokenizer, which"):
+        load(tokenizer, Source(path=path), mask=MaskConfig(whole_word=True))
+
+
 @pytest.mark.parametrize("settings", [{"sources": []}, {"context_length": 0}, {"contextlength": 8}])
 def test_bad_data_settings_are_refused(settings):
     defaults = {"sources": [Source(path="a.txt")], "context_length": 8}

@@ -212,12 +212,12 @@ def test_words_are_masked_whole_and_each_with_the_probability(ordinary_ids, word
 
 
 def test_neighbors_make_a_word_and_its_number_is_of_no_account(ordinary_ids, word_ids):
-    # A chunk begins in the middle of a document, and every turn of a chat counts anew.
+    # A chunk begins in the middle of a document, and every turn of a chat counts again.
     first = mask(ordinary_ids, columns={"word_ids": word_ids}, whole_word=True)
     later = mask(ordinary_ids, columns={"word_ids": word_ids + 1234}, whole_word=True)
-    anew = mask(ordinary_ids, columns={"word_ids": word_ids % 7}, whole_word=True)
+    again = mask(ordinary_ids, columns={"word_ids": word_ids % 7}, whole_word=True)
     np.testing.assert_array_equal(first, later)
-    np.testing.assert_array_equal(first, anew)
+    np.testing.assert_array_equal(first, again)
 
 
 def test_tokens_of_no_word_are_never_masked_and_part_words(ordinary_ids):

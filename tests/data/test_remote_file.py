@@ -119,7 +119,7 @@ def test_end_of_a_file_can_be_read_alone(server, tmp_path):
     assert server.sent == 3
 
 
-def test_broken_connection_is_opened_anew(server, tmp_path):
+def test_broken_connection_is_opened_again(server, tmp_path):
     content = bytes(range(256)) * 1000
     (tmp_path / "a.bin").write_bytes(content)
     server.handler.cut_after = 100_000

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import row_maker as module
@@ -266,3 +266,11 @@ def test_tokenizer_without_a_needed_token_is_refused(tokenizer, role):
     lacking = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokens)
     with pytest.raises(ValueError, match=f"tokenizer: expected a {role} token, got none"):
         check(lacking)
+
+
+def test_tokenizer_without_ordinary_tokens_is_refused():
+    words = {"[PAD]": 0, "[MASK]": 1}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]")
+    with pytest.raises(ValueError, match="expected ordinary tokens, got only special ones"):
+        check(bare)

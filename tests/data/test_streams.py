@@ -26,7 +26,7 @@ from harmonic_sft.data.streams import (
 # Python 3.12 and later warn when a process with threads forks, as the workers' loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 
-SHIFT = 40  # names of documents begin anew at a multiple of 2 ** 40 in every stream
+SHIFT = 40  # names of documents begin again at a multiple of 2 ** 40 in every stream
 CHUNK = 4
 MIXTURES = {"turns": None, "weights": [3.0, 1.0]}
 
@@ -310,7 +310,7 @@ def test_mixture_has_the_shares_of_its_weights():
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / len(documents)) ** 0.5
 
 
-def test_mixture_begins_an_exhausted_source_anew_with_its_next_epoch():
+def test_mixture_begins_an_exhausted_source_again_with_its_next_epoch():
     sizes = (400, 12)
     rows = names(plain_order(open_streams(sizes, weights=[1.0, 1.0]), 300))
     assert {epoch for source, *_, epoch in rows if source == 0} == {0}
