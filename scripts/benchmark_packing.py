@@ -27,10 +27,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertConfig
 
-from harmonic_sft.data import EpochSampler, MaskedRows, PaddingCollator
-from harmonic_sft.data.masked_dataset import PaddingFreeCollator
+from harmonic_sft.data import (
+    EpochSampler,
+    MaskConfig,
+    MaskedRows,
+    PaddingCollator,
+    PaddingFreeCollator,
+)
+from harmonic_sft.data.batches import fill_rate, pack
 from harmonic_sft.data.masking import RowMasker
-from harmonic_sft.data.packing import fill_rate, pack
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.loading import locate_base
@@ -112,7 +117,7 @@ def make_table(lengths: np.ndarray) -> datasets.Dataset:
 def build_arms(lengths: np.ndarray, options: argparse.Namespace) -> dict[str, Arm]:
     """Build the arms over the same rows."""
     special = np.arange(VOCAB_SIZE) < FIRST_WORD
-    masker = RowMasker(seed=0, probability=0.2, mask_token_id=MASK, special_tokens=special)
+    masker = RowMasker(config=MaskConfig(), seed=0, mask_token_id=MASK, special_tokens=special)
     table = make_table(lengths)
     rows = MaskedRows(table, masker)
     packed = MaskedRows(table, masker, packs=pack(lengths, options.capacity))

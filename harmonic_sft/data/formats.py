@@ -7,13 +7,19 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.chat import Conversation, LossOn, check_turns, encode_conversations
-from harmonic_sft.data.encoding import BadRow, Encoded, SpecialTokens, tokenize
+from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.chat import Conversation, ConversationWriter, LossOn
+from harmonic_sft.data.encoding import (
+    Encoded,
+    Piece,
+    SpecialTokens,
+    check_pieces,
+    encode_pieces,
+)
 from harmonic_sft.data.masking import IGNORE_INDEX
 
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
 
-BLANK = "expected text, got a blank one"  # the reason for a document without a single token
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -86,7 +92,7 @@ def _has_text(row: Mapping[str, Any], *names: str) -> bool:
 
 def encode(
     rows: Sequence[Mapping[str, Any]],
-    form: Format,
+    row_format: Format,
     *,
     tokenizer: PreTrainedTokenizerBase,
     loss_on: LossOn,
@@ -95,12 +101,12 @@ def encode(
 ) -> list[Encoded | str]:
     """Turn rows of one format into tokens, without those the tokenizer puts around every row.
 
-    Every format but `text` and `tokens` becomes a conversation, see `encode_conversations`. Text
+    Every format but `text` and `tokens` becomes a conversation, see `ConversationWriter`. Text
     that spells a special token, such as `[MASK]`, is tokenized as text.
 
     Args:
         rows: A batch; tokenized in one call.
-        form: Of all the rows.
+        row_format: Of all the rows.
         tokenizer: A fast one.
         loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
             masks of pretokenized rows count too.
@@ -113,51 +119,51 @@ def encode(
     Raises:
         ValueError: The settings fit no row of the format, or the tokenizer cannot do it.
     """
-    if form == "text":
-        if loss_on != "all":
-            raise ValueError(
-                f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
-                "turns to tell apart."
-            )
-        return _encode_texts(rows, column, tokenizer, word_ids)
-    if form == "tokens":
+    if row_format == "text" and loss_on != "all":
+        raise ValueError(
+            f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
+            "turns to tell apart."
+        )
+    if row_format == "tokens":
         if word_ids:
             raise ValueError(
                 "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
                 "Mask tokens, or give the text."
             )
         return _encode_tokens(rows, tokenizer, loss_on)
-    conversations = [_conversation(row, form) for row in rows]
-    return encode_conversations(
-        conversations, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids
-    )
-
-
-def _encode_texts(
-    rows: Sequence[Mapping[str, Any]],
-    column: str,
-    tokenizer: PreTrainedTokenizerBase,
-    word_ids: bool,
-) -> list[Encoded | str]:
-    texts: list[str] = []
-    reasons: list[str | None] = []
+    write = ConversationWriter(tokenizer, loss_on)
+    drafts: list[list[Piece] | str] = []
     for row in rows:
-        value = row.get(column)
-        is_text = isinstance(value, str)
-        texts.append(value if is_text and value.strip() else "")
-        reasons.append(None if is_text else _missing(row, column))
-    encoded: list[Encoded | str] = []
-    pieces = tokenize(texts, tokenizer=tokenizer, word_ids=word_ids)
-    for tokens, reason in zip(pieces, reasons, strict=True):
-        if reason is not None:
-            encoded.append(reason)
-        elif tokens is None:
-            encoded.append(f"{column}: expected text, got a surrogate, which is no character")
-        elif not tokens.input_ids:
-            encoded.append(BLANK)
-        else:
-            encoded.append(Encoded(tokens.input_ids, None, tokens.word_ids))
-    return encoded
+        try:
+            if row_format == "text":
+                pieces = [Piece(_text(row, column), False, True)]
+            else:
+                pieces = write(_conversation(row, row_format))
+            drafts.append(check_pieces(pieces))
+        except BadRow as error:
+            drafts.append(str(error))
+    encoded = encode_pieces(drafts, tokenizer=tokenizer, word_ids=word_ids)
+    prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
+    return [_finish(row, prefix, loss_on) for row in encoded]
+
+
+def _finish(row: Encoded | str, prefix: list[int], loss_on: LossOn) -> Encoded | str:
+    """Leave out a first token that every row gets anyway, and refuse a row without a score."""
+    if isinstance(row, str):
+        return row
+    start = len(prefix) if row.input_ids[: len(prefix)] == prefix else 0
+    scored = None if loss_on == "all" or row.scored is None else row.scored[start:]
+    if scored is not None and not any(scored):
+        return f"loss_on {loss_on}: expected tokens to score, got none of {len(scored)}"
+    words = None if row.word_ids is None else row.word_ids[start:]
+    return Encoded(row.input_ids[start:], scored, words)
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise BadRow(_missing(row, column))
+    return value if value.strip() else ""
 
 
 def _missing(row: Mapping[str, Any], column: str, what: str = "text") -> str:
@@ -171,23 +177,20 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
-def _conversation(row: Mapping[str, Any], form: Format) -> Conversation | str:
-    try:
-        defined = None if form == "alpaca" else row.get("tools")
-        tools = [_tool(tool) for tool in _parsed(defined, "tools")]
-        completion = None
-        if form == "prompt_completion":
-            messages, completion = _prompted(row)
-        elif form == "alpaca":
-            messages = _alpaca(row)
-        elif form == "sharegpt":
-            messages = _sharegpt(row)
-        else:
-            messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
-        check_turns(messages)
-    except BadRow as error:
-        return str(error)
-    return Conversation(messages=messages, tools=tools, completion=completion)
+def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
+    tools = [] if row_format == "alpaca" else _parsed(row.get("tools"), "tools")
+    completion = None
+    if row_format == "prompt_completion":
+        messages, completion = _prompted(row)
+    elif row_format == "alpaca":
+        messages = _alpaca(row)
+    elif row_format == "sharegpt":
+        messages = _sharegpt(row)
+    else:
+        messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
+    return Conversation(
+        messages=messages, tools=[_tool(tool) for tool in tools], completion=completion
+    )
 
 
 def _turns(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

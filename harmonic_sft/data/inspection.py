@@ -1,27 +1,28 @@
 """What a run trains on, printed: counts, lengths, fill rate and one row, without a model."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data.batches import MaskedRows, PaddingCollator
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator
-from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker
-from harmonic_sft.data.next_tokens import RowLabels
-from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels, RowMasker
+from harmonic_sft.data.row_maker import document_names, row_lengths, rows_table
+from harmonic_sft.data.streams import Members, StreamedRows
 from harmonic_sft.results import show_table
 
 STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
 NUM_BINS = 10
 BAR_WIDTH = 40
-FORMS = {  # how each kind of token is written, so that it is told without color, and its style
+# How each kind of token is written, so that it is told without color, and its style.
+STYLES = {
     "special": ("<{}>", "cyan"),
     "predicted": ("[{}]", "bold green"),
     "scored": ("{}", ""),
@@ -40,11 +41,9 @@ DECODER_LEGEND = (
     ("context", "context", "not predicted"),
 )
 
-Pack = Sequence[tuple[Mapping[str, Any], int]]  # rows that make one item, each with its epoch
-
 
 class Counts(NamedTuple):
-    """What rows hold; scored are the tokens that can ever be masked."""
+    """What rows hold; scored are the tokens that can ever be predicted."""
 
     lengths: np.ndarray  # [rows], in tokens, special ones included
     num_documents: int
@@ -58,9 +57,9 @@ class _View(NamedTuple):
     title: str
     counts: Counts
     pack_lengths: np.ndarray | None  # [packs]; None if every row is an item of its own
-    is_stream: bool
-    repeats: bool  # a source has ended and begun anew
-    shown: Pack
+    shown: Members
+    is_stream: bool = False
+    repeats: bool = False  # a source has ended and begun again
 
 
 def inspect_data(
@@ -86,81 +85,54 @@ def inspect_data(
         ValueError: There is no row of this number.
     """
     masker = data.eval.masker
+    num_items = len(data.train) if isinstance(data.train, MaskedRows) else STREAM_ITEMS
+    if not 0 <= seed_row < num_items:
+        raise ValueError(
+            f"seed_row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
+        )
     if isinstance(data.train, MaskedRows):
         view = _view_table(data.train, seed_row)
     else:
         view = _view_stream(data.train, masker, seed_row)
-    _show_counts(view, data.eval, data.bad_rows)
+    _show_counts(view, data)
     _show_lengths("Lengths of rows", view.counts.lengths, view.title)
     if view.pack_lengths is not None:
         _show_lengths("Lengths of packs", view.pack_lengths, view.title)
-    _show_batches(view, data, rows_per_step=rows_per_step, batch_size=batch_size or rows_per_step)
+    _show_batches(view, data, rows_per_step, batch_size or rows_per_step)
     _show_sample(view.shown, seed_row, masker=masker, tokenizer=tokenizer)
 
 
-def count_table(table: MaskedRows) -> Counts:
-    """Count what the rows of a table hold, some thousands of them in memory at a time.
-
-    Args:
-        table: Rows with `input_ids`, `source`, `document` and perhaps `scored`.
-    """
-    lengths, names = [], []
+def count_rows(rows: datasets.Dataset, masker: RowLabels) -> Counts:
+    """Count what rows hold, some thousands of them in memory at a time."""
     num_ordinary = num_scored = 0
-    for batch in table.rows.with_format("arrow").iter(batch_size=10_000):
+    for batch in rows.with_format("arrow").iter(batch_size=10_000):
         tokens = {
             name: batch[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "scored")
             if name in batch.column_names
         }
-        num_ordinary += int((~table.masker.special_tokens[tokens["input_ids"]]).sum())
-        num_scored += int(table.masker.maskable(tokens).sum())
-        lengths.append(batch["input_ids"].combine_chunks().value_lengths().to_numpy())
-        names.append(np.stack([batch[name].to_numpy() for name in ("source", "document")]))
-    num_documents = np.unique(np.concatenate(names, axis=1), axis=1).shape[1]
-    return Counts(np.concatenate(lengths), num_documents, num_ordinary, num_scored)
+        num_ordinary += int((~masker.special_tokens[tokens["input_ids"]]).sum())
+        num_scored += int(masker.maskable(tokens).sum())
+    num_documents = np.unique(document_names(rows), axis=1).shape[1]
+    return Counts(row_lengths(rows), num_documents, num_ordinary, num_scored)
 
 
-def count_rows(rows: Sequence[Mapping[str, Any]], masker: RowLabels) -> Counts:
-    """Count what a few rows hold.
-
-    Args:
-        rows: `input_ids`, `source`, `document` and perhaps `scored` of each.
-        masker: Knows the special tokens.
-    """
-    special = [masker.special_tokens[np.asarray(row["input_ids"])] for row in rows]
-    return Counts(
-        lengths=np.array([len(row["input_ids"]) for row in rows]),
-        num_documents=len({(int(row["source"]), int(row["document"])) for row in rows}),
-        num_ordinary=sum(int((~tokens).sum()) for tokens in special),
-        num_scored=sum(int(masker.maskable(row).sum()) for row in rows),
-    )
-
-
-def batch_fill_rate(
-    lengths: np.ndarray, *, batch_size: int, pad_to_multiple_of: int, seed: int
-) -> float:
-    """Return the share of tokens in padded batches of the first epoch, from 0 to 1.
-
-    Args:
-        lengths: `[items]`, in tokens.
-        batch_size: Items in a batch; the last one may be smaller.
-        pad_to_multiple_of: Every batch is as long as its longest item, rounded up to this.
-        seed: Of the order.
-    """
+def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
+    """Return the share of tokens in the batches of the first epoch, from 0 to 1."""
+    if not isinstance(data.collator, PaddingCollator):
+        return 1.0  # nothing is padded
+    multiple = data.collator.pad_to_multiple_of or 1
+    seed = data.eval.masker.seed
     shuffled = lengths[permutation("row order", (seed, 0), len(lengths))]  # [items]
     starts = np.arange(0, len(shuffled), batch_size)  # [batches]
     longest = np.maximum.reduceat(shuffled, starts)  # [batches]
-    width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of  # [batches]
+    width = -(-longest // multiple) * multiple  # [batches]
     sizes = np.diff(starts, append=len(shuffled))  # [batches]
     return float(shuffled.sum() / (width * sizes).sum())
 
 
 def sample_text(
-    row: Mapping[str, Any],
-    epoch: int,
-    *,
-    masker: RowLabels,
-    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any], epoch: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
 ) -> Text:
     """Write one row with every token's part in training, readable with and without color.
 
@@ -200,18 +172,15 @@ def sample_text(
 
 
 def _view_table(table: MaskedRows, number: int) -> _View:
-    _check_number(number, len(table))
-    counts = count_table(table)
+    counts = count_rows(table.rows, table.masker)
     members, pack_lengths = np.array([number]), None
     if table.packs is not None:
         members = table.packs[number]
         pack_lengths = np.array([counts.lengths[pack].sum() for pack in table.packs])
-    shown = [(table.rows[int(member)], 0) for member in members]
-    return _View("train", counts, pack_lengths, False, False, shown)
+    return _View("train", counts, pack_lengths, [(table.rows[int(row)], 0) for row in members])
 
 
 def _view_stream(stream: StreamedRows, masker: RowLabels, number: int) -> _View:
-    _check_number(number, STREAM_ITEMS)
     in_turn = zip(*(logical.rows(None) for logical in stream.streams), strict=True)
     items = itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS)
     packs = [pack for pack, _ in items]
@@ -221,18 +190,13 @@ def _view_stream(stream: StreamedRows, masker: RowLabels, number: int) -> _View:
         pack_lengths = np.array([sum(len(row["input_ids"]) for row, _ in pack) for pack in packs])
     title = f"first {len(packs)} {'rows' if pack_lengths is None else 'packs'} of a stream"
     repeats = any(epoch > 0 for pack in packs for _, epoch in pack)
-    return _View(title, count_rows(rows, masker), pack_lengths, True, repeats, packs[number])
+    return _View(
+        title, count_rows(rows_table(rows), masker), pack_lengths, packs[number], True, repeats
+    )
 
 
-def _check_number(number: int, num_items: int) -> None:
-    if not 0 <= number < num_items:
-        raise ValueError(
-            f"seed_row: expected the number of a row, from 0 to {num_items - 1}, got {number}."
-        )
-
-
-def _show_counts(view: _View, evaluation: MaskedRows, bad_rows: BadRows) -> None:
-    parts = {view.title: view.counts, "evaluation": count_table(evaluation)}
+def _show_counts(view: _View, data: LoadedData) -> None:
+    parts = {view.title: view.counts, "evaluation": count_rows(data.eval.rows, data.eval.masker)}
     rows = [
         [
             title,
@@ -247,8 +211,8 @@ def _show_counts(view: _View, evaluation: MaskedRows, bad_rows: BadRows) -> None
     columns = ["", "documents", "rows", "tokens", "without special", "scored"]
     show_table("Data", columns, rows)
     if view.repeats:
-        _console().print("A source of the stream ended within these and began anew.")
-    lines = [f"Rows left out: {bad_rows.total}", *bad_rows.first]
+        _console().print("A source of the stream ended within these and began again.")
+    lines = [f"Rows left out: {data.bad_rows.total}", *data.bad_rows.first]
     _console().print("\n  ".join(lines), soft_wrap=True)
 
 
@@ -268,20 +232,13 @@ def _show_lengths(title: str, lengths: np.ndarray, of: str) -> None:
     show_table(f"{title}: {of}", ["tokens", "number", ""], rows)
 
 
-def _show_batches(view: _View, data: LoadedData, *, rows_per_step: int, batch_size: int) -> None:
+def _show_batches(view: _View, data: LoadedData, rows_per_step: int, batch_size: int) -> None:
     kinds = {"rows": view.counts.lengths}
     if view.pack_lengths is not None:
         kinds = {"rows, if not packed": view.counts.lengths, "packs": view.pack_lengths}
     table = []
     for kind, lengths in kinds.items():
-        fill_rate = 1.0  # nothing is padded
-        if isinstance(data.collator, PaddingCollator):
-            fill_rate = batch_fill_rate(
-                lengths,
-                batch_size=batch_size,
-                pad_to_multiple_of=data.collator.pad_to_multiple_of or 1,
-                seed=data.eval.masker.seed,
-            )
+        fill_rate = _fill_rate(lengths, data, batch_size)
         per_step = rows_per_step * lengths.mean()
         # A stream has no end, so neither has its epoch.
         steps = None if view.is_stream else -(-len(lengths) // rows_per_step)
@@ -294,7 +251,7 @@ def _show_batches(view: _View, data: LoadedData, *, rows_per_step: int, batch_si
 
 
 def _show_sample(
-    shown: Pack, number: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
+    shown: Members, number: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Print a row, or the rows of a pack one below the other, and what the signs mean."""
     console = _console()
@@ -318,8 +275,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray) -> str:
 
 
 def _write(kind: str, text: str) -> Text:
-    form, style = FORMS[kind]
-    return Text(form.format(text), style=style)
+    pattern, style = STYLES[kind]
+    return Text(pattern.format(text), style=style)
 
 
 def _console() -> Console:

@@ -1,5 +1,7 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
+import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,24 +13,39 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as config_dataclass
 from transformers import PreTrainedTokenizerBase
 
+from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.batches import (
+    MaskedRows,
+    PaddingCollator,
+    PaddingFreeCollator,
+    fill_rate,
+    join_rows,
+    pack,
+)
 from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import SpecialTokens
-from harmonic_sft.data.files import BadRows
-from harmonic_sft.data.formats import recognize
-from harmonic_sft.data.masked_dataset import MaskedRows, PaddingCollator, PaddingFreeCollator
-from harmonic_sft.data.masking import EVAL_EPOCH, MaskConfig, RowMasker, special_tokens
-from harmonic_sft.data.next_tokens import NextTokenLabels, RowLabels
-from harmonic_sft.data.packing import fill_rate, join_rows, pack
-from harmonic_sft.data.rows import RowMaker, check_tokenizer, table_rows, unigram_counts
-from harmonic_sft.data.sources import (
-    Source,
-    check_column,
-    check_weights,
-    first_row,
-    load_documents,
+from harmonic_sft.data.files import Row
+from harmonic_sft.data.formats import Format, recognize
+from harmonic_sft.data.keyed_random import permutation
+from harmonic_sft.data.masking import (
+    EVAL_EPOCH,
+    MaskConfig,
+    NextTokenLabels,
+    RowLabels,
+    RowMasker,
+    special_tokens,
 )
-from harmonic_sft.data.splits import Split, split_streams, split_table
-from harmonic_sft.data.streams import LogicalStream, StreamedRows
+from harmonic_sft.data.row_maker import (
+    RowMaker,
+    check_tokenizer,
+    document_names,
+    row_lengths,
+    rows_table,
+    tokenize_table,
+    unigram_counts,
+)
+from harmonic_sft.data.sources import Source, check_column, load_documents
+from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +98,15 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        check_weights(self.sources)
+        weights = [source.weight for source in self.sources]
+        if None in weights and any(weight is not None for weight in weights):
+            raise ValueError(
+                f"sources: expected a weight in all or in none, got {weights}. "
+                "Give every source one"
+            )
         if len({source.streaming for source in self.sources}) > 1:
             raise ValueError("sources: expected streaming in all or in none, got a mixture")
-        weighted = self.sources[0].weight is not None
-        if weighted and len(self.sources) > 1 and not self.sources[0].streaming:
+        if weights[0] is not None and len(weights) > 1 and not self.sources[0].streaming:
             raise ValueError(
                 "sources: expected streaming: true in a mixture by weight, got tables. A table is "
                 "read once in an epoch, whatever its weight"
@@ -102,24 +123,12 @@ class LoadedData:
     train: MaskedRows | StreamedRows
     eval: MaskedRows
     collator: PaddingCollator | PaddingFreeCollator
-    unigram_counts: np.ndarray | None  # [V], tokens that may be predicted: of an encoder, ordinary
-    num_documents: int | None
-    num_tokens: int | None  # the same
-    fill_rate: float | None  # of packed rows
+    # [V], tokens that may be predicted: of an encoder, ordinary.
+    unigram_counts: np.ndarray | None = None
+    num_documents: int | None = None
+    num_tokens: int | None = None  # the same
+    fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Makes an item of the rows of a stream's pack."""
-
-    masker: RowLabels
-    packed: bool
-
-    def __call__(self, members: Sequence[tuple[dict[str, Any], int]]) -> dict[str, np.ndarray]:
-        """Mask every row by its own name and epoch, and join them."""
-        rows = [self.masker(row, epoch) for row, epoch in members]
-        return join_rows(rows) if self.packed else rows[0]
 
 
 def load_data(
@@ -155,85 +164,194 @@ def load_data(
         context_length=config.context_length,
         needs_mask=not is_causal,
     )
-    masker: RowLabels
-    if is_causal:
-        masker = NextTokenLabels(seed=seed, special_tokens=special_tokens(tokenizer, vocab_size))
-    else:
-        masker = RowMasker.of(config.mask, tokenizer=tokenizer, vocab_size=vocab_size, seed=seed)
-    bad_rows = BadRows()
-    split = _load_split(config, tokenizer, seed, bad_rows, is_causal=is_causal)
-    counts = rate = None
-    if isinstance(split.train, datasets.Dataset):
-        packs = None
-        if config.packing:
-            lengths = _lengths(split.train)
-            packs = pack(lengths, config.context_length)
-            rate = fill_rate(lengths, packs, config.context_length)
-        train = MaskedRows(split.train, masker, packs=packs)
-        counts = unigram_counts(split.train, vocab_size)  # [V]
-        if not is_causal:  # special tokens are never predicted
-            counts = np.where(masker.special_tokens, 0, counts)
-    else:
-        train = StreamedRows(split.train, Finish(masker, packed=config.packing))
-    pad = PaddingCollator(
+    masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
+    bad_rows = BadRows(skip=config.on_bad_row == "skip")
+    # A tokenizer may end every row itself.
+    ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
+    opened = [
+        _open(config, index, tokenizer, ends_text=ends_text) for index in range(len(config.sources))
+    ]
+    collator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
     )
+    shared: dict[str, Any] = {
+        "collator": PaddingFreeCollator() if config.padding_free else collator,
+        "bad_rows": bad_rows,
+    }
+    if config.sources[0].streaming:
+        streams = _logical_streams(opened, config, seed, bad_rows)
+        streams, held_out = split_streams(streams, eval_documents=config.eval.documents)
+        return LoadedData(
+            train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
+            eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
+            **shared,
+        )
+    rows = _table_rows(opened, config, bad_rows)
+    rows, held_out, num_documents = split_table(
+        rows, eval_documents=config.eval.documents, seed=seed
+    )
+    packs = rate = None
+    if config.packing:
+        lengths = row_lengths(rows)
+        packs = pack(lengths, config.context_length)
+        rate = fill_rate(lengths, packs, config.context_length)
+    counts = unigram_counts(rows, vocab_size)  # [V]
+    if not is_causal:  # special tokens are never predicted
+        counts = np.where(masker.special_tokens, 0, counts)
     return LoadedData(
-        train=train,
-        eval=MaskedRows(split.eval, masker, fixed_epoch=EVAL_EPOCH),
-        collator=PaddingFreeCollator() if config.padding_free else pad,
+        train=MaskedRows(rows, masker, packs=packs),
+        eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
         unigram_counts=counts,
-        num_documents=split.num_documents,
-        num_tokens=None if counts is None else int(counts.sum()),
+        num_documents=num_documents,
+        num_tokens=int(counts.sum()),
         fill_rate=rate,
-        bad_rows=bad_rows,
+        **shared,
     )
 
 
-def _load_split(
-    config: DataConfig,
+def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
+    """Mask every row by its own name and epoch, and join them."""
+    rows = [masker(row, epoch) for row, epoch in members]
+    return join_rows(rows) if is_packed else rows[0]
+
+
+def split_table(
+    rows: datasets.Dataset, *, eval_documents: int, seed: int
+) -> tuple[datasets.Dataset, datasets.Dataset, int]:
+    """Keep documents chosen by the seed for evaluation; the rows of one stand together.
+
+    Returns:
+        Rows to train on and to evaluate on, in the order of `rows`, and how many documents there
+        are to train on.
+
+    Raises:
+        ValueError: Nothing would be left to train on.
+    """
+    # True at a new document, [rows].
+    starts = np.diff(document_names(rows), axis=1, prepend=-1).any(axis=0)
+    num_documents = int(starts.sum())
+    chosen = choose_eval(num_documents, eval_documents, seed=seed)  # [documents]
+    in_eval = chosen[np.cumsum(starts) - 1]  # [rows]
+    train, held_out = rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
+    return train, held_out, num_documents - eval_documents
+
+
+def choose_eval(num_documents: int, eval_documents: int, *, seed: int) -> np.ndarray:
+    """Choose documents for evaluation by the seed, `[num_documents]` bool.
+
+    Raises:
+        ValueError: Nothing would be left to train on.
+    """
+    if num_documents <= eval_documents:
+        raise _too_few(num_documents, eval_documents)
+    chosen = np.zeros(num_documents, dtype=bool)
+    chosen[permutation("eval split", (seed,), num_documents)[:eval_documents]] = True
+    return chosen
+
+
+def _too_few(num_documents: int, eval_documents: int) -> ValueError:
+    return ValueError(
+        f"data.eval.documents: expected fewer than the documents there are, got "
+        f"{eval_documents} of {num_documents}. Keep fewer, or add sources."
+    )
+
+
+def split_streams(
+    streams: Sequence[LogicalStream], *, eval_documents: int
+) -> tuple[list[LogicalStream], datasets.Dataset]:
+    """Keep the first documents of every logical stream of a run for evaluation.
+
+    The streams are told to begin after these in every pass; documents without rows do not count.
+
+    Returns:
+        The streams that have something left to train on, and rows to evaluate on.
+
+    Raises:
+        ValueError: Nothing would be left to train on.
+    """
+    rows: list[Row] = []
+    kept, waiting = 0, list(streams)
+    # Short streams leave their share to the others.
+    for opened in itertools.count():
+        if not waiting or (opened and kept == eval_documents):
+            break
+        unfinished = []
+        for place, stream in enumerate(waiting):
+            share = -(-(eval_documents - kept) // (len(waiting) - place))
+            found, documents, left = stream.hold_out(share)
+            rows += found
+            kept += documents
+            if left:
+                unfinished.append(stream)
+        waiting = unfinished
+    if not waiting:
+        raise _too_few(kept, eval_documents)
+    return waiting, rows_table(rows)
+
+
+def _masker(
+    mask: MaskConfig,
     tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
     seed: int,
-    bad_rows: BadRows,
     *,
     is_causal: bool,
-) -> Split:
-    """Open every source, all being tables or all being streams, and split off the evaluation."""
-    ends_rows = bool(SpecialTokens.of(tokenizer).suffix)  # the tokenizer itself ends every row
-    opened = []
-    for index, source in enumerate(config.sources):
-        name = f"data.sources[{index}]"
-        documents = load_documents(
-            source, name=name, on_bad_row=config.on_bad_row, bad_rows=bad_rows
+) -> RowLabels:
+    special = special_tokens(tokenizer, vocab_size)
+    if is_causal:
+        return NextTokenLabels(seed=seed, special_tokens=special)
+    if mask.whole_word and not tokenizer.is_fast:
+        raise ValueError(
+            "data.mask.whole_word: expected a fast tokenizer, which knows the words, "
+            f"got {type(tokenizer).__name__}. Mask single tokens, or use its fast version."
         )
-        form = source.format
-        if form == "auto":
-            form = "text" if source.column != "text" else _recognize(first_row(documents), name)
-            logger.info("%s: rows of the format %s.", name, form)
-        if form == "text":
-            check_column(documents, source, name=name)
-        maker = RowMaker(
-            name=name,
-            source=index,
-            form=form,
-            column=source.column,
-            tokenizer=tokenizer,
-            context_length=config.context_length,
-            loss_on=config.loss_on,
-            word_ids=config.mask.whole_word,
-            bad_rows=bad_rows,
-            skip=config.on_bad_row == "skip",
-            end_of_text=tokenizer.eos_token_id if is_causal and not ends_rows else None,
-        )
-        opened.append((documents, maker))
-    if config.sources[0].streaming:
-        return split_streams(
-            _logical_streams(opened, config, seed, bad_rows), eval_documents=config.eval.documents
-        )
+    return RowMasker(
+        config=mask, seed=seed, mask_token_id=tokenizer.mask_token_id, special_tokens=special
+    )
+
+
+def _open(
+    config: DataConfig,
+    index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends_text: bool,
+) -> tuple[Any, RowMaker]:
+    """Open a source, and recognize the format of its rows."""
+    source, name = config.sources[index], f"data.sources[{index}]"
+    documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
+    row_format: Format = "text"
+    if source.format != "auto":
+        row_format = source.format
+    elif source.column == "text":
+        try:
+            row_format = recognize(first)
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
+        logger.info("%s: rows of the format %s.", name, row_format)
+    if row_format == "text":
+        check_column(documents, first, source.column, name=f"{name}.column", is_text=True)
+    maker = RowMaker(
+        name=name,
+        source=index,
+        row_format=row_format,
+        column=source.column,
+        tokenizer=tokenizer,
+        context_length=config.context_length,
+        loss_on=config.loss_on,
+        word_ids=config.mask.whole_word,
+        end_of_text=tokenizer.eos_token_id if ends_text else None,
+    )
+    return documents, maker
+
+
+def _table_rows(
+    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, bad_rows: BadRows
+) -> datasets.Dataset:
+    """Tokenize tables and join them."""
     tables = []
     for documents, maker in opened:
-        assert isinstance(documents, datasets.Dataset), "streams have returned above"
-        rows = table_rows(documents, maker, num_proc=config.num_proc)
+        rows = tokenize_table(documents, maker, bad_rows, config.num_proc)
         if len(rows) == 0:
             raise ValueError(
                 f"{maker.name}.path: expected documents with text, got only blank ones in "
@@ -242,24 +360,31 @@ def _load_split(
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)
-    rows = _join_tables(tables)
-    return split_table(rows, eval_documents=config.eval.documents, seed=seed)
+    if len({tuple(table.column_names) for table in tables}) > 1:
+        # Rows of plain text may predict everything where others have `scored`.
+        tables = [
+            table if "scored" in table.column_names else table.map(_all_scored, desc="Joining")
+            for table in tables
+        ]
+        tables = [table.select_columns(tables[0].column_names) for table in tables]
+    return datasets.concatenate_datasets(tables)
+
+
+def _all_scored(row: Row) -> dict[str, list[bool]]:
+    return {"scored": [True] * len(row["input_ids"])}
 
 
 def _logical_streams(
-    opened: Sequence[tuple[Any, RowMaker]],
-    config: DataConfig,
-    seed: int,
-    bad_rows: BadRows,
+    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, seed: int, bad_rows: BadRows
 ) -> list[LogicalStream]:
     """Split the sources into as many streams as all of them have shards for."""
     count = min(config.streams, *(documents.num_shards for documents, _ in opened))
-    weights = [source.weight for source in config.sources]
+    weights = [source.weight for source in config.sources if source.weight is not None]
     return [
         LogicalStream(
             [documents.shard(count, number) for documents, _ in opened],
             number,
-            weights=None if weights[0] is None else [weight or 0.0 for weight in weights],
+            weights=weights or None,
             make_rows=[maker for _, maker in opened],
             bad_rows=bad_rows,
             window=config.window,
@@ -268,34 +393,3 @@ def _logical_streams(
         )
         for number in range(count)
     ]
-
-
-def _recognize(row: dict[str, Any] | None, name: str) -> Any:
-    assert row is not None, "load_documents has looked"
-    try:
-        return recognize(row)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from error
-
-
-def _lengths(rows: datasets.Dataset) -> np.ndarray:
-    """Return the length of every row in tokens, `[rows]`."""
-    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    lengths = [batch["input_ids"].combine_chunks().value_lengths() for batch in batches]
-    return np.concatenate([part.to_numpy() for part in lengths])
-
-
-def _join_tables(tables: Sequence[datasets.Dataset]) -> datasets.Dataset:
-    """Join tables; rows of plain text may predict everything where others have `scored`."""
-    if len({tuple(table.column_names) for table in tables}) > 1:
-        tables = [
-            table if "scored" in table.column_names else table.map(_all_scored, desc="Joining")
-            for table in tables
-        ]
-        names = tables[0].column_names
-        tables = [table.select_columns(names) for table in tables]
-    return datasets.concatenate_datasets(list(tables))
-
-
-def _all_scored(row: dict[str, Any]) -> dict[str, list[bool]]:
-    return {"scored": [True] * len(row["input_ids"])}

@@ -1,4 +1,4 @@
-"""Masks for masked language modeling, keyed by seed, epoch and example."""
+"""What is predicted in a row: masked tokens, drawn by the name of the row, or every next one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,6 @@ IGNORE_INDEX = -100
 EVAL_EPOCH = -1  # no training epoch has this number, so evaluation masks are a stream of their own
 NO_WORD = -1  # in `word_ids`, a token that belongs to no word
 
-Policy = Literal["mask_only", "80_10_10"]
-Key = tuple[int, int, int, int, int]  # (seed, epoch, source, document, chunk)
-
 
 @config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class MaskConfig:
@@ -30,7 +27,7 @@ class MaskConfig:
         lt=1,
         description="share of the ordinary tokens, or of the words, that is masked",
     )
-    policy: Policy = Field(
+    policy: Literal["mask_only", "80_10_10"] = Field(
         default="mask_only",
         description="what a masked token becomes: mask_only, always the mask token; 80_10_10, "
         "in 10 % of the cases a random token and in another 10 % itself",
@@ -38,87 +35,6 @@ class MaskConfig:
     whole_word: bool = Field(
         default=False, description="mask all tokens of a word together, or none of them"
     )
-
-
-def choose_tokens(
-    maskable: np.ndarray,
-    *,
-    key: Key,
-    probability: float,
-    word_ids: np.ndarray | None = None,
-) -> np.ndarray:
-    """Choose tokens, or whole words, of one row independently with the same probability.
-
-    The draw depends on `key` and on the place in the row alone, so any number of processes, workers
-    or restarts sees the same masks. As in NeoBERT's training a short row may end up with no masked
-    token at all.
-
-    Args:
-        maskable: `[T]`, bool, false where a token must never be masked.
-        key: Name of the row in this epoch.
-        probability: In (0, 1).
-        word_ids: `[T]`, integers, equal in neighbors that form a word and `NO_WORD` in tokens that
-            stay as they are; None draws for every token. The draw of a word is the draw of its
-            first token, and counts for those of its tokens that are `maskable`.
-
-    Returns:
-        `[T]` bool, true where a token is masked.
-
-    Source:
-        Le Breton et al. 2025, NeoBERT: A Next-Generation BERT, arXiv:2502.19587, section 3.
-    """
-    bits = random_bits("mlm mask", key, len(maskable))  # [T]
-    chosen = bits < _threshold(probability)  # [T]
-    if word_ids is None:
-        return chosen & maskable
-    is_first = np.ones(len(word_ids), dtype=bool)  # [T]
-    is_first[1:] = word_ids[1:] != word_ids[:-1]
-    word = np.cumsum(is_first) - 1  # [T]
-    return chosen[is_first][word] & maskable & (word_ids != NO_WORD)
-
-
-def replace_tokens(
-    input_ids: np.ndarray,
-    masked: np.ndarray,
-    *,
-    key: Key,
-    policy: Policy,
-    mask_token_id: int,
-    ordinary_ids: np.ndarray,
-) -> np.ndarray:
-    """Put what the model shall see in the place of the masked tokens.
-
-    Args:
-        input_ids: `[T]`, integers.
-        masked: `[T]`, bool.
-        key: Name of the row in this epoch.
-        policy: `mask_only`: the mask token. `80_10_10`: it with probability 0.8, with 0.1 any of
-            `ordinary_ids`, the right one included, and with 0.1 the token itself; drawn for every
-            token, also in a word that is masked as a whole.
-        mask_token_id: Stands for what is hidden.
-        ordinary_ids: `[R]`, every token that may be put in by `80_10_10`.
-
-    Returns:
-        `[T]` int64.
-
-    Source:
-        Devlin et al. 2019, BERT: Pre-training of Deep Bidirectional Transformers, arXiv:1810.04805,
-        section 3.1. There the random token may also be a special one.
-    """
-    hidden = np.where(masked, mask_token_id, input_ids).astype(np.int64)  # [T]
-    if policy == "mask_only":
-        return hidden
-    fate = random_bits("mlm fate", key, len(input_ids))  # [T]
-    draws = random_bits("mlm token", key, len(input_ids))  # [T]
-    # The remainder favors small numbers by R in 2 ** 64, which nothing can measure.
-    other = ordinary_ids[(draws % np.uint64(len(ordinary_ids))).astype(np.int64)]  # [T]
-    shown = np.where(fate < _threshold(0.9), other, input_ids)  # [T]
-    return np.where(masked & (fate >= _threshold(0.8)), shown, hidden)
-
-
-def _threshold(probability: float) -> np.uint64:
-    """Return the number that random bits fall below with this probability."""
-    return np.uint64(int(probability * 2**64))
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.ndarray:
@@ -134,49 +50,30 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.nd
 
 @dataclass(frozen=True, kw_only=True)
 class RowMasker:
-    """Mask rows of one run: everything that masks depend on but the row and the epoch."""
+    """Mask rows of one run: everything that masks depend on but the row and the epoch.
 
+    Tokens, or whole words, of a row are chosen independently with the same probability. A draw
+    depends on the key (seed, epoch, source, document, chunk) and on the place in the row alone, so
+    any number of processes, workers or restarts sees the same masks. As in NeoBERT's training a
+    short row may end up with no masked token at all.
+
+    Attributes:
+        config: The `data.mask` part of the run's configuration.
+        seed: Of the masks.
+        mask_token_id: Stands for what is hidden.
+        special_tokens: `[V]` bool, true for ids that are never masked nor put in.
+
+    Source:
+        Le Breton et al. 2025, NeoBERT: A Next-Generation BERT, arXiv:2502.19587, section 3. The
+        policy 80_10_10 is Devlin et al. 2019, BERT: Pre-training of Deep Bidirectional
+        Transformers, arXiv:1810.04805, section 3.1; there the random token may also be a special
+        one.
+    """
+
+    config: MaskConfig
     seed: int
-    probability: float
     mask_token_id: int
-    special_tokens: np.ndarray  # [V], bool, true for ids that are never masked nor put in
-    policy: Policy = "mask_only"
-    whole_word: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        config: MaskConfig,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        seed: int,
-    ) -> "RowMasker":
-        """Make the masker of a run.
-
-        Args:
-            config: The `data.mask` part of its configuration.
-            tokenizer: Of the model, with a mask token. Special are its special tokens, added ones
-                such as `<|im_start|>` included, and ids that it does not use.
-            vocab_size: Rows of the model's embedding table.
-            seed: Of the masks.
-
-        Raises:
-            ValueError: Whole words with a tokenizer that does not know where words end.
-        """
-        if config.whole_word and not tokenizer.is_fast:
-            raise ValueError(
-                "data.mask.whole_word: expected a fast tokenizer, which knows the words, "
-                f"got {type(tokenizer).__name__}. Mask single tokens, or use its fast version."
-            )
-        return cls(
-            seed=seed,
-            probability=config.probability,
-            mask_token_id=tokenizer.mask_token_id,
-            special_tokens=special_tokens(tokenizer, vocab_size),
-            policy=config.policy,
-            whole_word=config.whole_word,
-        )
+    special_tokens: np.ndarray
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
@@ -202,29 +99,91 @@ class RowMasker:
         Args:
             row: `input_ids` `[T]` and its name: `source`, `document` and `chunk`. If there is a
                 `scored` `[T]`, only tokens where it is true are masked. For whole words also
-                `word_ids` `[T]`, `NO_WORD` in tokens that belong to none.
+                `word_ids` `[T]`, equal in neighbors that form a word and `NO_WORD` in tokens that
+                stay as they are.
             epoch: Number of the pass over the data, or `EVAL_EPOCH`.
 
         Returns:
             `input_ids` and `labels`, both `[T]` int64, the labels being `IGNORE_INDEX` wherever
             nothing was masked.
         """
-        assert not self.whole_word or "word_ids" in row, "whole words need rows with word_ids"
         row_ids = np.asarray(row["input_ids"])  # [T]
         key = (self.seed, epoch, int(row["source"]), int(row["document"]), int(row["chunk"]))
-        masked = choose_tokens(
-            self.maskable(row),
-            key=key,
-            probability=self.probability,
-            word_ids=np.asarray(row["word_ids"]) if self.whole_word else None,
-        )
-        input_ids = replace_tokens(
-            row_ids,
-            masked,
-            key=key,
-            policy=self.policy,
-            mask_token_id=self.mask_token_id,
-            ordinary_ids=self.ordinary_ids,
-        )
+        chosen = random_bits("mlm mask", key, len(row_ids)) < _share(self.config.probability)  # [T]
+        if self.config.whole_word:
+            assert "word_ids" in row, "whole words need rows with word_ids"
+            chosen = _of_words(chosen, np.asarray(row["word_ids"]))
+        masked = chosen & self.maskable(row)  # [T]
         labels = np.where(masked, row_ids, IGNORE_INDEX).astype(np.int64)
+        return {"input_ids": self._hidden(row_ids, masked, key), "labels": labels}
+
+    def _hidden(self, row_ids: np.ndarray, masked: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
+        """Put what the model shall see in the place of the masked tokens, `[T]` int64."""
+        hidden = np.where(masked, self.mask_token_id, row_ids).astype(np.int64)  # [T]
+        if self.config.policy == "mask_only":
+            return hidden
+        fate = random_bits("mlm fate", key, len(row_ids))  # [T]
+        draws = random_bits("mlm token", key, len(row_ids))  # [T]
+        # The remainder favors small numbers by R in 2 ** 64, which nothing can measure.
+        places = (draws % np.uint64(len(self.ordinary_ids))).astype(np.int64)  # [T]
+        shown = np.where(fate < _share(0.9), self.ordinary_ids[places], row_ids)  # [T]
+        return np.where(masked & (fate >= _share(0.8)), shown, hidden)
+
+
+def _share(probability: float) -> np.uint64:
+    """Return the number that random bits fall below with this probability."""
+    return np.uint64(int(probability * 2**64))
+
+
+def _of_words(chosen: np.ndarray, word_ids: np.ndarray) -> np.ndarray:
+    """Give every token of a word the draw of its first one, `[T]` bool."""
+    is_first = np.ones(len(word_ids), dtype=bool)  # [T]
+    is_first[1:] = word_ids[1:] != word_ids[:-1]
+    return chosen[is_first][np.cumsum(is_first) - 1] & (word_ids != NO_WORD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenLabels:
+    """Label rows of a decoder, in which every token is predicted from those before it.
+
+    Stands where a `RowMasker` stands for an encoder.
+
+    Attributes:
+        seed: Of the order of the rows; the labels do not depend on it.
+        special_tokens: `[V]` bool; they are predicted too.
+    """
+
+    seed: int
+    special_tokens: np.ndarray
+
+    def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
+        """Tell which tokens of rows, one after the other, may be predicted.
+
+        Args:
+            row: `input_ids` `[T]` and perhaps `scored` `[T]`.
+
+        Returns:
+            `[T]` bool; that nothing stands before the first token of a row is not looked at.
+        """
+        scored = row.get("scored")
+        length = len(row["input_ids"])
+        return np.ones(length, dtype=bool) if scored is None else np.asarray(scored, dtype=bool)
+
+    def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
+        """Label one row.
+
+        Args:
+            row: As in `maskable`; the first token is never predicted.
+            epoch: Not looked at: all passes are alike.
+
+        Returns:
+            `input_ids` and `labels`, both `[T]` int64, the labels being the tokens themselves, or
+            `IGNORE_INDEX`.
+        """
+        input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
+        labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
+        labels[:1] = IGNORE_INDEX
         return {"input_ids": input_ids, "labels": labels}
+
+
+RowLabels = RowMasker | NextTokenLabels

@@ -7,14 +7,14 @@ import urllib.request
 from http.client import HTTPException, HTTPResponse
 
 TIMEOUT = 30  # seconds without a byte
-PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened anew
+PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened again
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # statuses that may pass, and all above the second
 
 
 class RemoteFile(io.RawIOBase):
     """Reads a file over HTTP; a seek asks the server for the rest from there.
 
-    Wrap it in `io.BufferedReader`. A connection that breaks is opened anew where it broke.
+    Wrap it in `io.BufferedReader`. A connection that breaks is opened again where it broke.
     """
 
     def __init__(self, url: str):

@@ -1,6 +1,6 @@
 """Rows of streams in an order that no number of processes, workers or restarts changes."""
 
-import functools
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -9,10 +9,14 @@ import datasets
 import numpy as np
 import torch
 
-from harmonic_sft.data.files import SHOWN_REASONS, BadRows
+from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
+from harmonic_sft.data.batches import pack
+from harmonic_sft.data.files import BAD, Row
 from harmonic_sft.data.keyed_random import permutation, random_bits
-from harmonic_sft.data.packing import pack
-from harmonic_sft.data.stream_reader import Row, StreamReader, left_out
+from harmonic_sft.data.row_maker import RowMaker
+from harmonic_sft.data.sources import STREAM_BITS, unreadable
+
+Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
 
 class DataError(ValueError):
@@ -29,11 +33,10 @@ class Snapshot(TypedDict):
     Attributes:
         rows: Rows that the stream had given by then.
         windows: Windows that it had read.
-        skipped: Documents and rows of files that it had left out, each counted in the first pass
-            alone, and those found while opening the sources not at all.
+        skipped: Rows of the source that it had left out, each counted in the first pass alone, and
+            those found while opening the sources not at all.
         reasons: The first of these that were not blank, those of the window included.
-        sources: Of every source: `epoch`, documents read in it, the library's own state, and the
-            last row of a file that was left out.
+        sources: Of every source: `epoch`, documents read in it, and the library's own state.
     """
 
     rows: int
@@ -59,18 +62,93 @@ class Place(NamedTuple):
     snapshot: Snapshot
 
 
+class SourceReader:
+    """One source's part in one logical stream, pass after pass, from any place."""
+
+    def __init__(
+        self,
+        documents: datasets.IterableDataset,
+        name: str,
+        stream: int,
+        start: Mapping[str, Any] | None,
+    ):
+        self._fresh, self._name, self._stream = documents, name, stream
+        self._start = start or {"epoch": 0, "number": 0, "documents": None}
+        self.load(self._start)
+
+    def state(self) -> dict[str, Any]:
+        """Return where it stands."""
+        # The library knows where it was told to go only once it has read something there.
+        documents = self._documents.state_dict() if self._begun else self._loaded
+        return {"epoch": self.epoch, "number": self.number, "documents": copy.deepcopy(documents)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to where a reader stood.
+
+        Raises:
+            ValueError: An earlier version wrote the state and did not number bad rows.
+        """
+        if state.get("last_bad") is not None:
+            raise ValueError(
+                "resume: expected streams without bad rows in a checkpoint of an earlier version, "
+                f"got {state['last_bad']}. Start a new run"
+            )
+        self.epoch, self.number = state["epoch"], state["number"]
+        self._loaded, self._begun = state["documents"], False
+        self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
+        if self._loaded is not None:
+            self._documents.load_state_dict(copy.deepcopy(self._loaded))
+        # Plain iteration would give each worker of a data loader some shards only.
+        self._batches = self._documents.iter(batch_size=1)
+
+    def restart(self) -> None:
+        """Begin the next pass, after the documents kept for evaluation."""
+        self.load({**self._start, "epoch": self.epoch + 1})
+
+    @property
+    def at_start(self) -> bool:
+        """Whether this pass has given no document."""
+        return self.number == self._start["number"]
+
+    def next(self) -> tuple[list[Row], bool]:
+        """Read up to the next document, which has a number.
+
+        Returns:
+            The bad rows before it and the document, and whether there was one; else the pass ends.
+
+        Raises:
+            ValueError: It cannot be read.
+        """
+        rows: list[Row] = []
+        while True:
+            number = (self._stream << STREAM_BITS) + self.number
+            try:
+                batch = next(self._batches, None)
+            # Files, the network and parsers fail in dozens of ways, and none of them says where.
+            except Exception as error:
+                raise unreadable(error, self._name, number) from error
+            if batch is None:
+                return rows, False
+            self._begun = True
+            row = {name: values[0] for name, values in batch.items()}
+            rows.append({**row, "document": number})
+            if BAD not in row:
+                self.number += 1
+                return rows, True
+
+
 class LogicalStream:
     """One of a fixed number of streams that a run reads, whatever reads them.
 
     It reads a window of documents, makes rows of them, shuffles and packs these, gives them, and
-    goes on. A window depends on the seed and its place alone.
+    continues. A window depends on the seed and its place alone.
 
     Args:
         sources: This stream's part of every source.
         number: Of the stream.
         weights: Of the sources in a mixture; None reads them in turn, each once in a pass.
-        make_rows: Of every source, makes rows of documents, which have a `document` number.
-        bad_rows: Where they count what makes none, and `hold_out` too.
+        make_rows: Of every source.
+        bad_rows: Where `hold_out` reports what makes no row.
         window: Documents.
         seed: Of shuffling and mixing.
         capacity: Of a packed row, in tokens; None keeps rows as they are.
@@ -82,7 +160,7 @@ class LogicalStream:
         number: int,
         *,
         weights: Sequence[float] | None,
-        make_rows: Sequence[Callable[[Sequence[Row]], list[Row]]],
+        make_rows: Sequence[RowMaker],
         bad_rows: BadRows,
         window: int,
         seed: int,
@@ -101,42 +179,40 @@ class LogicalStream:
         """
         readers, waiting = self._readers(), set(range(len(self.sources)))
         rows: list[Row] = []
-        documents, left = 0, False
-        before, ahead = BadRows(), BadRows()
+        documents = 0
         starts: list[dict[str, Any] | None] | None = None
+        bad_rows, ahead = self._counter(), self._counter()
         for source in itertools.cycle(range(len(readers))):
-            if not waiting or left:
+            if not waiting:
                 break
             if source not in waiting:
                 continue
             if documents == count and starts is None:
                 starts = [reader.state() for reader in readers]
-            found = before if starts is None else ahead
-            document, unread = readers[source].next()
-            found.merge(unread)
-            if document is None:
+            found, is_document = readers[source].next()
+            if not is_document:
                 waiting.remove(source)
-                continue
-            make = functools.partial(self.make_rows[source], [document])
-            made, unused = left_out(self.bad_rows, make)
-            found.merge(unused)
-            left = bool(made) and documents == count
-            if made and not left:
-                rows += made
-                documents += 1
-        self._starts = self._starts if starts is None else starts
-        self.bad_rows.merge(before)
-        if not left:  # else training finds these again
+            made = self.make_rows[source](found, bad_rows if starts is None else ahead)
+            if made and documents == count:
+                break
+            rows += made
+            documents += bool(made)
+        self._starts = starts or self._starts
+        self.bad_rows.merge(bad_rows)
+        if not waiting:  # else training finds these again
             self.bad_rows.merge(ahead)
-        return rows, documents, left
+        return rows, documents, bool(waiting)
 
-    def _readers(self) -> list[StreamReader]:
+    def _counter(self) -> BadRows:
+        return BadRows(skip=self.bad_rows.skip)
+
+    def _readers(self) -> list[SourceReader]:
         return [
-            StreamReader(part, f"data.sources[{source}]", self.number, self.bad_rows, start)
-            for source, (part, start) in enumerate(zip(self.sources, self._starts, strict=True))
+            SourceReader(part, maker.name, self.number, start)
+            for part, maker, start in zip(self.sources, self.make_rows, self._starts, strict=True)
         ]
 
-    def rows(self, snapshot: Snapshot | None) -> Iterator[tuple[list[tuple[Row, int]], Place]]:
+    def rows(self, snapshot: Snapshot | None) -> Iterator[tuple[Members, Place]]:
         """Yield packs of rows with their epochs, without end.
 
         Args:
@@ -156,19 +232,17 @@ class LogicalStream:
         barren = [0] * len(readers)  # ends of each source since the last row
         while min(barren) < 2:
             states = [reader.state() for reader in readers]
-            documents, ended, skips = self._read(readers, windows)
-            rows = []
+            documents, ended = self._read(readers, windows)
+            rows: Members = []
+            bad_rows = self._counter()
             for (source, epoch), group in documents.items():
-                make = functools.partial(self.make_rows[source], group)
-                made, unused = left_out(self.bad_rows, make)
-                rows += [(row, epoch) for row in made]
-                if epoch == 0:
-                    skips.merge(unused)
-            reasons = list(dict.fromkeys(reasons + skips.first))[:SHOWN_REASONS]
+                counter = bad_rows if epoch == 0 else self._counter()
+                rows += [(row, epoch) for row in self.make_rows[source](group, counter)]
+            reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
             here = Snapshot(
                 rows=given, windows=windows, skipped=skipped, reasons=reasons, sources=states
             )
-            skipped += skips.total
+            skipped += bad_rows.total
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
                 yield members, Place(self.number, given, skipped, here)
@@ -180,29 +254,23 @@ class LogicalStream:
         )
 
     def _read(
-        self, readers: Sequence[StreamReader], windows: int
-    ) -> tuple[dict[tuple[int, int], list[Row]], set[int], BadRows]:
-        """Read a window of documents by (source, epoch).
-
-        Also tell the sources that ended in it, and the rows of files left out in the first pass.
-        """
+        self, readers: Sequence[SourceReader], windows: int
+    ) -> tuple[dict[tuple[int, int], list[Row]], set[int]]:
+        """Read a window of documents by (source, epoch), and tell the sources that ended in it."""
         found: dict[tuple[int, int], list[Row]] = {}
-        skips = BadRows()
-        waiting = set(range(len(readers)))
+        waiting, ended = set(range(len(readers))), set()
         turns = self._turns(readers, waiting, windows)
         count = 0
-        ended = set()
         while count < self.window and waiting:
             source = next(turns)
             if source not in waiting:
                 continue
             reader = readers[source]
-            document, unread = reader.next()
-            if reader.epoch == 0:
-                skips.merge(unread)
-            if document is not None:
-                found.setdefault((source, reader.epoch), []).append(document)
-                count += 1
+            rows, is_document = reader.next()
+            if rows:
+                found.setdefault((source, reader.epoch), []).extend(rows)
+            count += is_document
+            if is_document:
                 continue
             ended.add(source)
             if self.weights is None or reader.at_start:
@@ -212,10 +280,10 @@ class LogicalStream:
         if not waiting:
             for reader in readers:
                 reader.restart()
-        return found, ended, skips
+        return found, ended
 
     def _turns(
-        self, readers: Sequence[StreamReader], waiting: set[int], windows: int
+        self, readers: Sequence[SourceReader], waiting: set[int], windows: int
     ) -> Iterator[int]:
         """Yield whose turn it is: one after another, or at random by weight."""
         while self.weights is None:
@@ -226,9 +294,7 @@ class LogicalStream:
             shares = bits.astype(np.float64) / 2.0**64
             yield from map(int, np.searchsorted(bounds[:-1], shares, side="right"))
 
-    def _arrange(
-        self, rows: Sequence[tuple[Row, int]], windows: int
-    ) -> Iterator[list[tuple[Row, int]]]:
+    def _arrange(self, rows: Members, windows: int) -> Iterator[Members]:
         """Pack and shuffle the rows of a window."""
         packs = [np.array([index]) for index in range(len(rows))]
         if self.capacity is not None and rows:
@@ -244,16 +310,13 @@ class StreamedRows(torch.utils.data.IterableDataset):
 
     Args:
         streams: S of them.
-        finish: Makes an item of a pack: a list of rows with their epochs.
+        finish: Makes an item of a pack.
     """
 
     def __init__(
-        self,
-        streams: Sequence[LogicalStream],
-        finish: Callable[[list[tuple[Row, int]]], dict[str, Any]],
+        self, streams: Sequence[LogicalStream], finish: Callable[[Members], dict[str, Any]]
     ):
-        self.streams = streams
-        self.finish = finish
+        self.streams, self.finish = streams, finish
         self.state = StreamState(rows=0, streams={})
         self.share(process_index=0, num_processes=1, batch_size=1)
 
@@ -276,7 +339,7 @@ class StreamedRows(torch.utils.data.IterableDataset):
     def _items(self) -> Iterator[dict[str, Any]]:
         worker = torch.utils.data.get_worker_info()
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        readers: dict[int, Iterator[tuple[list[tuple[Row, int]], Place]]] = {}
+        readers: dict[int, Iterator[tuple[Members, Place]]] = {}
         for batch in itertools.count(index, count):
             start = (batch * self.num_processes + self.process_index) * self.batch_size
             for row in range(
@@ -293,26 +356,15 @@ class StreamedRows(torch.utils.data.IterableDataset):
 
 
 def advance(state: StreamState, places: Sequence[Place], num_rows: int) -> StreamState:
-    """Return the state after rows were used.
-
-    Args:
-        state: Before them.
-        places: Of rows used by this process.
-        num_rows: Rows used by all processes.
-    """
-    streams = dict(state["streams"])
-    for place in places:
-        streams[str(place.stream)] = place.snapshot
-    return StreamState(rows=state["rows"] + num_rows, streams=streams)
+    """Return the state after `num_rows` rows were used by all processes, `places` by this one."""
+    used = {str(place.stream): place.snapshot for place in places}
+    return StreamState(rows=state["rows"] + num_rows, streams={**state["streams"], **used})
 
 
 def merge(states: Sequence[StreamState]) -> StreamState:
     """Join what the processes of a run know: of every stream the latest window."""
-    streams: dict[str, Snapshot] = {}
-    for state in states:
-        for number, snapshot in state["streams"].items():
-            if number not in streams or snapshot["rows"] > streams[number]["rows"]:
-                streams[number] = snapshot
+    known = [item for state in states for item in state["streams"].items()]
+    streams = dict(sorted(known, key=lambda item: item[1]["rows"]))  # the latest one stays
     return StreamState(rows=max(state["rows"] for state in states), streams=streams)
 
 

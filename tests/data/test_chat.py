@@ -14,8 +14,10 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data.chat import Conversation, check_turns, encode_conversations
+from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
+from harmonic_sft.data.formats import encode
 
 CALLS = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
 CHATML = (
@@ -110,11 +112,11 @@ def with_template(tokenizer, template):
 
 
 def encode_one(tokenizer, messages, loss_on, *, tools=(), completion=None, word_ids=False):
-    check_turns(messages)
-    chat = Conversation(messages=messages, tools=list(tools), completion=completion)
-    (encoded,) = encode_conversations(
-        [chat], tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids
-    )
+    row, form = {"messages": messages, "tools": list(tools)}, "messages"
+    if completion is not None:
+        row = {"prompt": messages[:completion], "completion": messages[completion:]}
+        form = "prompt_completion"
+    (encoded,) = encode([row], form, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids)
     return encoded
 
 
@@ -267,9 +269,14 @@ def test_token_across_the_start_of_a_turn_is_scored(merges):
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize(
-    "spelled", ["a <|im_end|> b", "<|im_end|><|im_start|>", "\u00e9<s>\u4e2d", "a\u241eb"]
+    ("template", "spelled"),
+    [
+        (CHATML, "a <|im_end|> b"),
+        (MARKED, "<|im_end|><|im_start|>"),
+        (CHATML, "\u00e9<s>\u4e2d"),
+        (MARKED, "a\u241eb"),
+    ],
 )
 def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
     tokenizer = with_template(merges, template)
@@ -394,3 +401,37 @@ def test_assistant_may_answer_a_system_turn(bert):
     assert starred(bert, encode_one(bert, chat, "assistant")) == (
         "system : hi [SEP] assistant : *hello *[SEP]"
     )
+
+
+USER = {"role": "user", "content": "word1"}
+ASSISTANT = {"role": "assistant", "content": "word2"}
+ANSWER = {"role": "tool", "content": "word3"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], r"messages: expected turns, got none"),
+        ([{"content": "x"}], r"messages\[0\].role: expected one of .* got None"),
+        ([{"role": "bot", "content": "x"}], r"messages\[0\].role: expected one of .* got 'bot'"),
+        ([USER, {"role": "system", "content": "x"}], r"got 'system' after 'user'"),
+        ([ASSISTANT, USER], r"messages\[0\].role: .* got 'assistant' at the start"),
+        ([USER, ANSWER], r"messages\[1\].role: .* got 'tool' after 'user'"),
+        ([{"role": "user"}], r"messages\[0\].content: expected text, got NoneType"),
+        ([{"role": "user", "content": [1]}], r"messages\[0\].content: expected text, got list"),
+        ([USER, {"role": "assistant", "content": " "}], r"\[1\].content: expected text, got ' '"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused(messages, reason):
+    with pytest.raises(BadRow, match=reason):
+        Conversation(messages=messages, tools=[])
+
+
+def test_bad_rows_leave_the_others_in_their_places(bert):
+    good = {"messages": [USER, ASSISTANT, ANSWER]}
+    broken = {"messages": [{"role": "user", "content": "\ud83d"}]}
+    encoded = encode([broken, good, {}, good], "messages", tokenizer=bert, loss_on="all")
+    assert encoded[0] == "expected text, got a surrogate, which is no character"
+    assert encoded[2].startswith("conversations: expected a column of that name")
+    assert encoded[1] == encoded[3]
+    assert bert.decode(encoded[1].input_ids).count("[SEP]") == 3

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 from transformers import BertTokenizerFast
 
-from harmonic_sft.data import DataConfig, EpochSampler, load_labeled_data
+from harmonic_sft.data import DataConfig, load_labeled_data
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
 
@@ -68,25 +68,27 @@ def test_integers_are_sorted_as_numbers_and_named(write, tokenizer):
 
 
 def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, 1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
-    assert load(str(tmp_path / "saved"), tokenizer).labels == ["no", "yes"]
-
-
-def test_a_number_without_a_class_is_a_bad_row(tmp_path, tokenizer):
     """Splits without labels, such as the test split of SST-2, have -1 there."""
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
     rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, -1]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"the label -1, which is none of the 2 classes .* row 6"):
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    saved.select(range(5)).to_parquet(tmp_path / "a.parquet")
+    assert load(str(tmp_path / "a.parquet"), tokenizer).labels == ["no", "yes"]
+    with pytest.raises(ValueError, match=r"got -1 in .*saved', document 5"):
         load(str(tmp_path / "saved"), tokenizer)
     data = load(str(tmp_path / "saved"), tokenizer, on_bad_row="skip")
     assert len(data.train) + len(data.eval) == 5
+
+
+def test_labels_of_csv_are_text(tmp_path, tokenizer):
+    lines = ["text,label", *(f"red,{label}" for label in [10, 2, 2, 10, 2, 10])]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    data = load(str(tmp_path / "a.csv"), tokenizer)
+    assert data.labels == ["10", "2"]
+    assert data.num_documents == 4
 
 
 def test_another_file_is_evaluated_whole(write, tokenizer):
@@ -131,8 +133,14 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     batch = data.collator([data.train[0], data.train[1]])
     assert batch["labels"].tolist() == [[-100, 0, -100, 1, -100], [-100, 1, -100, -100, -100]]
     bad = [*rows, {"text": ["red"], "label": ["x", "y"]}]
-    with pytest.raises(ValueError, match=r"got 2 labels for 1 words in .*, line 4\."):
+    with pytest.raises(ValueError, match=r"for each of 1 words, got 2 in .*, line 4\."):
         load(write(bad), tokenizer, **options)
+
+
+def test_words_are_a_list(write, tokenizer):
+    path = write([{"text": "red", "label": ["x"]}] * 5)
+    with pytest.raises(ValueError, match=r"expected a list of words, got str in .*, line 1\."):
+        load(path, tokenizer, task="token_classification")
 
 
 def test_a_trained_model_keeps_its_classes(write, tokenizer):
@@ -140,17 +148,6 @@ def test_a_trained_model_keeps_its_classes(write, tokenizer):
     assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
     with pytest.raises(ValueError, match=r"data.eval: expected labels .* got 'c'"):
         load(path, tokenizer, labels=["a", "b"])
-
-
-def test_the_order_is_a_matter_of_seed_and_epoch(write, tokenizer):
-    rows = load(write(ROWS * 4), tokenizer).train
-    sampler = EpochSampler(rows, seed=1)
-    first = list(sampler)
-    assert sorted(first) == list(range(len(rows)))
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    sampler.set_epoch(0)
-    assert list(sampler) == first
 
 
 def test_columns_that_are_not_there_are_named(write, tokenizer):
@@ -170,6 +167,8 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
     one = [{"text": "red", "label": "a"}] * 5
     with pytest.raises(ValueError, match=r"expected two classes or more .* got \['a'\]"):
         load(write(one), tokenizer)
+    with pytest.raises(ValueError, match="expected strings or integers, got both"):
+        load(write([*ROWS, {"text": "red", "label": 1}] * 2), tokenizer)
     unseen = write([{"text": "red", "label": "z"}], "eval.jsonl")
     with pytest.raises(ValueError, match=r"data.eval: expected labels that the training .* 'z'"):
         load(write(ROWS), tokenizer, eval={"source": {"path": unseen}})
@@ -182,11 +181,11 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
 
 def test_bad_rows_stop_or_are_counted(write, tokenizer):
     for bad, reason in (
-        ({"text": "  ", "label": "a"}, "no text"),
-        ({"text": "red", "label": None}, "the label None, neither a string nor an integer"),
+        ({"text": "  ", "label": "a"}, "expected text with a label, got '  '"),
+        ({"text": "red", "label": None}, "expected a string or an integer as label, got None"),
     ):
         path = write([*ROWS, bad])
-        with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..* on_bad_row: skip"):
+        with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..*on_bad_row: skip"):
             load(path, tokenizer)
         data = load(path, tokenizer, on_bad_row="skip")
         assert data.bad_rows.total == 1

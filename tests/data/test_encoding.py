@@ -1,15 +1,16 @@
-import numpy as np
+import pytest
 
 from harmonic_sft.data import encoding
-from harmonic_sft.data.encoding import tokenize
+from harmonic_sft.data.bad_rows import BLANK, BadRow
+from harmonic_sft.data.encoding import Piece, SpecialTokens, check_pieces, encode_pieces
 
 
 def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch):
-    texts = ["word1 ab", "", "word2 " * 30, "word3", "\ud800", "word4 [MASK]", "xyz " * 20]
-    settings = {"tokenizer": tokenizer, "offsets": True, "word_ids": True}
-    whole = tokenize(texts, **settings)
+    texts = ["word1 ab", "word2 " * 30, "word3", "word4 [MASK]", "xyz " * 20]
+    drafts = [[Piece(text, False, [(2, 9)])] for text in texts]
+    settings = {"tokenizer": tokenizer, "word_ids": True}
+    whole = encode_pieces(["a reason", *drafts, drafts[0]], **settings)
     groups = []
-
     call = type(tokenizer).__call__
 
     def counted(self, batch, **options):
@@ -18,12 +19,31 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
 
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 20)
-    parts = tokenize(texts, **settings)
-    good = [text for text in texts if text != "\ud800"]
-    assert groups == [good[:2], good[2:3], good[3:5], good[5:]]
-    assert whole[4] is parts[4] is None
-    for one, other in zip(whole, parts, strict=True):
-        if one is not None:
-            assert one.input_ids == other.input_ids
-            assert one.word_ids == other.word_ids
-            np.testing.assert_array_equal(one.offsets, other.offsets)
+    assert encode_pieces(["a reason", *drafts, drafts[0]], **settings) == whole
+    assert groups == [texts[:1], texts[1:2], texts[2:4], texts[4:]]
+    assert whole[0] == "a reason"
+    assert whole[1] == whole[-1]
+    assert tokenizer.convert_ids_to_tokens(whole[1].input_ids) == ["word1", "a", "##b"]
+    assert whole[1].scored == [True, True, True]
+    assert whole[1].word_ids == [0, 1, 1]
+
+
+def test_pieces_are_joined_and_only_some_spell_special_tokens(tokenizer):
+    pieces = [Piece("word1 [SEP]", True, True), Piece("[SEP] word2", False, False)]
+    (encoded,) = encode_pieces([pieces], tokenizer=tokenizer, word_ids=True)
+    tokens = tokenizer.convert_ids_to_tokens(encoded.input_ids)
+    assert tokens == ["word1", "[SEP]", "[", "s", "##e", "##p", "]", "word2"]
+    assert encoded.scored == [True] * 2 + [False] * 6
+    assert encoded.word_ids == [0, -1, 1, 2, 2, 2, 3, 4]
+
+
+def test_pieces_without_a_token_are_blank_and_surrogates_bad(tokenizer):
+    (encoded,) = encode_pieces([[Piece("\x00", False, True)]], tokenizer=tokenizer, word_ids=False)
+    assert encoded == BLANK
+    with pytest.raises(BadRow, match="expected text, got a surrogate, which is no character"):
+        check_pieces([Piece("a", False, True), Piece("\ud800", False, True)])
+
+
+def test_special_tokens_around_a_text_are_found(tokenizer, byte_tokenizer):
+    assert SpecialTokens.of(tokenizer) == SpecialTokens([2], [3])
+    assert SpecialTokens.of(byte_tokenizer) == SpecialTokens([0], [2])

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data.bad_rows import BLANK
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import BLANK, encode, recognize
+from harmonic_sft.data.formats import encode, recognize
 
 USER = {"role": "user", "content": "word1"}
 ASSISTANT = {"role": "assistant", "content": "word2"}
@@ -118,7 +119,7 @@ def test_text_may_stand_in_another_column(tokenizer):
         ({"text": None}, "text: expected text, got NoneType None"),
         ({"text": 5}, "text: expected text, got int 5"),
         ({"other": "a"}, "text: expected a column of that name, got ['other']"),
-        ({"text": "a\ud83d"}, "text: expected text, got a surrogate, which is no character"),
+        ({"text": "a\ud83d"}, "expected text, got a surrogate, which is no character"),
     ],
 )
 def test_rows_without_text_are_bad(tokenizer, row, reason):

@@ -1,14 +1,13 @@
 import itertools
 import json
+import re
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from pydantic import ValidationError
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch.utils.data import DataLoader
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import (
@@ -19,8 +18,11 @@ from harmonic_sft.data import (
     Source,
     load_data,
 )
+from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.loading import split_streams, split_table
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
-from harmonic_sft.data.streams import advance
+from harmonic_sft.data.row_maker import RowMaker, tokenize_table
+from harmonic_sft.data.streams import LogicalStream, advance
 
 NUM_DOCUMENTS = 40
 
@@ -106,32 +108,6 @@ def test_streamed_file_has_the_rows_and_masks_of_the_table(tokenizer, path, whol
     assert stream.fill_rate is None
 
 
-def test_streamed_files_have_the_rows_of_the_table_with_names_of_their_own(tokenizer, tmp_path):
-    files = []
-    for number, size in enumerate((9, 4, 12)):
-        lines = [" ".join(f"word{number * 50 + i}" for _ in range(1 + i)) for i in range(size)]
-        files.append(lines)
-        (tmp_path / f"part{number}.txt").write_text("\n".join(lines) + "\n")
-    glob = str(tmp_path / "part*.txt")
-    stream = load(tokenizer, Source(path=glob, streaming=True), window=4)
-    assert [part.number for part in stream.train.streams] == [0, 1, 2]
-    rows, masker = table_of(tokenizer, glob)
-    names = [(number << 40) + i for number, lines in enumerate(files) for i in range(len(lines))]
-    named = [{**row, "document": names[row["document"]]} for row in rows]
-    kept = {0, 1, 1 << 40, (1 << 40) + 1, 2 << 40}
-    evaluated = [key(stream.eval[index]) for index in range(len(stream.eval))]
-    assert evaluated == [key(masker(row, EVAL_EPOCH)) for row in named if row["document"] in kept]
-    # Every stream goes through its own part: compare one pass of each.
-    for part in stream.train.streams:
-        expected = Counter(
-            key(masker(row, 0))
-            for row in named
-            if row["document"] >> 40 == part.number and row["document"] not in kept
-        )
-        first = itertools.islice(part.rows(None), expected.total())
-        assert Counter(key(stream.train.finish(members)) for members, _ in first) == expected
-
-
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("word1\nword2\nword3\n")
@@ -149,23 +125,6 @@ def test_packed_rows_have_the_masks_of_the_same_rows_apart(tokenizer, path):
     assert Counter(part for item in items for part in map(key, split_pack(item))) == rows
     assert packed.fill_rate == sum(len(item["input_ids"]) for item in items) / (8 * len(items))
     np.testing.assert_array_equal(packed.unigram_counts, apart.unigram_counts)
-
-
-def test_packed_stream_has_the_masks_of_the_same_rows_apart(tokenizer, path):
-    source = Source(path=path, streaming=True)
-    apart, packed = load(tokenizer, source), load(tokenizer, source, packing=True)
-    rows, _ = table_of(tokenizer, path)
-    num_rows = sum(row["document"] >= 10 for row in rows)
-    expected, _ = streamed_rows(apart, num_rows)
-    parts, packs = [], 0
-    for item in packed.train:
-        assert len(item["input_ids"]) <= 8
-        parts += map(key, split_pack(item))
-        packs += 1
-        if len(parts) >= num_rows:
-            break
-    assert packs < num_rows
-    assert Counter(parts) == Counter(expected)
 
 
 def split_pack(item):
@@ -202,7 +161,7 @@ def test_broken_lines_of_a_stream_are_counted_once_and_through_restarts(tokenize
     skipped = [place.skipped for place in places]
     assert skipped == sorted(skipped)
     assert skipped[-1] + before == 9
-    for stop in range(1, 40):
+    for stop in range(1, 40, 6):
         state = advance(whole.train.state, places[:stop], stop)
         resumed = opened(json.loads(json.dumps(state)))
         assert streamed_rows(resumed, 20) == (rows[stop : stop + 20], places[stop : stop + 20])
@@ -229,51 +188,26 @@ def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, str
         list(itertools.islice(items(load(tokenizer, source, loss_on="assistant").train), 30))
 
 
-@pytest.fixture
-def word_tokenizer(tokenizer):
-    """The same words, but one token for any other, which is quick for long ones."""
-    backend = Tokenizer(models.WordLevel(tokenizer.get_vocab(), unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
-
-
-@pytest.mark.parametrize(
-    ("ending", "streaming", "packing"),
-    [
-        ("txt", False, False),
-        ("jsonl", True, True),
-        ("parquet", True, False),
-        ("parquet", False, True),
-    ],
-)
-def test_document_of_ten_megabytes_is_cut_and_whole(
-    word_tokenizer, tmp_path, ending, streaming, packing
-):
-    word = "x" * 92  # unknown
+@pytest.mark.parametrize(("ending", "streaming"), [("txt", False), ("csv", False), ("jsonl", True)])
+def test_long_document_is_cut_and_whole(byte_tokenizer, tmp_path, ending, streaming):
+    """102,000 tokens in chunks of 510."""
     texts = ["word1"] * 30
-    texts[17] = " ".join(f"word{index % 200} {word}" for index in range(102_000))
-    assert len(texts[17]) > 10_000_000
-    path = tmp_path / f"a.{ending}"
-    if ending == "parquet":
-        pq.write_table(pa.table({"text": texts}), path)
-    else:
-        lines = texts if ending == "txt" else [json.dumps({"text": text}) for text in texts]
-        path.write_text("\n".join(lines))
+    texts[17] = "x" * 102_000
+    lines = [json.dumps({"text": text}) for text in texts] if ending == "jsonl" else texts
+    header = ["text"] if ending == "csv" else []
+    (tmp_path / f"a.{ending}").write_text("\n".join(header + lines))
     config = DataConfig(
-        sources=[Source(path=str(path), streaming=streaming)],
+        sources=[Source(path=f"{tmp_path}/a.{ending}", streaming=streaming)],
         context_length=512,
         eval=EvalConfig(documents=2),
-        packing=packing,
     )
-    vocab_size = len(word_tokenizer)
+    vocab_size = len(byte_tokenizer)
     data = load_data(
-        config, tokenizer=word_tokenizer, vocab_size=vocab_size, max_positions=512, seed=0
+        config, tokenizer=byte_tokenizer, vocab_size=vocab_size, max_positions=512, seed=0
     )
-    num_rows = 400 + (1 if packing else 27)  # 204,000 tokens in chunks of 510
-    rows = [item["input_ids"] for item in itertools.islice(items(data.train), num_rows)]
-    assert sum(len(row) == 512 for row in rows) == 400
-    assert sum((row == word_tokenizer.unk_token_id).sum() for row in rows) == 102_000
+    rows = [len(item["input_ids"]) for item in itertools.islice(items(data.train), 227)]
+    assert rows.count(512) == 200
+    assert rows.count(7) == 27
 
 
 def test_streams_of_a_mixture_have_weights(tokenizer, path):
@@ -289,7 +223,7 @@ def test_mixture_by_weight_of_tables_is_refused(tokenizer, path):
 
 
 def test_weight_is_for_all_sources_or_none(tokenizer, path):
-    with pytest.raises(ValueError, match=r"data\.sources: expected a weight in all or in none"):
+    with pytest.raises(ValueError, match=r"sources: expected a weight in all or in none"):
         load(tokenizer, Source(path=path, weight=1), Source(path=path))
 
 
@@ -337,12 +271,6 @@ def test_two_sources_are_told_apart(tokenizer, path):
     assert set(data.train.rows["source"]) == {0, 1}
 
 
-def test_batches_come_padded_as_asked(tokenizer, path):
-    data = load(tokenizer, Source(path=path), pad_to_multiple_of=16)
-    batch = next(iter(DataLoader(data.eval, batch_size=2, collate_fn=data.collator)))
-    assert batch["input_ids"].shape == (2, 16)
-
-
 def test_mixture_of_streams_and_tables_is_refused(tokenizer, path):
     with pytest.raises(ValueError, match="sources: expected streaming in all or in none"):
         load(tokenizer, Source(path=path), Source(path=path, streaming=True))
@@ -365,8 +293,238 @@ def test_context_longer_than_the_model_is_refused_before_loading(tokenizer):
         load_data(config, tokenizer=tokenizer, vocab_size=1000, max_positions=16, seed=0)
 
 
+def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, path, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(ValueError, match=r"whole_word: expected a fast tokenizer, which"):
+        load(tokenizer, Source(path=path), mask=MaskConfig(whole_word=True))
+
+
 @pytest.mark.parametrize("settings", [{"sources": []}, {"context_length": 0}, {"contextlength": 8}])
 def test_bad_data_settings_are_refused(settings):
     defaults = {"sources": [Source(path="a.txt")], "context_length": 8}
     with pytest.raises(ValidationError, match=next(iter(settings))):
         DataConfig(**(defaults | settings))
+
+
+TEXTS = [" ".join([f"word{index}"] * (1 + index % 20)) for index in range(30)]
+
+
+def document_names(rows):
+    return {(row["source"], row["document"]) for row in rows}
+
+
+def row_maker(tokenizer, source=0, row_format="text"):
+    return RowMaker(
+        name=f"data.sources[{source}]",
+        source=source,
+        row_format=row_format,
+        column="text",
+        tokenizer=tokenizer,
+        context_length=8,
+        loss_on="all",
+        word_ids=False,
+    )
+
+
+@pytest.fixture
+def rows(tokenizer):
+    documents = Dataset.from_dict({"text": TEXTS})
+    return tokenize_table(documents, row_maker(tokenizer), BadRows())
+
+
+def streams(parts, tokenizer):
+    """One logical stream per list of texts of each source: `parts[stream][source]`."""
+    return [
+        LogicalStream(
+            [Dataset.from_dict({"text": texts}).to_iterable_dataset() for texts in sources],
+            number,
+            weights=None,
+            make_rows=[row_maker(tokenizer, source) for source in range(len(sources))],
+            bad_rows=BadRows(),
+            window=1,
+            seed=0,
+            capacity=None,
+        )
+        for number, sources in enumerate(parts)
+    ]
+
+
+def one_pass(stream):
+    """The rows of a stream's first pass, a window being one document."""
+    found = []
+    for [(row, epoch)], _ in stream.rows(None):
+        if epoch:
+            return found
+        found.append(row)
+    return None
+
+
+def test_every_document_is_on_one_side_with_all_its_rows(rows):
+    train, held_out, num_documents = split_table(rows, eval_documents=10, seed=0)
+    assert (len(document_names(held_out)), len(document_names(train)), num_documents) == (
+        10,
+        20,
+        20,
+    )
+    assert not document_names(held_out) & document_names(train)
+    assert len(held_out) + len(train) == len(rows)
+    for seed in (0, 1):
+        _, again, _ = split_table(rows, eval_documents=10, seed=seed)
+        assert (document_names(again) == document_names(held_out)) == (seed == 0)
+
+
+def test_stream_keeps_its_first_documents_for_evaluation(rows, tokenizer):
+    [stream], held_out = split_streams(streams([[TEXTS]], tokenizer), eval_documents=10)
+    assert document_names(held_out) == {(0, index) for index in range(10)}
+    trained = one_pass(stream)
+    assert document_names(trained) == {(0, index) for index in range(10, 30)}
+    # Rows of a document are shuffled with the rest of its window.
+    ordered = sorted(trained, key=lambda row: (row["document"], row["chunk"]))
+    assert held_out.to_list() + ordered == rows.to_list()
+
+
+def test_streams_are_read_in_turn_to_the_end_of_the_longest(tokenizer):
+    parts = [[TEXTS[:2], TEXTS[2:5]]]
+    [stream], held_out = split_streams(streams(parts, tokenizer), eval_documents=1)
+    rows = held_out.to_list() + one_pass(stream)
+    order = list(dict.fromkeys((row["source"], row["document"]) for row in rows))
+    assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
+
+
+def test_blank_documents_of_a_stream_do_not_count(tokenizer):
+    parts = [[["", " ", "a", "\t", "b"]]]
+    [stream], held_out = split_streams(streams(parts, tokenizer), eval_documents=1)
+    assert (document_names(held_out), document_names(one_pass(stream))) == ({(0, 2)}, {(0, 4)})
+
+
+def test_every_logical_stream_gives_its_share_for_evaluation(tokenizer):
+    parts = [[TEXTS[:8]], [TEXTS[8:16]], [TEXTS[16:]]]
+    _, held_out = split_streams(streams(parts, tokenizer), eval_documents=5)
+    found = Counter(document >> 40 for _, document in document_names(held_out))
+    assert found == {0: 2, 1: 2, 2: 1}
+
+
+@pytest.mark.parametrize("lengths", [(1, 28), (28, 1), (3, 1, 22, 2)])
+def test_short_streams_leave_their_share_to_long_ones_and_are_not_trained_on(tokenizer, lengths):
+    texts = iter(TEXTS)
+    parts = [[[next(texts) for _ in range(length)]] for length in lengths]
+    left, held_out = split_streams(streams(parts, tokenizer), eval_documents=20)
+    assert len(document_names(held_out)) == 20
+    trained = [document_names(one_pass(stream)) for stream in left]
+    assert all(trained)
+    assert not document_names(held_out) & set.union(*trained)
+    assert len(set.union(*trained)) == sum(lengths) - 20
+
+
+def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer):
+    texts = Dataset.from_dict({"text": ["word1 word2"] * 2}).to_iterable_dataset()
+    tokens = Dataset.from_dict({"input_ids": [[9, 10, 11]] * 2, "labels": [[-100, 10, -100]] * 2})
+    stream = LogicalStream(
+        [texts, tokens.to_iterable_dataset()],
+        0,
+        weights=None,
+        make_rows=[row_maker(tokenizer), row_maker(tokenizer, 1, row_format="tokens")],
+        bad_rows=BadRows(),
+        window=1,
+        seed=0,
+        capacity=None,
+    )
+    _, rows = split_streams([stream], eval_documents=2)
+    assert rows["source"][:] == [0, 1]
+    assert rows["scored"][:] == [[True] * 4, [False, False, True, False, False]]
+
+
+@pytest.mark.parametrize(("eval_documents", "count"), [(30, 1), (31, 2)])
+def test_too_few_documents_are_refused(rows, tokenizer, eval_documents, count):
+    message = re.escape(
+        "data.eval.documents: expected fewer than the documents there are, "
+        f"got {eval_documents} of 30. Keep fewer, or add sources."
+    )
+    with pytest.raises(ValueError, match=message):
+        split_table(rows, eval_documents=eval_documents, seed=0)
+    parts = [[TEXTS[start::count]] for start in range(count)]
+    with pytest.raises(ValueError, match=message):
+        split_streams(streams(parts, tokenizer), eval_documents=eval_documents)
+
+
+NEXT_WORDS = [f"w{index}" for index in range(40)]
+
+
+@pytest.fixture
+def causal_tokenizer():
+    vocabulary = {word: index for index, word in enumerate([*NEXT_WORDS, "user:", "assistant:"])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w1", pad_token="w1")
+
+
+def load_causal(path, tokenizer, **fields):
+    config = DataConfig(
+        **{
+            "sources": [{"path": str(path)}],
+            "context_length": 8,
+            "eval": {"documents": 1},
+            **fields,
+        }
+    )
+    return load_data(
+        config, tokenizer=tokenizer, vocab_size=42, max_positions=8, seed=0, is_causal=True
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("w2 w3 w4\nw5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15\nw16\nw17 w18\n")
+    return path
+
+
+def test_text_ends_in_the_eos_token_which_is_predicted(text, causal_tokenizer):
+    data = load_causal(text, causal_tokenizer)
+    rows = {
+        tuple(row["input_ids"].tolist()): row["labels"].tolist()
+        for part in (data.train, data.eval)
+        for row in items(part)
+    }
+    assert rows[2, 3, 4, 1] == [IGNORE_INDEX, 3, 4, 1]
+    # A long document ends once, in its last chunk.
+    assert rows[5, 6, 7, 8, 9, 10, 11, 12] == [IGNORE_INDEX, 6, 7, 8, 9, 10, 11, 12]
+    assert rows[13, 14, 15, 1] == [IGNORE_INDEX, 14, 15, 1]
+    assert rows[16, 1] == [IGNORE_INDEX, 1]
+
+
+def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
+    data = load_causal(text, causal_tokenizer, packing=True)
+    packs = [data.train[i] for i in range(len(data.train))]
+    assert any((pack["position_ids"] == 0).sum() > 1 for pack in packs)
+    for pack in packs:
+        first = pack["position_ids"] == 0
+        assert (pack["labels"][first] == IGNORE_INDEX).all()
+        assert np.array_equal(pack["labels"][~first], pack["input_ids"][~first])
+
+
+def test_only_the_assistant_is_predicted(tmp_path, causal_tokenizer):
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
+    path.write_text("\n".join([json.dumps({"messages": turns})] * 2))
+    data = load_causal(path, causal_tokenizer, loss_on="assistant", context_length=8)
+    row = data.train[0]
+    predicted = row["labels"] != IGNORE_INDEX
+    assert row["input_ids"][predicted].tolist() == [7, 1]  # and the end of its turn
+    assert np.array_equal(row["labels"][predicted], row["input_ids"][predicted])
+
+
+def test_counts_are_of_all_tokens(text, causal_tokenizer):
+    data = load_causal(text, causal_tokenizer)
+    assert data.unigram_counts[1] >= 2  # the eos token is one that is predicted
+    # 17 words and 4 ends; the second document has two rows.
+    held_out = sum(len(data.eval[index]["input_ids"]) for index in range(len(data.eval)))
+    assert data.num_tokens == 17 + 4 - held_out
+
+
+def test_a_mask_token_is_not_needed(text, causal_tokenizer):
+    assert causal_tokenizer.mask_token is None
+    load_causal(text, causal_tokenizer)
+    causal_tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="expected a pad token, got none"):
+        load_causal(text, causal_tokenizer)

@@ -76,17 +76,22 @@ def server(tmp_path):
     server.server_close()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl?download=true"])
+def load(url, *, streaming=True):
+    return load_documents(Source(path=url, streaming=streaming), name="s", skip=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "streaming"), [("a.parquet", True), ("a.parquet", False), ("a.jsonl?x=1", True)]
+)
 def test_remote_file_is_a_source(server, tmp_path, name, streaming):
     rows = [{"text": f"document {index}"} for index in range(30)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row["text"]}"}}\n' for row in rows))
-    source = Source(path=f"{server.url}/{name}", streaming=streaming)
-    found = list(load_documents(source, name="s"))
+    url = f"{server.url}/{name}"
+    found = list(load(url, streaming=streaming))
     assert [row["text"] for row in found] == [row["text"] for row in rows]
     unit = "row 29" if name == "a.parquet" else "line 30"
-    assert found[-1][PLACE] == f"'{source.path}', {unit}"
+    assert found[-1][PLACE] == f"'{url}', {unit}"
 
 
 def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_path, monkeypatch):
@@ -100,8 +105,7 @@ def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_pa
     noise = [str(index * 2654435761 % 2**32) * 100 for index in range(20_000)]
     table = pa.table({"text": noise})  # 20 MB
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=500, compression="none")
-    source = Source(path=f"{server.url}/a.parquet", streaming=True)
-    stream = load_documents(source, name="s")
+    stream = load(f"{server.url}/a.parquet")
     assert stream.num_shards == 40
     assert next(iter(stream))["text"] == noise[0]
     assert 0 < sum(counts) < 5e6
@@ -115,7 +119,7 @@ def test_end_of_a_file_can_be_read_alone(server, tmp_path):
     assert server.sent == 3
 
 
-def test_broken_connection_is_opened_anew(server, tmp_path):
+def test_broken_connection_is_opened_again(server, tmp_path):
     content = bytes(range(256)) * 1000
     (tmp_path / "a.bin").write_bytes(content)
     server.handler.cut_after = 100_000
@@ -156,23 +160,17 @@ def test_connection_that_stays_broken_fails(server, tmp_path):
 def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo")
     server.handler.ranges = False
-    source = Source(path=f"{server.url}/a.txt", streaming=True)
-    assert [row["text"] for row in load_documents(source, name="s")] == ["one", "two"]
-    with RemoteFile(source.path) as file:
+    assert [row["text"] for row in load(f"{server.url}/a.txt")] == ["one", "two"]
+    with RemoteFile(f"{server.url}/a.txt") as file:
         file.seek(4)
         with pytest.raises(urllib.error.HTTPError, match="the server sends no parts of files"):
             file.read(1)
 
 
-def test_missing_remote_file_is_refused(server):
-    source = Source(path=f"{server.url}/a.txt")
+def test_file_that_cannot_be_reached_is_refused(server, monkeypatch):
     message = r"s\.path: expected a file that can be reached, got 'http://.*', which fails: .*404"
     with pytest.raises(ValueError, match=message):
-        load_documents(source, name="s")
-
-
-def test_server_that_is_not_there_is_refused(monkeypatch):
+        load(f"{server.url}/a.txt")
     monkeypatch.setattr(remote_file, "TIMEOUT", 1)
-    source = Source(path="http://127.0.0.1:9/a.txt")
     with pytest.raises(ValueError, match=r"which fails: .*refused"):
-        load_documents(source, name="s")
+        load("http://127.0.0.1:9/a.txt")

@@ -9,12 +9,14 @@ import pytest
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data.files import BadRows
-from harmonic_sft.data.splits import split_streams
+from harmonic_sft.data.bad_rows import BLANK, BadRows
+from harmonic_sft.data.files import BAD, PLACE, file_shards, read_shards
+from harmonic_sft.data.loading import split_streams
 from harmonic_sft.data.streams import (
     DataError,
     LogicalStream,
     PlacedCollator,
+    SourceReader,
     StreamedRows,
     StreamState,
     advance,
@@ -24,7 +26,7 @@ from harmonic_sft.data.streams import (
 # Python 3.12 and later warn when a process with threads forks, as the workers' loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 
-SHIFT = 40  # names of documents begin anew at a multiple of 2 ** 40 in every stream
+SHIFT = 40  # names of documents begin again at a multiple of 2 ** 40 in every stream
 CHUNK = 4
 MIXTURES = {"turns": None, "weights": [3.0, 1.0]}
 
@@ -54,15 +56,19 @@ def listed(items):
 class Maker:
     """Chunks of 4 tokens, and a count of the documents that were asked for."""
 
-    def __init__(self, source, bad_rows):
-        self.source, self.bad_rows, self.asked = source, bad_rows, 0
+    def __init__(self, source):
+        self.source, self.name, self.asked = source, f"data.sources[{source}]", 0
 
-    def __call__(self, documents):
+    def __call__(self, documents, bad_rows):
         self.asked += len(documents)
         rows = []
         for document in documents:
+            if BAD in document:
+                bad_rows.report(self.name, document[PLACE], *document[BAD])
+                continue
             size = document["size"]
-            self.bad_rows.blank += size == 0
+            if size == 0:
+                bad_rows.report(self.name, "", BLANK)
             for chunk, start in enumerate(range(0, size, CHUNK)):
                 name = {"source": self.source, "chunk": chunk}
                 tokens = [1] * min(CHUNK, size - start)
@@ -81,7 +87,7 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
         IterableDataset.from_generator(generate, gen_kwargs={"shards": shards(source, size, count)})
         for source, size in enumerate(sizes)
     ]
-    makers = [Maker(source, bad_rows) for source in range(len(sizes))]
+    makers = [Maker(source) for source in range(len(sizes))]
     return [
         LogicalStream(
             [documents.shard(count, number) for documents in sources],
@@ -100,7 +106,7 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
 def open_streams(*arguments, eval_documents=0, **settings):
     streams = logical_streams(*arguments, **settings)
     if eval_documents:
-        streams = split_streams(streams, eval_documents=eval_documents).train
+        streams, _ = split_streams(streams, eval_documents=eval_documents)
     return StreamedRows(streams, collect)
 
 
@@ -155,8 +161,7 @@ def expected_pass(sizes, epoch, skip=()):
     )
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("capacity", [None, 9])
+@pytest.mark.parametrize(("count", "capacity"), [(1, None), (3, 9)])
 def test_every_pass_has_every_row_of_every_source_once(count, capacity):
     sizes = (20, 9)
     for stream, single in enumerate(logical_streams(sizes, count=count, capacity=capacity)):
@@ -175,11 +180,6 @@ def test_every_pass_has_every_row_of_every_source_once(count, capacity):
         assert epochs == sorted(epochs)
 
 
-def test_packs_hold_several_rows():
-    members = [len(pack) for pack, _ in plain_order(open_streams(capacity=9), 20)]
-    assert max(members) > 1
-
-
 def test_documents_are_numbered_by_stream_and_place():
     for stream in logical_streams((20,), count=3):
         first = shards(0, 20, 3)[stream.number][1]
@@ -187,12 +187,11 @@ def test_documents_are_numbered_by_stream_and_place():
             assert row["document"] == (stream.number << SHIFT) + row["original"] - first
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("count", "mixture"), [(1, "weights"), (3, "turns"), (3, "weights")])
 def test_evaluation_documents_are_in_no_pass(count, mixture):
     sizes = (20, 9)
     streams = logical_streams(sizes, count=count, weights=MIXTURES[mixture])
-    split = split_streams(streams, eval_documents=5)
+    streams, held_out = split_streams(streams, eval_documents=5)
     # The table has no column of originals: find the documents by their names.
     starts = [[part[1] for part in shards(source, sizes[source], count)] for source in (0, 1)]
     kept = {
@@ -200,10 +199,10 @@ def test_evaluation_documents_are_in_no_pass(count, mixture):
             row["source"],
             starts[row["source"]][row["document"] >> SHIFT] + row["document"] % 2**SHIFT,
         )
-        for row in split.eval
+        for row in held_out
     }
     assert len(kept) == 5
-    rows = names(plain_order(StreamedRows(split.train, collect), 300))
+    rows = names(plain_order(StreamedRows(streams, collect), 300))
     assert {epoch for *_, epoch in rows} >= {0, 1, 2}
     assert not kept & {name[:2] for name in rows}
     # Nothing but these and the blank ones is missing.
@@ -212,20 +211,21 @@ def test_evaluation_documents_are_in_no_pass(count, mixture):
     assert {name[:2] for name in rows} == everything - kept - blank
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_no_number_of_processes_or_workers_changes_the_order(count, processes, workers):
+@pytest.mark.parametrize(
+    ("count", "processes", "workers", "batch_size"),
+    [(1, 3, 0, 2), (1, 1, 2, 3), (3, 2, 0, 3), (3, 3, 1, 1), (3, 2, 2, 2)],
+)
+def test_no_number_of_processes_or_workers_changes_the_order(count, processes, workers, batch_size):
     streamed = open_streams(count=count, eval_documents=3, capacity=9)
     expected = plain_order(streamed, 36)
-    for batch_size in (1, 2, 3):
-        rows, _ = read(streamed, 36, processes=processes, workers=workers, batch_size=batch_size)
-        assert rows == expected
+    rows, _ = read(streamed, 36, processes=processes, workers=workers, batch_size=batch_size)
+    assert rows == expected
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("capacity", [None, 9])
+@pytest.mark.parametrize(
+    ("count", "mixture", "capacity"),
+    [(1, "turns", None), (3, "weights", None), (3, "turns", 9), (1, "weights", 9)],
+)
 def test_run_stopped_after_any_row_goes_on_with_the_same_rows(count, mixture, capacity):
     settings = {
         "count": count,
@@ -234,25 +234,24 @@ def test_run_stopped_after_any_row_goes_on_with_the_same_rows(count, mixture, ca
         "eval_documents": 4,
     }
     total = 110
-    expected = plain_order(open_streams(**settings), total)
-    assert max(epoch for *_, epoch in names(expected)) >= 2
     streamed = open_streams(**settings)
-    for stop in range(0, total - 12, 2):
-        streamed.state = StreamState(rows=0, streams={})
-        rows, [state] = read(streamed, stop)
-        streamed.state = merge([state])
-        assert rows + read(streamed, 12)[0] == expected[: stop + 12]
+    expected = plain_order(streamed, total)
+    assert max(epoch for *_, epoch in names(expected)) >= 2
+    for stop in range(0, total - 4, 5):
+        streamed.state = advance(
+            StreamState(rows=0, streams={}), [place for _, place in expected[:stop]], stop
+        )
+        assert read(streamed, 4)[0] == expected[stop : stop + 4]
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize(("mixture", "step"), [("turns", 2), ("weights", 5)])
 def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(mixture, step):
     settings = {"count": 2, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": 9}
-    expected = plain_order(open_streams(**settings), 80)
+    expected = plain_order(open_streams(**settings), 60)
     assert max(epoch for *_, epoch in names(expected)) >= 1
     state = StreamState(rows=0, streams={})
     rows = []
-    while len(rows) < 80:
+    while len(rows) < 60:
         # As in a new process: nothing is left of the last one but the state.
         streamed = open_streams(**settings)
         streamed.state = state
@@ -261,10 +260,10 @@ def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(mixture, st
     assert rows == expected
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_number_of_processes_may_change_at_every_restart(workers):
     settings = {"count": 3, "eval_documents": 4}
-    plan = [(2, 3), (1, 2), (3, 1), (2, 2), (3, 4)]  # processes, batch size
+    plan = [(2, 3), (1, 2), (3, 1)]  # processes, batch size
     expected = plain_order(open_streams(**settings), sum(4 * p * b for p, b in plan))
     state = StreamState(rows=0, streams={})
     rows = []
@@ -300,12 +299,6 @@ def test_restart_reads_one_window_of_each_stream_again_at_most(count):
     assert 0 <= again <= 8 * count
 
 
-def test_stream_is_read_no_further_than_its_window():
-    streamed = open_streams((1000,), window=8)
-    read(streamed, 1)
-    assert [maker.asked for maker in streamed.streams[0].make_rows] == [8]
-
-
 def test_mixture_has_the_shares_of_its_weights():
     """Within 4 standard deviations of a fair draw: 0.037 for 2,200 documents at 3 to 1."""
     streamed = open_streams((4000, 4000), weights=[3.0, 1.0], window=16)
@@ -317,7 +310,7 @@ def test_mixture_has_the_shares_of_its_weights():
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / len(documents)) ** 0.5
 
 
-def test_mixture_begins_an_exhausted_source_anew_with_its_next_epoch():
+def test_mixture_begins_an_exhausted_source_again_with_its_next_epoch():
     sizes = (400, 12)
     rows = names(plain_order(open_streams(sizes, weights=[1.0, 1.0]), 300))
     assert {epoch for source, *_, epoch in rows if source == 0} == {0}
@@ -349,15 +342,6 @@ def test_documents_of_a_window_are_shuffled_by_the_seed():
 
     assert expected_pass((40,), 0).total() == 52
     assert windows(0) == windows(0) != windows(1)
-
-
-def test_windows_and_passes_are_shuffled_apart():
-    single = open_streams((20,), window=20)
-    rows = expected_pass((20,), 0).total()
-    order = names(plain_order(single, 2 * rows))
-    plain = [name[:-1] for name in order]
-    assert sorted(plain[:rows]) == sorted(plain[rows:])
-    assert plain[:rows] != plain[rows:]
 
 
 def test_skipped_documents_are_counted_once_and_carried_through_a_restart():
@@ -399,18 +383,19 @@ def test_blank_documents_passed_over_while_looking_ahead_are_counted_once():
 class Blank(Maker):
     """Finds nothing in the documents of a range."""
 
-    def __init__(self, source, bad_rows, first, last):
-        super().__init__(source, bad_rows)
+    def __init__(self, source, first, last):
+        super().__init__(source)
         self.blank = range(first, last)
 
-    def __call__(self, documents):
-        return super().__call__([row for row in documents if row["original"] not in self.blank])
+    def __call__(self, documents, bad_rows):
+        some = [row for row in documents if row["original"] not in self.blank]
+        return super().__call__(some, bad_rows)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_stream_without_a_single_row_is_refused(mixture):
     [stream] = logical_streams((20, 6), weights=MIXTURES[mixture])
-    stream.make_rows = [Blank(source, BadRows(), 0, 20) for source in (0, 1)]
+    stream.make_rows = [Blank(source, 0, 20) for source in (0, 1)]
     with pytest.raises(ValueError, match=r"data\.sources: expected more documents than the eval"):
         next(stream.rows(None))
 
@@ -418,7 +403,7 @@ def test_stream_without_a_single_row_is_refused(mixture):
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_long_blank_part_beside_an_exhausted_source_is_passed_over(mixture):
     [stream] = logical_streams((80, 3), weights=MIXTURES[mixture])
-    stream.make_rows = [Blank(0, BadRows(), 8, 70), Blank(1, BadRows(), 0, 3)]
+    stream.make_rows = [Blank(0, 8, 70), Blank(1, 0, 3)]
     rows = [collect(members)["names"][0] for members, _ in itertools.islice(stream.rows(None), 60)]
     assert {document for source, document, *_ in rows if source == 0} >= {0, 7, 71, 79}
     assert {source for source, *_ in rows} == {0}
@@ -434,8 +419,8 @@ def test_stream_whose_documents_are_all_kept_for_evaluation_is_refused(mixture):
 
 def test_source_whose_documents_are_all_kept_for_evaluation_gives_no_row():
     streams = logical_streams((40, 2), weights=[1.0, 1.0])
-    split = split_streams(streams, eval_documents=8)
-    rows = names(plain_order(StreamedRows(split.train, collect), 80))
+    streams, _ = split_streams(streams, eval_documents=8)
+    rows = names(plain_order(StreamedRows(streams, collect), 80))
     assert {source for source, *_ in rows} == {0}
 
 
@@ -444,14 +429,14 @@ def test_streams_without_a_row_left_take_no_part():
     streams[0].sources = [
         IterableDataset.from_generator(generate, gen_kwargs={"shards": [(0, 0, 1)]})
     ]
-    split = split_streams(streams, eval_documents=4)
-    assert [stream.number for stream in split.train] == [1]
-    streamed = StreamedRows(split.train, collect)
+    streams, _ = split_streams(streams, eval_documents=4)
+    assert [stream.number for stream in streams] == [1]
+    streamed = StreamedRows(streams, collect)
     expected = plain_order(streamed, 50)
     for stop in (3, 30):
         streamed.state = StreamState(rows=0, streams={})
         rows, [streamed.state] = read(streamed, stop)
-        maker = split.train[0].make_rows[0]
+        maker = streams[0].make_rows[0]
         maker.asked = 0
         assert rows + read(streamed, 20)[0] == expected[: stop + 20]
         assert maker.asked < 28  # not from the beginning again
@@ -468,19 +453,19 @@ def test_latest_window_of_every_stream_counts():
 
 
 def test_memory_stays_flat_over_a_long_stream():
-    """The 150,000 rows of 100,000 documents, if kept, take some 50 MB."""
-    [stream] = logical_streams((100_000,), window=256)
+    """The 60,000 rows of 40,000 documents, if kept, take some 20 MB."""
+    [stream] = logical_streams((40_000,), window=256)
     process = psutil.Process()
     sizes, seen = [], 0
     for [(row, epoch)], _ in stream.rows(None):
         if epoch:
             break
-        if row["original"] // 5000 > seen // 5000:
+        if row["original"] // 2000 > seen // 2000:
             sizes.append(process.memory_info().rss)
         seen = max(seen, row["original"])
-    assert seen > 99_990
+    assert seen > 39_990
     assert len(sizes) == 19
-    assert max(sizes) - sizes[0] < 20e6
+    assert max(sizes) - sizes[0] < 8e6
 
 
 class Broken(IOError):
@@ -513,3 +498,53 @@ def test_names_of_epochs_come_with_the_rows_of_a_pack():
     streamed = open_streams((200, 3), weights=[1.0, 1.0], capacity=40, window=16)
     packs = [members for members, _ in plain_order(streamed, 12)]
     assert any(np.unique([epoch for *_, epoch in members]).size > 1 for members in packs)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Seven documents, before every second of which a line is broken."""
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": f"{number}"}) for number in range(7)]
+    path.write_text("\n".join(f"{{cut\n{line}" if i % 2 else line for i, line in enumerate(good)))
+    return str(path)
+
+
+def open_lines(path):
+    shards = {"shards": file_shards(path, name="s")}
+    return SourceReader(
+        IterableDataset.from_generator(read_shards, gen_kwargs=shards), "s", 0, None
+    )
+
+
+def read_lines(reader):
+    """Texts with their numbers, and the bad lines, up to the end of the pass."""
+    found, places = [], []
+    while True:
+        rows, is_document = reader.next()
+        places += [row[PLACE] for row in rows if BAD in row]
+        if not is_document:
+            return found, places
+        found.append((rows[-1]["text"], rows[-1]["document"]))
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_bad_lines_are_told_once_also_by_a_reader_that_goes_on(lines, stop):
+    first, second = open_lines(lines), open_lines(lines)
+    told = [row[PLACE] for _ in range(stop) for row in first.next()[0] if BAD in row]
+    second.load(json.loads(json.dumps(first.state())))
+    found, places = read_lines(second)
+    assert found == [(f"{number}", number) for number in range(stop, 7)]
+    assert told + places == [f"{lines!r}, line {line}" for line in (2, 5, 8)]
+    second.restart()
+    assert read_lines(second)[0] == [(f"{number}", number) for number in range(7)]
+
+
+def test_state_of_an_earlier_version_is_taken_unless_it_had_bad_rows(lines):
+    reader = open_lines(lines)
+    for _ in range(3):
+        reader.next()
+    state = {**reader.state(), "last_bad": None}
+    reader.load(state)
+    assert read_lines(reader)[0][0] == ("3", 3)
+    with pytest.raises(ValueError, match=r"resume: expected streams without bad .* got line 2"):
+        reader.load({**state, "last_bad": "line 2"})

@@ -1,33 +1,52 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
 import json
+import multiprocessing
 import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-import harmonic_sft.training.run as run_module
-from harmonic_sft.data.files import BadRows
+from harmonic_sft.data import BadRows
+from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from tests.training.stream_sessions import run_session
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    """Forks a process for every session off one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "harmonic_sft.cli",
+            "harmonic_sft.training",
+            "matplotlib.pyplot",
+            "transformers.models.bert.modeling_bert",
+        ]
+    )
+    return context
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory, text_file):
-    """The text in eight files of uneven lengths, some documents longer than a row, some bad."""
+    """Some text in four files of uneven lengths, a few documents longer than a row, some bad."""
     folder = tmp_path_factory.mktemp("shards")
-    lines = text_file.read_text().splitlines()
+    lines = text_file.read_text().splitlines()[:120]
     generator = random.Random(1)
-    files = [[] for _ in range(8)]
+    files = [[] for _ in range(4)]
     for index, line in enumerate(lines):
-        files[generator.choice((0, 1, 1, *range(1, 8)))].append(
-            {"text": line * (1 + 2 * (index % 7 == 0))}
-        )
+        files[generator.choice((0, 1, 1, 2, 3))].append({"text": line * (1 + 2 * (index % 7 == 0))})
     for number, rows in enumerate(files):
         good = [json.dumps(row) for row in rows]
-        lines = [*good[:5], "{cut", '{"text": " "}', *good[5:], '{"text": null}']
+        late = ['{"text": null}', *good[-6:]]
+        lines = [*good[:5], "{cut", '{"text": " "}', *good[5:-6], *late]
         text = "".join(f"{line}\n" for line in lines)
         (folder / f"{number}.jsonl").write_text(text)
     return folder
@@ -43,60 +62,80 @@ def stream_yaml(make_yaml, shards):
                 "packing": True,
                 "on_bad_row": "skip",
             },
-            training={"max_steps": 40, "save_steps": 17, "learning_rate": 1e-3, **training},
+            training={"max_steps": 13, "save_steps": 5, "learning_rate": 1e-3, **training},
         )
 
     return make
 
 
-def read(folder):
-    results = json.loads((folder / "results" / "train.json").read_text())
-    losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
-    return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
+@pytest.fixture
+def launch(sessions, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def launch(path, folder, *words, processes=1, kill_in_step=None):
+        words = [str(path), *words, f"training.output_dir={folder}"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        started = []
+        for rank in range(processes):
+            environment = (
+                {}
+                if processes == 1
+                else {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(processes),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
+            arguments = (words, environment, kill_in_step)
+            started.append(sessions.Process(target=run_session, args=arguments))
+            started[-1].start()
+        for process in started:
+            process.join()
+        if kill_in_step is not None:
+            assert all(process.exitcode != 0 for process in started)
+            return None
+        assert [process.exitcode for process in started] == [0] * processes
+        results = json.loads((folder / "results" / "train.json").read_text())
+        losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
+        return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
+
+    return launch
 
 
-def test_17_steps_a_kill_and_23_steps_are_40_steps(stream_yaml, tmp_path, launch):
-    def words(name, processes, *others):
-        size = f"training.per_device_train_batch_size={8 // processes}"
-        return [stream_yaml(), f"training.output_dir={tmp_path / name}", size, *others]
+def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_path, launch):
+    path = stream_yaml()
 
-    workers = "training.dataloader_num_workers=2"
-    jobs = [(words("whole", 1), 1, None)]
-    for name, processes in (("one", 1), ("two", 2)):  # of two, each reads four of the streams
-        jobs.append((words(name, processes, workers), processes, 19))
-        jobs.append((words(name, processes, workers, "resume=true"), processes, None))
-    launch(*jobs)
-    whole, left_out, reasons = read(tmp_path / "whole")
-    assert len(whole) == 40
-    assert left_out == 24
+    def cut(processes, workers):
+        """Kill a run in its eighth step and resume it; each of two processes reads two streams."""
+        words = [
+            f"training.dataloader_num_workers={workers}",
+            f"training.per_device_train_batch_size={8 // processes}",
+        ]
+        folder = tmp_path / f"cut {processes} {workers}"
+        launch(path, folder, *words, processes=processes, kill_in_step=8)
+        assert not (folder / "checkpoint-10").exists()
+        return launch(path, folder, *words, "resume=true", processes=processes)
+
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(launch, path, tmp_path / "whole"),
+            pool.submit(cut, 1, 2),
+            pool.submit(cut, 2, 0),
+        ]
+        (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = (
+            run.result() for run in runs
+        )
+    assert len(whole) == 13
+    assert skipped == skipped_alone == skipped_shared
+    left_out, reasons = skipped
+    assert left_out == 12
     assert len(reasons) == 5
-    one, *skipped = read(tmp_path / "one")
-    assert one == whole
-    assert skipped == [left_out, reasons]
-    two, *skipped = read(tmp_path / "two")
-    assert two == pytest.approx(whole, rel=1e-4)  # sums in another order
-    assert skipped == [left_out, reasons]
-
-
-def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
-    """As transformers saves one after SIGTERM."""
-    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
-    step = JITCheckpointCallback.on_step_begin
-
-    def signalled(self, args, state, control, **kwargs):
-        self.jit_manager.is_checkpoint_requested = state.global_step == 3
-        step(self, args, state, control, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
-        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
-            train(load_run_config(path))
-    assert not (tmp_path / "run" / "results" / "train.json").exists()
-    again = train(load_run_config(path, ["resume=true"]))
-    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
-    assert losses[0] == losses[1]
-    assert again["final"] == whole["final"]
+    assert alone == whole
+    # Sums in another order.
+    torch.testing.assert_close(torch.tensor(shared), torch.tensor(whole), rtol=1e-4, atol=0)
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
@@ -112,8 +151,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         ),
     )
     other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
-    monkeypatch.setattr(run_module, "gather_object", lambda found: other + found)
-    assert run_module._data_results(ready) == {
+    monkeypatch.setattr(run, "gather_object", lambda found: other + found)
+    assert run._data_results(ready) == {
         "rows_left_out": 1 + 5 + 10 + 4,
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,
@@ -145,3 +184,24 @@ def test_a_checkpoint_of_an_earlier_version_says_so(stream_yaml, tmp_path):
 def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     results = train(load_run_config(stream_yaml(max_steps=3)))
     assert 0 < results["data_wait_share"] < 1
+
+
+def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
+    """As transformers saves one after SIGTERM."""
+    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    step = JITCheckpointCallback.on_step_begin
+
+    def signalled(self, args, state, control, **kwargs):
+        self.jit_manager.is_checkpoint_requested = state.global_step == 3
+        step(self, args, state, control, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
+        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
+            train(load_run_config(path))
+    assert not (tmp_path / "run" / "results" / "train.json").exists()
+    again = train(load_run_config(path, ["resume=true"]))
+    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
+    assert losses[0] == losses[1]
+    assert again["final"] == whole["final"]

@@ -1,8 +1,9 @@
-"""Torch data sets of masked rows, the order they are read in, and their padded batches."""
+"""Torch data sets of rows and packs, the order they are read in, and their batches."""
 
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import datasets
 import numpy as np
@@ -10,13 +11,11 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.data.keyed_random import permutation
-from harmonic_sft.data.masking import IGNORE_INDEX
-from harmonic_sft.data.next_tokens import RowLabels
-from harmonic_sft.data.packing import join_rows
+from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels
 
 
 class MaskedRows(torch.utils.data.Dataset):
-    """Rows of a table, or packs of them, masked anew in every epoch.
+    """Rows of a table, or packs of them, masked again in every epoch.
 
     Args:
         rows: Columns `input_ids`, `source`, `document` and `chunk`, and what else `masker` reads.
@@ -36,9 +35,7 @@ class MaskedRows(torch.utils.data.Dataset):
         fixed_epoch: int | None = None,
     ) -> None:
         self.rows = rows.with_format("numpy")
-        self.masker = masker
-        self.packs = packs
-        self.fixed_epoch = fixed_epoch
+        self.masker, self.packs, self.fixed_epoch = masker, packs, fixed_epoch
         # In shared memory, so that workers that outlive an epoch see the next one's number.
         self._epoch = torch.tensor(fixed_epoch or 0).share_memory_()
 
@@ -60,7 +57,7 @@ class MaskedRows(torch.utils.data.Dataset):
         """Return `input_ids` and `labels`, both `[T]` int64, of one row.
 
         Those of a pack are its rows' one after the other, with `position_ids` `[T]` that start
-        anew at 0 in each.
+        again at 0 in each.
         """
         epoch = self.epoch
         if self.packs is None:
@@ -69,20 +66,29 @@ class MaskedRows(torch.utils.data.Dataset):
         return join_rows([self.masker(self.rows[int(member)], epoch) for member in members])
 
 
-class EpochRows(Protocol):
-    """Rows that know the epoch they are read in."""
+class LabeledRows(torch.utils.data.Dataset):
+    """Rows in memory, each with its label or those of its tokens.
 
-    @property
-    def epoch(self) -> int:
-        """The epoch now."""
-        ...
+    Args:
+        input_ids: `[T]` of each row.
+        labels: Class of each row, or `[T]` classes of its tokens.
+    """
+
+    def __init__(self, input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> None:
+        self.input_ids, self.labels = input_ids, labels
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch."""
+        """Note the epoch, which orders the rows."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Number of rows."""
-        ...
+        return len(self.input_ids)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return `input_ids` `[T]` and `labels`, `[]` or `[T]`, all int64, of one row."""
+        return {"input_ids": self.input_ids[index], "labels": self.labels[index]}
 
 
 class EpochSampler(torch.utils.data.Sampler[int]):
@@ -98,9 +104,8 @@ class EpochSampler(torch.utils.data.Sampler[int]):
         seed: Seed of the order.
     """
 
-    def __init__(self, rows: EpochRows, *, seed: int) -> None:
-        self.rows = rows
-        self.seed = seed
+    def __init__(self, rows: MaskedRows | LabeledRows, *, seed: int) -> None:
+        self.rows, self.seed = rows, seed
 
     def set_epoch(self, epoch: int) -> None:
         """Order the rows as in this epoch from the next pass on."""
@@ -131,11 +136,13 @@ class PaddingCollator:
         """Make one batch.
 
         Args:
-            rows: `input_ids` and `labels`, both `[T]`, of each row, and `position_ids` of packs.
+            rows: `input_ids` `[T]` and `labels`, `[T]` or a class `[]`, of each row, and
+                `position_ids` `[T]` of packs.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` and for packs `position_ids`, all `[B, T]`
-            int64. Padding has position 0: each such token is a document of its own.
+            int64; labels that are classes are `[B]`. Padding has position 0: each such token is a
+            document of its own.
         """
         longest = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
@@ -143,11 +150,14 @@ class PaddingCollator:
         fillers = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
         if "position_ids" in rows[0]:
             fillers["position_ids"] = 0
+        has_classes = rows[0]["labels"].ndim == 0
         batch = {name: np.full(shape, filler, dtype=np.int64) for name, filler in fillers.items()}
         for index, row in enumerate(rows):
             length = len(row["input_ids"])
             for name, values in batch.items():
                 values[index, :length] = 1 if name == "attention_mask" else row[name]
+        if has_classes:
+            batch["labels"] = batch["labels"][:, 0]
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
@@ -165,6 +175,79 @@ class PaddingFreeCollator:
 
         Returns:
             `input_ids`, `labels` and `position_ids`, all `[1, T]` int64, T being the sum of the
-            lengths. The positions start anew at 0 in every document.
+            lengths. The positions start again at 0 in every document.
         """
         return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
+
+
+def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Make one row of several.
+
+    Args:
+        rows: The same columns in each, all `[T]`, `input_ids` among them.
+
+    Returns:
+        The columns, one row after the other. If there are no `position_ids` yet they are added,
+        int64, starting again at 0 in each row.
+    """
+    joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    if "position_ids" not in joined:
+        positions = [np.arange(len(row["input_ids"]), dtype=np.int64) for row in rows]
+        joined["position_ids"] = np.concatenate(positions)
+    return joined
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Put rows into packs by best-fit decreasing, every row whole and in one pack.
+
+    From the longest row to the shortest, each goes where it leaves the least space. Of equally long
+    rows the first comes first, and of equally full packs the one that has been so for longest.
+
+    Args:
+        lengths: `[R]`, tokens of every row, integers from 1 to `capacity`.
+        capacity: Most tokens of a pack.
+
+    Returns:
+        The rows' numbers in each pack, int64 and ascending; the packs in the order of their first
+        rows, so that rows keep to their neighborhood and lengths are mixed.
+
+    Raises:
+        ValueError: A row is empty or does not fit into a pack.
+
+    Source:
+        Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv:2404.10830. There rows
+        that are too long for a pack are cut first; here they are refused.
+    """
+    bad = np.flatnonzero((lengths < 1) | (lengths > capacity))
+    if len(bad):
+        raise ValueError(
+            f"lengths: expected rows of 1 to {capacity} tokens, the capacity of a pack, "
+            f"got {lengths[bad[0]]} in row {bad[0]}. Cut the rows or raise the capacity."
+        )
+    packs: list[list[int]] = []
+    by_space: defaultdict[int, deque[int]] = defaultdict(deque)
+    spaces: list[int] = []  # sorted, those in which a pack waits in `by_space`
+    order = np.argsort(-lengths, kind="stable")
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            number = by_space[space].popleft()
+            packs[number].append(row)
+            if not by_space[space]:
+                del spaces[place]
+        else:
+            space, number = capacity, len(packs)
+            packs.append([row])
+        left = space - length
+        if left:
+            if not by_space[left]:
+                insort(spaces, left)
+            by_space[left].append(number)
+    return sorted((np.sort(np.array(rows, dtype=np.int64)) for rows in packs), key=lambda p: p[0])
+
+
+def fill_rate(lengths: np.ndarray, packs: Sequence[np.ndarray], capacity: int) -> float:
+    """Return the share of the places in packs of `pack` that tokens take, from 0 to 1."""
+    tokens = sum(int(lengths[rows].sum()) for rows in packs)
+    return tokens / (len(packs) * capacity) if packs else 0.0

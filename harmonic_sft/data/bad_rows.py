@@ -1,0 +1,70 @@
+"""Rows that cannot be used: why, where they stand, and how many are left out."""
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+BLANK = "expected text, got a blank one"  # the reason for a document without a single token
+SHOWN_REASONS = 5
+
+
+class BadRow(ValueError):
+    """Why one row cannot be used; the message is the reason."""
+
+
+@dataclass
+class BadRows:
+    """Rows that are left out and counted, or an error where none may be skipped.
+
+    A place counts once, however often it is read. Blank documents are never an error and have no
+    place: there may be more of them than of others.
+    """
+
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason, rows
+    blank: int = 0
+    unscored_tokens: int = 0  # of parts of documents in which nothing may be predicted
+    skip: bool = True
+
+    @property
+    def total(self) -> int:
+        """How many rows were left out."""
+        return self.blank + sum(rows for _, rows in self.places.values())
+
+    @property
+    def first(self) -> list[str]:
+        """The first few places, each with its reason."""
+        shown = islice(self.places.items(), SHOWN_REASONS)
+        return [f"{place}: {reason}" for place, (reason, _) in shown]
+
+    def report(self, name: str, place: str, reason: str, rows: int = 1) -> None:
+        """Count a row that cannot be used.
+
+        Args:
+            name: Where its source stands in the configuration.
+            place: File and row.
+            reason: What was expected there and what was found.
+            rows: How many rows are lost there.
+
+        Raises:
+            ValueError: The row is not blank, and none may be skipped.
+        """
+        if reason == BLANK:
+            self.blank += 1
+        elif self.skip:
+            self.places.setdefault(place, (reason, rows))
+        else:
+            place = place.removeprefix(f"{name}, ")
+            raise ValueError(
+                f"{name}: {reason} in {place}. Repair it, or set data.on_bad_row: skip."
+            )
+
+    def merge(self, other: "BadRows") -> None:
+        """Add what another counter has found elsewhere."""
+        for place, (reason, rows) in other.places.items():
+            self.places.setdefault(place, (reason, rows))
+        self.blank += other.blank
+        self.unscored_tokens += other.unscored_tokens
+
+
+def one_line(error: BaseException) -> str:
+    """Say in one short line what an exception says."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,309 @@
+"""Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import tokenizers
+import transformers
+from datasets import config as datasets_config
+from datasets.fingerprint import Hasher
+from datasets.utils import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from harmonic_sft.data.bad_rows import BLANK, BadRows
+from harmonic_sft.data.chat import LossOn
+from harmonic_sft.data.encoding import Encoded, SpecialTokens
+from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
+from harmonic_sft.data.formats import Format, encode
+from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.sources import document_name, numbered_rows
+
+BATCH_DOCUMENTS = 1000
+BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
+CODE = ("files", "row_maker", "formats", "chat", "encoding")  # modules that decide what a row holds
+FEATURES = {
+    "input_ids": datasets.List(datasets.Value("int32")),
+    "scored": datasets.List(datasets.Value("bool")),
+    "word_ids": datasets.List(datasets.Value("int32")),
+    "source": datasets.Value("int32"),
+    "document": datasets.Value("int64"),
+    "chunk": datasets.Value("int32"),
+}
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    context_length: int,
+    needs_mask: bool = True,
+) -> None:
+    """Refuse a tokenizer or a length that the model cannot take.
+
+    Args:
+        tokenizer: Of the model.
+        vocab_size: Rows of the model's embedding table.
+        max_positions: Longest row the model takes, in tokens.
+        context_length: Longest row that will be made, in tokens.
+        needs_mask: Whether tokens will be masked.
+
+    Raises:
+        ValueError: No mask or pad token, an id beyond `vocab_size`, or rows longer than the model.
+    """
+    if needs_mask and tokenizer.mask_token_id is None:
+        raise ValueError(
+            "tokenizer: expected a mask token, got none. "
+            "Use the tokenizer of a masked language model."
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError("tokenizer: expected a pad token, got none. Set one in its files.")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            "tokenizer: expected ordinary tokens, got only special ones. "
+            "Put the tokenizer's files beside the model"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"tokenizer: expected ids below the model's vocab_size {vocab_size}, got {largest}. "
+            "Use the tokenizer the model was trained with."
+        )
+    if context_length > max_positions:
+        raise ValueError(
+            f"data.context_length: expected at most the {max_positions} positions of the model, "
+            f"got {context_length}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowMaker:
+    """Turns documents of one source into rows: consecutive chunks in the special tokens.
+
+    A document's tail is a row of its own. A blank document makes no row, nor does a chunk in which
+    nothing is scored.
+
+    Attributes:
+        name: Where the source stands in the configuration.
+        source: Its number.
+        row_format: Format of its documents.
+        column: Of the text.
+        tokenizer: Of the model.
+        context_length: Longest row, in tokens, special tokens included.
+        loss_on: What may be predicted.
+        word_ids: Whether rows number their words.
+        end_of_text: Token put after every document of plain text, None for none.
+    """
+
+    name: str
+    source: int
+    row_format: Format
+    column: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    loss_on: LossOn
+    word_ids: bool
+    end_of_text: int | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a row."""
+        optional = {"scored": self.row_format != "text", "word_ids": self.word_ids}
+        return [name for name in FEATURES if optional.get(name, True)]
+
+    def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
+        """Return the rows of documents, which have a `document` number.
+
+        Args:
+            documents: Of the source; they may be bad rows of a file.
+            bad_rows: Where documents that make no row are reported.
+
+        Raises:
+            ValueError: A document cannot be used and none may be skipped, or the settings fit none.
+        """
+        readable = []
+        for document in documents:
+            if BAD in document:
+                bad_rows.report(self.name, document[PLACE], *document[BAD])
+            else:
+                readable.append(document)
+        special = SpecialTokens.of(self.tokenizer)
+        num_special = len(special.prefix) + len(special.suffix)
+        body = self.context_length - num_special
+        if body < 1:
+            raise ValueError(
+                f"data.context_length: expected more than the {num_special} special tokens of a "
+                f"row, got {self.context_length}."
+            )
+        found = encode(
+            [{key: row[key] for key in row if key not in ("document", PLACE)} for row in readable],
+            self.row_format,
+            tokenizer=self.tokenizer,
+            loss_on=self.loss_on,
+            column=self.column,
+            word_ids=self.word_ids,
+        )
+        rows: list[Row] = []
+        for document, encoded in zip(readable, found, strict=True):
+            chunks: list[Row] = []
+            if isinstance(encoded, Encoded):
+                if self.end_of_text is not None and self.row_format == "text":
+                    encoded.input_ids.append(self.end_of_text)
+                chunks = self._cut(encoded, special, body, document["document"])
+                kept = sum(len(row["input_ids"]) - num_special for row in chunks)
+                bad_rows.unscored_tokens += len(encoded.input_ids) - kept if chunks else 0
+            if not chunks:
+                number = document_name(document["document"])
+                place = document.get(PLACE) or f"{self.name}, {number}"
+                bad_rows.report(self.name, place, encoded if isinstance(encoded, str) else BLANK)
+            rows += chunks
+        return rows
+
+    def _cut(self, encoded: Encoded, special: SpecialTokens, body: int, document: int) -> list[Row]:
+        rows = []
+        for chunk, start in enumerate(range(0, len(encoded.input_ids), body)):
+            part = slice(start, start + body)
+            scored = None if encoded.scored is None else encoded.scored[part]
+            if scored is not None and not any(scored):
+                continue
+            input_ids = encoded.input_ids[part]
+            row = {
+                "input_ids": [*special.prefix, *input_ids, *special.suffix],
+                "source": self.source,
+                "document": document,
+                "chunk": chunk,
+            }
+            if "scored" in self.columns:
+                row["scored"] = _wrap(scored or [True] * len(input_ids), False, special)
+            if encoded.word_ids is not None:
+                row["word_ids"] = _wrap(encoded.word_ids[part], NO_WORD, special)
+            rows.append(row)
+        return rows
+
+
+def _wrap(values: Sequence[Any], fill: Any, special: SpecialTokens) -> list[Any]:
+    return [*[fill] * len(special.prefix), *values, *[fill] * len(special.suffix)]
+
+
+def tokenize_table(
+    documents: datasets.Dataset | FileRows,
+    maker: RowMaker,
+    bad_rows: BadRows,
+    num_proc: int | None = None,
+) -> datasets.Dataset:
+    """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
+
+    Args:
+        documents: Of the source.
+        maker: Makes its rows, and says which ValueError there may be.
+        bad_rows: Where documents that make no row are reported; those of an earlier run too.
+        num_proc: Processes to tokenize in; None is this one, best below some million words.
+
+    Returns:
+        The rows in the order of the documents, mapped into memory from the library's cache.
+    """
+    # A table that another version of these files has made must not be found.
+    code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
+    versions = [tokenizers.__version__, transformers.__version__]
+    source = documents if isinstance(documents, FileRows) else documents._fingerprint
+    key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
+    folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
+    table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
+    if not table.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            # A run that shares the cache sees either nothing or the whole, the report first.
+            new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
+            found = BadRows(skip=bad_rows.skip)
+            features = datasets.Features({name: FEATURES[name] for name in maker.columns})
+            with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
+                batches = _batches(documents, maker.name)
+                for rows, bad in _made(batches, maker, found.skip, num_proc):
+                    found.merge(bad)
+                    writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
+            new_report.write_text(json.dumps(asdict(found)))
+            os.replace(new_report, report)
+            os.replace(new_table, table)
+    bad_rows.merge(BadRows(**json.loads(report.read_text())))
+    return datasets.Dataset.from_file(str(table))
+
+
+def _made(
+    batches: Iterator[list[Row]], maker: RowMaker, skip: bool, num_proc: int | None
+) -> Iterator[tuple[list[Row], BadRows]]:
+    """Make the rows of batches in order, in processes if there are any."""
+    make = functools.partial(_make, maker, skip)
+    with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
+        if num_proc is None:
+            for batch in batches:
+                yield make(batch)
+                progress.update(len(batch))
+            return
+        with multiprocessing.get_context("spawn").Pool(num_proc) as pool:
+            while group := list(itertools.islice(batches, 4 * num_proc)):
+                yield from pool.map(make, group, chunksize=1)
+                progress.update(sum(map(len, group)))
+
+
+def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row], BadRows]:
+    bad_rows = BadRows(skip=skip)
+    return maker(documents, bad_rows), bad_rows
+
+
+def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list[Row]]:
+    """Put documents together, fewer where they are long."""
+    batch: list[Row] = []
+    characters = 0
+    for row in numbered_rows(documents, name):
+        batch.append(row)
+        characters += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
+    """Make a table of rows; those of plain text may predict everything if others have `scored`."""
+    columns = [name for name in FEATURES if any(name in row for row in rows)]
+    table = {
+        name: [row[name] if name in row else [True] * len(row["input_ids"]) for row in rows]
+        for name in columns
+    }
+    features = datasets.Features({name: FEATURES[name] for name in columns})
+    return datasets.Dataset.from_dict(table, features=features)
+
+
+def row_lengths(rows: datasets.Dataset) -> np.ndarray:
+    """Return the length of every row in tokens, `[rows]`."""
+    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
+    return np.concatenate(
+        [batch["input_ids"].combine_chunks().value_lengths().to_numpy() for batch in batches]
+    )
+
+
+def document_names(rows: datasets.Dataset) -> np.ndarray:
+    """Return the source and the document of every row, `[2, rows]`."""
+    columns = rows.select_columns(["source", "document"]).with_format("arrow")[:].columns
+    return np.stack([column.to_numpy() for column in columns])
+
+
+def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
+    """Count how often every token occurs in rows, `[V]` int64."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
+        input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
+        counts += np.bincount(input_ids, minlength=vocab_size)
+    return counts

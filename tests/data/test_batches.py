@@ -1,0 +1,292 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from harmonic_sft.data.batches import (
+    EpochSampler,
+    MaskedRows,
+    PaddingCollator,
+    PaddingFreeCollator,
+    fill_rate,
+    pack,
+)
+from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig, RowMasker
+
+# Python 3.12 and later warn when a process with threads forks, as the workers' loader does.
+pytestmark = pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+
+NUM_ROWS = 24
+CAPACITY = 60
+COLLATOR = PaddingCollator(pad_token_id=0)
+
+
+@pytest.fixture
+def table():
+    lengths = [20 + index % 7 for index in range(NUM_ROWS)]
+    return Dataset.from_dict(
+        {
+            "input_ids": [
+                [1, *range(5 + index, 5 + index + length), 2]
+                for index, length in enumerate(lengths)
+            ],
+            "source": [0] * NUM_ROWS,
+            "document": [index // 2 for index in range(NUM_ROWS)],
+            "chunk": [index % 2 for index in range(NUM_ROWS)],
+        }
+    )
+
+
+@pytest.fixture
+def masker():
+    special = np.zeros(100, dtype=bool)
+    special[:5] = True
+    config = MaskConfig(probability=0.5)
+    return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=special)
+
+
+def shuffled_loader(rows, batch_size=2, num_workers=0, process=0, num_processes=1):
+    """What the Trainer makes of a training set."""
+    loader = DataLoader(
+        rows,
+        batch_size=batch_size,
+        sampler=EpochSampler(rows, seed=3),
+        collate_fn=COLLATOR,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
+    return prepare_data_loader(
+        loader,
+        num_processes=num_processes,
+        process_index=process,
+        put_on_device=False,
+        use_seedable_sampler=True,
+    )
+
+
+def examples(loader):
+    """Every row as (masked ids, labels) without its padding, in order."""
+    return [
+        (tuple(input_ids[kept > 0].tolist()), tuple(labels[kept > 0].tolist()))
+        for batch in loader
+        for input_ids, kept, labels in zip(*batch.values(), strict=True)
+    ]
+
+
+def unmask(example):
+    """The row as it was before masking, and its labels."""
+    return tuple(
+        old if label == IGNORE_INDEX else label for old, label in zip(*example, strict=True)
+    ), example[1]
+
+
+def epochs(rows, num_epochs=2, **settings):
+    loader = shuffled_loader(rows, **settings)
+    result = []
+    for epoch in range(num_epochs):
+        loader.set_epoch(epoch)
+        result.append(examples(loader))
+    return result
+
+
+@pytest.fixture
+def expected(table, masker):
+    return epochs(MaskedRows(table, masker))
+
+
+def test_each_epoch_has_its_own_order_and_masks(expected, table):
+    first, second = (dict(map(unmask, epoch)) for epoch in expected)
+    assert set(first) == set(second) == set(map(tuple, table["input_ids"]))
+    assert list(first) != list(second)
+    assert all(first[row] != second[row] for row in first)
+
+
+@pytest.mark.parametrize("num_workers", [2])
+def test_workers_that_outlive_an_epoch_give_the_same_masks(expected, table, masker, num_workers):
+    assert epochs(MaskedRows(table, masker), num_workers=num_workers) == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 24])
+def test_batch_size_changes_no_mask(expected, table, masker, batch_size):
+    assert epochs(MaskedRows(table, masker), batch_size=batch_size) == expected
+
+
+def test_two_processes_share_the_rows_of_one(expected, table, masker):
+    parts = [
+        epochs(MaskedRows(table, masker), process=process, num_processes=2) for process in (0, 1)
+    ]
+    for epoch in range(2):
+        together = [
+            row
+            for start in range(0, NUM_ROWS // 2, 2)
+            for part in parts
+            for row in part[epoch][start : start + 2]
+        ]
+        assert together == expected[epoch]
+
+
+@pytest.mark.parametrize(("num_workers", "num_processes"), [(0, 2), (2, 1)])
+def test_run_resumed_in_mid_epoch_goes_on_with_the_same_rows(
+    table, masker, num_workers, num_processes
+):
+    settings = {"num_processes": num_processes, "process": num_processes - 1}
+    whole = epochs(MaskedRows(table, masker), **settings)[1]
+    loader = shuffled_loader(MaskedRows(table, masker), num_workers=num_workers, **settings)
+    resumed = skip_first_batches(loader, 3)
+    resumed.set_epoch(1)
+    assert examples(resumed) == whole[6:]
+
+
+def test_evaluation_masks_stay_whatever_epoch_is_set(table, masker):
+    rows = MaskedRows(table, masker, fixed_epoch=EVAL_EPOCH)
+    loader = prepare_data_loader(
+        DataLoader(rows, batch_size=4, collate_fn=COLLATOR), put_on_device=False
+    )
+    first, second = examples(loader), examples(loader)
+    assert first == second
+    assert rows.epoch == EVAL_EPOCH
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(None, 5), (1, 5), (4, 8), (5, 5)])
+def test_collator_pads_on_the_right(multiple, width):
+    rows = [
+        {"input_ids": np.arange(1, 1 + length), "labels": np.arange(length)} for length in (3, 5)
+    ]
+    batch = PaddingCollator(pad_token_id=9, pad_to_multiple_of=multiple)(rows)
+    assert list(batch) == ["input_ids", "attention_mask", "labels"]
+    for values in batch.values():
+        assert values.shape == (2, width)
+        assert values.dtype == torch.int64
+    assert batch["input_ids"][0].tolist() == [1, 2, 3] + [9] * (width - 3)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5]
+    assert batch["labels"][0].tolist() == [0, 1, 2] + [IGNORE_INDEX] * (width - 3)
+
+
+def plain_best_fit_decreasing(lengths, capacity):
+    """Look at every pack for every row; packs with equal space were brought there in turn."""
+    packs, spaces, since = [], [], []
+    for step, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
+        fitting = [number for number, space in enumerate(spaces) if space >= lengths[row]]
+        if fitting:
+            number = min(fitting, key=lambda number: (spaces[number], since[number]))
+        else:
+            number = len(packs)
+            packs.append([])
+            spaces.append(capacity)
+            since.append(0)
+        packs[number].append(row)
+        spaces[number] -= lengths[row]
+        since[number] = step
+    return sorted(map(sorted, packs))
+
+
+@pytest.mark.parametrize(("seed", "largest"), [(0, 4), (1, 20), (2, 50), (3, 50)])
+def test_packs_are_those_of_plain_best_fit_decreasing(seed, largest):
+    lengths = np.random.default_rng(seed).integers(1, largest + 1, size=120)
+    packs = pack(lengths, 50)
+    assert [rows.tolist() for rows in packs] == plain_best_fit_decreasing(lengths.tolist(), 50)
+    assert all(rows.dtype == np.int64 for rows in packs)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(120))
+    assert max(lengths[rows].sum() for rows in packs) <= 50
+
+
+def test_a_pack_by_hand():
+    packs = pack(np.array([3, 7, 5, 2, 3, 10]), 10)
+    # 10 | 7 | 5, then the first 3 beside 7, the second beside 5, and 2 beside 5 and 3.
+    assert [rows.tolist() for rows in packs] == [[0, 1], [2, 3, 4], [5]]
+    assert fill_rate(np.array([3, 7, 5, 2, 3, 10]), packs, 10) == 1.0
+    assert fill_rate(np.array([3, 4]), pack(np.array([3, 4]), 10), 10) == pytest.approx(0.7)
+
+
+def test_no_rows_make_no_packs():
+    assert pack(np.array([], dtype=np.int64), 10) == []
+    assert fill_rate(np.array([], dtype=np.int64), [], 10) == 0.0
+
+
+@pytest.mark.parametrize("bad", [0, 11])
+def test_a_row_that_fits_no_pack_is_refused(bad):
+    message = rf"lengths: expected rows of 1 to 10 tokens.*got {bad} in row 1\. Cut the rows"
+    with pytest.raises(ValueError, match=message):
+        pack(np.array([5, bad, 5]), 10)
+
+
+def test_many_rows_are_packed_tightly():
+    """In quadratic time these would take a quarter of an hour."""
+    draws = np.random.default_rng(0).lognormal(4.6, 0.7, size=100_000)
+    lengths = np.clip(draws.astype(np.int64), 3, 1024)
+    packs = pack(lengths, 1024)
+    assert len(packs) <= 1.002 * math.ceil(lengths.sum() / 1024)
+    assert fill_rate(lengths, packs, 1024) == pytest.approx(lengths.sum() / len(packs) / 1024)
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_packed_rows_keep_the_masks_they_have_alone(table, masker, epoch):
+    lengths = np.array([len(row) for row in table["input_ids"]])
+    plan = pack(lengths, CAPACITY)
+    alone, packed = MaskedRows(table, masker), MaskedRows(table, masker, packs=plan)
+    alone.set_epoch(epoch)
+    packed.set_epoch(epoch)
+    assert len(packed) == len(plan) < len(alone)
+    for index, members in enumerate(plan):
+        item, start = packed[index], 0
+        assert list(item) == ["input_ids", "labels", "position_ids"]
+        for member in members.tolist():
+            place = slice(start, start + lengths[member])
+            for name, values in alone[member].items():
+                np.testing.assert_array_equal(item[name][place], values)
+            assert item["position_ids"][place].tolist() == list(range(lengths[member]))
+            start = place.stop
+        assert {len(values) for values in item.values()} == {start}
+        assert {values.dtype for values in item.values()} == {np.dtype(np.int64)}
+
+
+def test_masks_and_order_of_packs_change_with_the_epoch(table, masker):
+    rows = MaskedRows(table, masker, packs=[np.arange(6), np.arange(6, 9), np.arange(9, 24)])
+    sampler = EpochSampler(rows, seed=1)
+    orders = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        orders.append(tuple(sampler))
+    assert {tuple(sorted(order)) for order in orders} == {(0, 1, 2)}
+    assert len(set(orders)) > 1
+    rows.set_epoch(0)
+    first = rows[0]["labels"]
+    rows.set_epoch(1)
+    assert not np.array_equal(rows[0]["labels"], first)
+
+
+def row(*ids, positions=None):
+    values = {"input_ids": np.array(ids), "labels": np.array(ids) * 10}
+    return values if positions is None else {**values, "position_ids": np.array(positions)}
+
+
+PACKS = [row(5, 6, 7, positions=[0, 1, 0]), row(8, positions=[0]), row(9, 9, positions=[0, 1])]
+
+
+def test_padded_packs_have_padding_outside_every_document():
+    batch = PaddingCollator(pad_token_id=3, pad_to_multiple_of=4)(PACKS)
+    assert list(batch) == ["input_ids", "attention_mask", "labels", "position_ids"]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 3], [8, 3, 3, 3], [9, 9, 3, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert batch["labels"][1].tolist() == [80] + [IGNORE_INDEX] * 3
+
+
+def test_a_batch_without_padding_is_one_row():
+    batch = PaddingFreeCollator()(PACKS)
+    assert list(batch) == ["input_ids", "labels", "position_ids"]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9]]
+    assert batch["labels"].tolist() == [[50, 60, 70, 80, 90, 90]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 0, 1]]
+    assert {values.dtype for values in batch.values()} == {torch.int64}
+
+
+def test_classes_of_rows_are_a_column():
+    rows = [{"input_ids": np.arange(2 + n), "labels": np.array(n)} for n in range(3)]
+    batch = PaddingCollator(pad_token_id=9)(rows)
+    assert batch["labels"].tolist() == [0, 1, 2]
+    assert batch["input_ids"].tolist() == [[0, 1, 9, 9], [0, 1, 2, 9], [0, 1, 2, 3]]

@@ -1,0 +1,276 @@
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from harmonic_sft.data import row_maker as module
+from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.files import BAD, PLACE, FileRows, file_shards
+from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
+
+TEXTS = [
+    " ".join(f"word{(7 * index + length) % 200}" for index in range(length))
+    for length in (1, 6, 7, 40)
+]
+
+
+def documents(texts):
+    return [{"text": text, "document": index} for index, text in enumerate(texts)]
+
+
+def row_maker(tokenizer, **settings):
+    defaults = {
+        "name": "data.sources[1]",
+        "source": 1,
+        "row_format": "text",
+        "column": "text",
+        "context_length": 8,
+        "loss_on": "all",
+        "word_ids": False,
+    }
+    return RowMaker(tokenizer=tokenizer, **(defaults | settings))
+
+
+def make(maker, documents, skip=False):
+    """Rows, and what makes none."""
+    bad_rows = BadRows(skip=skip)
+    return maker(documents, bad_rows), bad_rows
+
+
+def make_table(maker, documents, skip=False, num_proc=None):
+    bad_rows = BadRows(skip=skip)
+    return tokenize_table(documents, maker, bad_rows, num_proc).to_list(), bad_rows
+
+
+def texts_table(texts):
+    return Dataset.from_dict({"text": texts})
+
+
+@pytest.mark.parametrize(
+    ("name", "context_length"),
+    [("tokenizer", 3), ("tokenizer", 64), ("byte_tokenizer", 8), ("byte_tokenizer", 9)],
+)
+def test_no_token_is_lost_in_cutting(request, name, context_length):
+    tokenizer = request.getfixturevalue(name)
+    whole: dict[int, list[int]] = {index: [] for index in range(len(TEXTS))}
+    rows, _ = make(row_maker(tokenizer, context_length=context_length), documents(TEXTS))
+    for row in rows:
+        input_ids, document = row["input_ids"], row["document"]
+        assert len(input_ids) <= context_length
+        assert row["chunk"] == len(whole[document]) // (context_length - 2)
+        assert row["source"] == 1
+        first, last = tokenizer("a")["input_ids"][0], tokenizer("a")["input_ids"][-1]
+        assert (input_ids[0], input_ids[-1]) == (first, last)
+        whole[document] += input_ids[1:-1]
+    for index, text in enumerate(TEXTS):
+        assert whole[index] == tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(whole[index]) == text
+
+
+def test_tokenizer_without_special_tokens_makes_bare_rows(byte_tokenizer):
+    settings = json.loads(byte_tokenizer.backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(json.dumps(settings | {"post_processor": None}))
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend)
+    rows, _ = make(row_maker(bare, context_length=2), documents(["abc"]))
+    assert [bare.decode(row["input_ids"]) for row in rows] == ["ab", "c"]
+
+
+def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, caplog, capfd):
+    rows, _ = make(row_maker(tokenizer, context_length=16), documents([TEXTS[-1] * 10]))
+    assert len(rows) > 10
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+def test_text_that_spells_a_special_token_stays_text(tokenizer):
+    rows, _ = make(row_maker(tokenizer, context_length=16), documents(["a [MASK]"]))
+    assert tokenizer.mask_token_id not in rows[0]["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "byte_tokenizer"])
+def test_blank_documents_make_no_row_and_are_counted(request, name):
+    rows, bad_rows = make(row_maker(request.getfixturevalue(name)), documents(["", "  \n", "a"]))
+    assert [row["document"] for row in rows] == [2]
+    assert bad_rows == BadRows(blank=2, skip=False)
+
+
+def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
+    maker = row_maker(tokenizer)
+    message = (
+        r"data\.sources\[1\]: text: expected text, got NoneType None in {}\. .*on_bad_row: skip"
+    )
+    with pytest.raises(ValueError, match=message.format("document 1")):
+        make(maker, documents(["a", None]))
+    with pytest.raises(ValueError, match=message.format("document 3 of logical stream 2")):
+        make(maker, [{"text": None, "document": (2 << 40) + 3}])
+    row = {"text": None, PLACE: "'a.jsonl', line 7"}
+    with pytest.raises(ValueError, match=message.format(r"'a\.jsonl', line 7")):
+        make(maker, [{**row, "document": 2}])
+    with pytest.raises(ValueError, match=message.format(r"'a\.jsonl', line 7")):
+        make_table(maker, Dataset.from_list([row]))
+    with pytest.raises(ValueError, match=r"a column of that name, got \['txet'\] in"):
+        make(maker, [{"txet": "a", PLACE: "'a.jsonl', line 7", "document": 0}])
+    unread = {PLACE: "'a.jsonl', line 8", BAD: ("expected JSON, got NaN", 1), "document": 2}
+    with pytest.raises(ValueError, match=r"expected JSON, got NaN in 'a\.jsonl', line 8\."):
+        make(maker, [unread])
+
+
+def test_bad_documents_are_left_out_and_counted_if_asked(tokenizer):
+    texts = ["a", None, "", "b"]
+    rows, bad_rows = make(row_maker(tokenizer), documents(texts), skip=True)
+    assert [row["document"] for row in rows] == [0, 3]
+    assert make_table(row_maker(tokenizer), texts_table(texts), skip=True) == (rows, bad_rows)
+    assert list(bad_rows.places) == ["data.sources[1], document 1"]
+    assert bad_rows.blank == 1
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n[]\n{"text": " "}\n{"text": "two", "n": 1}\n{"te')
+    return path
+
+
+def rows_of(path):
+    return FileRows([(file_shards(str(path), name="s"), 0, 100)])
+
+
+def test_table_of_a_file_is_made_once_until_the_file_changes(tokenizer, lines, monkeypatch):
+    maker = row_maker(tokenizer)
+    first = make_table(maker, rows_of(lines), skip=True)
+    assert [row["document"] for row in first[0]] == [0, 2]
+    assert list(first[1].places) == [f"{str(lines)!r}, line {line}" for line in (2, 5)]
+    assert first[1].blank == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(RowMaker, "__call__", None)
+        assert make_table(maker, rows_of(lines), skip=True) == first
+    lines.write_text('{"text": "three"}\n')
+    os.utime(lines, (1, 1))
+    assert len(make_table(maker, rows_of(lines), skip=True)[0]) == 1
+
+
+def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache):
+    make_table(row_maker(tokenizer), rows_of(lines), skip=True)
+    tables = sorted((datasets_cache / "harmonic_sft").iterdir())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"expected an object, got list in .*line 2\. Repair"):
+            make_table(row_maker(tokenizer), rows_of(lines))
+    assert sorted((datasets_cache / "harmonic_sft").iterdir()) == tables
+
+
+def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
+    sizes = []
+
+    def counted(maker, documents, bad_rows, original=RowMaker.__call__):
+        sizes.append(len(documents))
+        return original(maker, documents, bad_rows)
+
+    monkeypatch.setattr(RowMaker, "__call__", counted)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
+    rows, _ = make_table(row_maker(tokenizer), texts_table(["word1 " * 200] * 7))
+    assert sizes == [2, 2, 2, 1]
+    assert [row["document"] for row in rows] == sorted([*range(7)] * (len(rows) // 7))
+
+
+def test_context_without_place_for_text_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"context_length: expected more than the 2 .*, got 2\."):
+        make(row_maker(tokenizer, context_length=2), documents(["a"]))
+
+
+def test_rows_know_their_words_if_asked(tokenizer):
+    maker = row_maker(tokenizer, context_length=6, word_ids=True)
+    assert "word_ids" in maker.columns
+    # Letters are pieces of one word: xyz is x, ##y, ##z.
+    (first, second), _ = make(maker, documents(["word1 xyz word2 ab"]))
+    assert first["word_ids"] == [-1, 0, 1, 1, 1, -1]
+    assert second["word_ids"] == [-1, 2, 3, 3, -1]
+
+
+def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
+    row = {"prompt": TEXTS[3], "completion": "word1 word2", "document": 0}
+    settings = {"row_format": "prompt_completion", "loss_on": "completion"}
+    rows, bad_rows = make(row_maker(tokenizer, **settings), [row])
+    (whole,), all_scored = make(row_maker(tokenizer, context_length=512, **settings), [row])
+    expected = len(whole["input_ids"]) - 2 - sum(len(row["input_ids"]) - 2 for row in rows)
+    assert bad_rows.unscored_tokens == expected > 0
+    table = Dataset.from_list([row]).remove_columns("document")
+    assert make_table(row_maker(tokenizer, **settings), table) == (rows, bad_rows)
+    assert bad_rows.total == all_scored.total == all_scored.unscored_tokens == 0
+
+
+def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
+    words = [f"word{index}" for index in range(14)]
+    input_ids = tokenizer.convert_tokens_to_ids(words)
+    labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
+    maker = row_maker(tokenizer, row_format="tokens")
+    rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, "document": 5}])
+    assert rows == [
+        {
+            "input_ids": [tokenizer.cls_token_id, *input_ids[6:12], tokenizer.sep_token_id],
+            "scored": [False, False, True, False, False, False, False, False],
+            "source": 1,
+            "document": 5,
+            "chunk": 1,
+        }
+    ]
+    assert not bad_rows.total
+
+
+@pytest.mark.parametrize(
+    ("num_proc", "word_ids"), [(None, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
+def test_table_and_stream_give_the_same_rows(tokenizer, num_proc, word_ids):
+    maker = row_maker(tokenizer, word_ids=word_ids)
+    expected = make(maker, documents(TEXTS))
+    assert make_table(maker, texts_table(TEXTS), num_proc=num_proc) == expected
+    assert sorted(expected[0][0]) == sorted(maker.columns)
+
+
+def test_table_goes_by_the_settings_of_its_maker(tokenizer, datasets_cache):
+    for context_length in (8, 8, 9):
+        make_table(row_maker(tokenizer, context_length=context_length), texts_table(TEXTS))
+    assert len(list((datasets_cache / "harmonic_sft").glob("*.arrow"))) == 2
+
+
+def test_unigrams_are_counted_over_all_rows():
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 2], [5, 1]]}).select([1, 0])
+    np.testing.assert_array_equal(unigram_counts(rows, 7), [0, 2, 2, 0, 0, 1, 0])
+
+
+def check(tokenizer, **settings):
+    defaults = {"vocab_size": 1000, "max_positions": 64, "context_length": 64}
+    check_tokenizer(tokenizer, **(defaults | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocab_size": 100}, "tokenizer: expected ids below the model's vocab_size 100, got "),
+        ({"max_positions": 32}, "data.context_length: expected at most the 32 positions of the "),
+    ],
+)
+def test_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(tokenizer, **settings)
+
+
+@pytest.mark.parametrize("role", ["mask", "pad"])
+def test_tokenizer_without_a_needed_token_is_refused(tokenizer, role):
+    tokens = {"mask_token": "[MASK]", "pad_token": "[PAD]"}
+    del tokens[f"{role}_token"]
+    lacking = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokens)
+    with pytest.raises(ValueError, match=f"tokenizer: expected a {role} token, got none"):
+        check(lacking)
+
+
+def test_tokenizer_without_ordinary_tokens_is_refused():
+    words = {"[PAD]": 0, "[MASK]": 1}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]")
+    with pytest.raises(ValueError, match="expected ordinary tokens, got only special ones"):
+        check(bare)
