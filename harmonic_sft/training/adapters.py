@@ -23,7 +23,7 @@ from harmonic_sft.hub.adapter import (
 )
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
-from harmonic_sft.training.sections import PeftConfig
+from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
 

@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from harmonic_sft.losses import Distillation, neighbor_tables
+from harmonic_sft.training.run_config import HExpConfig
 from harmonic_sft.training.schedules import h_exp_at
-from harmonic_sft.training.sections import HExpConfig
 
 
 class StoppedError(RuntimeError):

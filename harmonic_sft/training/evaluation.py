@@ -14,8 +14,7 @@ from harmonic_sft.results import environment, write_results
 from harmonic_sft.training.model_loading import MODELS
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
-from harmonic_sft.training.run_config import Recipe
-from harmonic_sft.training.sections import ScheduleConfig
+from harmonic_sft.training.run_config import Recipe, ScheduleConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
 USED = {"data", "training"}

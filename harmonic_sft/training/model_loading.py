@@ -33,8 +33,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.class_means import class_means
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
-from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.sections import ModelConfig, Task
+from harmonic_sft.training.run_config import ModelConfig, RunConfig, Task
 
 logger = logging.getLogger(__name__)
 # Encoders that come as Python packages, with the sha256 of their weights as published on the Hub.

@@ -18,8 +18,7 @@ from harmonic_sft.hub import (
     stage,
     upload,
 )
-from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.sections import HubConfig
+from harmonic_sft.training.run_config import HubConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 

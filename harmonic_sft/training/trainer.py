@@ -36,9 +36,8 @@ from harmonic_sft.training.callbacks import (
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.out_of_memory import is_out_of_memory, split_batch
-from harmonic_sft.training.run_config import Recipe
+from harmonic_sft.training.run_config import HExpConfig, Recipe
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
-from harmonic_sft.training.sections import HExpConfig
 
 logger = logging.get_logger(__name__)
 STREAM_STATE = "stream_state_{}.json"  # of a process

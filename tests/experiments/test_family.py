@@ -8,12 +8,12 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
-from harmonic_sft.cli import main
 from harmonic_sft.experiments import family
 from harmonic_sft.experiments.evidence import spread
 from harmonic_sft.experiments.family import BASELINE, compare_family, config_files
 from harmonic_sft.results import read_results
 from harmonic_sft.training import load_run_config
+from harmonic_sft_cli import main
 
 ROOT = Path(__file__).parents[2]
 FAMILY = sorted((ROOT / "configs").glob("family*/*.yaml"))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from harmonic_sft.cli import main
 from harmonic_sft.experiments.geometry_note import PARTS, reproduce_part
 from harmonic_sft.results import read_results, write_results
 from harmonic_sft.training import load_run_config
+from harmonic_sft_cli import main
 from tests.experiments.note_payloads import PAYLOADS
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ import re
 import pytest
 from matplotlib.image import imread
 
-from harmonic_sft.cli import main
 from harmonic_sft.experiments import EXPERIMENTS, reproduce
 from harmonic_sft.results import read_results
+from harmonic_sft_cli import main
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-from harmonic_sft.cli import main
+from harmonic_sft_cli import main
 
 time.sleep = lambda seconds: None  # the Hub's client waits between its tries
 

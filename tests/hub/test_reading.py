@@ -172,7 +172,7 @@ def test_bad_input_is_one_line_before_anything_is_sent(client, hub, pushed, tmp_
 
 
 def test_without_a_token_it_says_how_to_log_in(finished_run, no_token, monkeypatch, capsys):
-    from harmonic_sft.cli import main
+    from harmonic_sft_cli import main
 
     assert main(["push", str(finished_run), "--repo-id", "alice/x"]) == 1
     assert "Run `hf auth login`" in capsys.readouterr().err

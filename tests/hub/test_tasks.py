@@ -9,7 +9,8 @@ from huggingface_hub import ModelCard
 from harmonic_sft.hub import read_trained, stage
 from harmonic_sft.hub.tasks import MASKED_LM, TASKS, task_words
 from harmonic_sft.models import HarmonicConfig, HarmonicForSequenceClassification
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import train
 from tests.conftest import WORDS
 
 

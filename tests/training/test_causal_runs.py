@@ -13,9 +13,9 @@ from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.results import read_results
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
 from harmonic_sft.training.evaluation import evaluate_folder
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run import prepare, train
 from tests.decoders import V, save_decoder
 
 ALL = {"patterns": ["*"]}
@@ -263,7 +263,7 @@ def test_settings_that_do_not_fit(base, text, write, sections, message):
 def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
     from harmonic_sft.data import DataConfig, load_data
     from harmonic_sft.training.model_loading import load_tokenizer
-    from harmonic_sft.training.sections import ModelConfig
+    from harmonic_sft.training.run_config import ModelConfig
 
     tokenizer = load_tokenizer(ModelConfig(base=str(base), task="causal_lm"))
     config = DataConfig(

@@ -12,13 +12,11 @@ from harmonic_sft.models import (
     HarmonicForTokenClassification,
     HarmonicModel,
 )
-from harmonic_sft.training import (
-    dry_run,
-    evaluate_folder,
-    load_run_config,
-    show_data,
-    train,
-)
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.data_view import show_data
+from harmonic_sft.training.dry_run import dry_run
+from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.run import train
 from tests.conftest import WORDS
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import BertTokenizer
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import train
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -2,7 +2,6 @@ import pytest
 
 from harmonic_sft.models import HEADS
 from harmonic_sft.training import load_run_config
-from harmonic_sft.training.head_section import measures_distances
 
 DEMO = "configs/demo.yaml"
 
@@ -23,7 +22,6 @@ def test_the_exponent_goes_to_the_dist_head_wherever_it_stands():
     inner = "{name: multi_head, num_heads: 2, inner: {name: dist, eps: 1e-4}}"
     run = load_run_config(DEMO, [f"head={{name: rotation, inner: {inner}}}", "h_exp.start=-9"])
     settings = run.head_settings()
-    assert measures_distances(settings)
     assert settings["inner"]["inner"] == {"name": "dist", "eps": 1e-4, "h_exp": -9.0}
 
 
@@ -31,10 +29,6 @@ def test_a_learned_exponent_reaches_the_head():
     run = load_run_config(DEMO, ["h_exp={start: -9, end: -9, schedule: learned}"])
     assert run.head_settings()["learn_h_exp"]
     assert run.learns_h_exp
-
-
-def test_a_linear_head_inside_another_measures_no_distances():
-    assert not measures_distances({"name": "rotation", "inner": {"name": "linear"}})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from transformers import TrainerCallback
 
 from harmonic_sft.config import parse, read_yaml, to_yaml
 from harmonic_sft.losses import LOSSES, neighbor_tables
-from harmonic_sft.training import RunConfig, load_run_config, train
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training import RunConfig, load_run_config
+from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 COSINE = {"head": {"name": "cosine"}, "h_exp": None}

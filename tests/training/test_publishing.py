@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from harmonic_sft.training import StoppedError, load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.run import train
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.training import dry_run, evaluate_folder, load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.dry_run import dry_run
+from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint
-from harmonic_sft.training.run import check_launch
+from harmonic_sft.training.run import check_launch, train
 
 
 def start(path, *overrides):

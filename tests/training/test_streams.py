@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from harmonic_sft.data.files import BadRows
-from harmonic_sft.training import load_run_config, run, train
+from harmonic_sft.training import load_run_config, run
+from harmonic_sft.training.run import train
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
-from harmonic_sft.cli import main
+from harmonic_sft_cli import main
 from harmonic_sft.training.trainer import HarmonicTrainer
 training_step = HarmonicTrainer.training_step
 def killed(self, *arguments):

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from harmonic_sft.training import StoppedError, load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.out_of_memory import split_batch
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 
