@@ -265,6 +265,7 @@ def _place(error: ErrorDetails, data: Any) -> Place:
 def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, prefix: str) -> str:
     """Describe the problems of one place, `name: expected WHAT, got VALUE. What to do`."""
     name = _dotted(prefix, place)
+    errors = sorted(errors, key=lambda error: error["type"] != "value_error")
     kind = errors[0]["type"]
     if kind == "unexpected_keyword_argument":
         return _unknown_key(name, str(place[-1]), _known_keys(hint, place[:-1], data))

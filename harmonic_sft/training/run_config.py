@@ -91,12 +91,12 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
 class UnfreezeConfig:
     """Which parts of the backbone train; the head always does."""
 
-    last_blocks: int | None = Field(None, ge=0, description="How many blocks, from the top")
+    last_blocks: int | None = Field(None, ge=0, description="Number of blocks, from the top")
     patterns: list[str] = Field(
         default_factory=list, description="Parameter names of the backbone, with * and ?"
     )
     dtype: Precision = Field(
-        "float32", description="Of the trained part; bfloat16 gets float32 master weights"
+        "float32", description="Precision of these parts; bfloat16 gets float32 master weights"
     )
 
     @model_validator(mode="after")
@@ -116,17 +116,17 @@ class ModelConfig:
     revision: str | None = Field(None, description="Revision on the Hub; pin it")
     task: Task = Field("masked_lm", description="What the model predicts")
     from_scratch: bool = Field(
-        False, description="Take the base's shape and tokenizer alone; all weights are random"
+        False, description="Take only the base's shape and tokenizer; all weights are random"
     )
     pooling: Literal["mean", "cls"] | None = Field(
-        None, description="Sequence classification: what stands for a text; null is the mean"
+        None, description="Sequence classification: how a text becomes one vector; null is mean"
     )
-    dtype: Precision = Field("float32", description="Of the frozen body")
+    dtype: Precision = Field("float32", description="Precision of the frozen body")
     dropout: float | None = Field(
-        None, ge=0, lt=1, description="Of the trained blocks; null keeps the base's own"
+        None, ge=0, lt=1, description="Dropout of the trained blocks; null keeps the base's"
     )
     unfreeze: UnfreezeConfig = Field(
-        default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What trains"
+        default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What else is trained"
     )
 
     @model_validator(mode="after")
@@ -178,12 +178,12 @@ class PeftConfig:
 
     r: int = Field(8, ge=1, description="Rank of every update")
     lora_alpha: int = Field(16, ge=1, description="Updates are scaled by lora_alpha / r")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Of the inputs of the updates")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before every update")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="Names, or ends of names, of linear layers"
     )
     layers_to_transform: list[int] | None = Field(
-        None, description="Blocks, from 0; null is all whose targets model.unfreeze leaves frozen"
+        None, description="Block numbers; null is all blocks that model.unfreeze leaves frozen"
     )
 
     @model_validator(mode="after")
@@ -198,15 +198,15 @@ class PeftConfig:
 class HExpConfig:
     """The exponent on the squared distance over the run; a plain number holds it."""
 
-    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="At the first step")
+    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="h_exp at the first step")
     end: float = Field(  # nan until `_check` has seen that it was not given
-        math.nan, lt=0, allow_inf_nan=False, description="After the last step"
+        math.nan, lt=0, allow_inf_nan=False, description="h_exp after the last step"
     )
     schedule: Literal["linear", "learned"] = Field(
-        "linear", description="In between, over the whole run; learned: trained from start on"
+        "linear", description="linear over the whole run, or learned: trained from start on"
     )
     calibrate: bool = Field(
-        False, description="Before training, multiply both so that start fits a few batches best"
+        False, description="Before training, scale start and end to fit a few batches best"
     )
 
     @model_validator(mode="before")
@@ -236,13 +236,13 @@ class HExpConfig:
 class ScheduleConfig:
     """Warmup, stable, decay: the learning rate by shares of the run."""
 
-    warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps that warms up")
-    decay_ratio: float = Field(0.2, ge=0, le=1, description="Share of the steps that decays")
-    decay: Literal["cosine", "linear", "1-sqrt"] = Field("cosine", description="Shape of it")
+    warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps for warmup")
+    decay_ratio: float = Field(0.2, ge=0, le=1, description="Share of the steps for decay")
+    decay: Literal["cosine", "linear", "1-sqrt"] = Field("cosine", description="Shape of the decay")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.warmup_ratio + self.decay_ratio > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is above 1
+        if self.warmup_ratio + self.decay_ratio > 1:
             raise ValueError(
                 "warmup_ratio: expected at most 1 together with decay_ratio, "
                 f"got {self.warmup_ratio} + {self.decay_ratio}"
@@ -255,12 +255,12 @@ class HubConfig:
     """Publishing."""
 
     push: bool = Field(False, description="Push the result to the Hub at the end")
-    repo_id: str | None = Field(None, description="owner/name; made if it does not exist")
+    repo_id: str | None = Field(None, description="owner/name; created if needed")
     form: Literal["full", "head", "peft"] = Field(
-        "full", description="The whole model, what was trained, or an adapter"
+        "full", description="The whole model, only what was trained, or an adapter"
     )
-    private: bool = Field(False, description="Of a repo that is made")
-    revision: str | None = Field(None, description="A branch; null is main")
+    private: bool = Field(False, description="Create the repo as a private one")
+    revision: str | None = Field(None, description="Branch to push to; null is main")
     every_save: bool = Field(False, description="Also push every checkpoint as it is saved")
 
     @model_validator(mode="after")
@@ -278,26 +278,27 @@ class RunConfig:
 
     model: ModelConfig
     head: HeadConfig
-    h_exp: HExpConfig | None = Field(None, description="Only for a dist head, which needs it")
-    peft: PeftConfig | None = Field(None, description="LoRA beside what model.unfreeze trains")
+    h_exp: HExpConfig | None = Field(None, description="For dist heads, which need it")
+    peft: PeftConfig | None = Field(None, description="LoRA on the frozen blocks")
     loss: LossSection
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    oom_fallback: bool = Field(True, description="After running out of memory, go on cheaper")
+    oom_fallback: bool = Field(
+        True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
+    )
     hub: HubConfig = Field(default_factory=HubConfig)
     neighbors: list[str] = Field(
         default_factory=lambda: ["king", "dog", "paris", "doctor", "monday", "three", "money"],
         description="Words whose nearest prototypes are shown before and after",
     )
-    resume: bool = Field(False, description="Go on with the run in output_dir")
+    resume: bool = Field(False, description="Continue the run in output_dir")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_task(self)
         _check_head(self)
-        # Last, so that a mistyped key of ours is found without importing what transformers trains
-        # with.
+        # Last, because it imports much: a mistyped key of another section is found without.
         object.__setattr__(self, "training", _checked_training(self))
         return self
 
