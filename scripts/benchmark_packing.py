@@ -27,8 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertConfig
 
-from harmonic_sft.data import EpochSampler, MaskedRows, PaddingCollator
-from harmonic_sft.data.masked_dataset import PaddingFreeCollator
+from harmonic_sft.data.masked_dataset import (
+    EpochSampler,
+    MaskedRows,
+    PaddingCollator,
+    PaddingFreeCollator,
+)
 from harmonic_sft.data.masking import RowMasker
 from harmonic_sft.data.packing import fill_rate, pack
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM

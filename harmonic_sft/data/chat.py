@@ -5,15 +5,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from harmonic_sft.data.encoding import BadRow, Encoded, Piece, SpecialTokens, encode_pieces
-
-LossOn = Literal["all", "completion", "assistant"]
+from harmonic_sft.data.sections import LossOn
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

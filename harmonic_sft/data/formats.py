@@ -7,9 +7,10 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.chat import Conversation, LossOn, check_turns, encode_conversations
+from harmonic_sft.data.chat import Conversation, check_turns, encode_conversations
 from harmonic_sft.data.encoding import BadRow, Encoded, SpecialTokens, tokenize
 from harmonic_sft.data.masking import IGNORE_INDEX
+from harmonic_sft.data.sections import LossOn
 
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
 

@@ -12,11 +12,11 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import PLACE, BadRows
 from harmonic_sft.data.formats import BLANK, Format, encode
 from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.stream_reader import document_name
 
 # Columns of a table before its bad rows are taken out.

@@ -11,8 +11,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from harmonic_sft.data import StreamedRows
-from harmonic_sft.data.streams import PlacedCollator
+from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
 

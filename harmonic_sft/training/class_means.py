@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from harmonic_sft.data import IGNORE_INDEX
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.models import HarmonicClassifier
 from harmonic_sft.models.head import SphereHead
 

@@ -3,8 +3,9 @@
 import os
 from typing import Any
 
-from harmonic_sft.data import LabeledData, LoadedData, load_data, load_labeled_data
+from harmonic_sft.data.classification import LabeledData, load_labeled_data
 from harmonic_sft.data.inspection import inspect_data
+from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.models import max_positions
 from harmonic_sft.training.model_loading import (
     check_frozen,

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
-from harmonic_sft.data import DataConfig, load_data, load_labeled_data
+from harmonic_sft.data import DataConfig
+from harmonic_sft.data.classification import load_labeled_data
+from harmonic_sft.data.loading import load_data
 from harmonic_sft.models import load_checked, max_positions
 from harmonic_sft.results import environment, write_results
 from harmonic_sft.training.model_loading import MODELS

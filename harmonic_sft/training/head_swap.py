@@ -3,7 +3,8 @@
 import logging
 from dataclasses import replace
 
-from harmonic_sft.data import LabeledData, LoadedData
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.models import Head
 from harmonic_sft.training.calibration import (
     Calibration,

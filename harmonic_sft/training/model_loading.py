@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from harmonic_sft.data import LabeledData, LoadedData
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,

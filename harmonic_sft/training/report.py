@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harmonic_sft.data import LabeledData
+from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source, load_data
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.files import BadRows
 from harmonic_sft.data.inspection import (
     STREAM_ITEMS,
@@ -18,6 +18,7 @@ from harmonic_sft.data.inspection import (
     inspect_data,
     sample_text,
 )
+from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.masked_dataset import (
     EpochSampler,
     MaskedRows,

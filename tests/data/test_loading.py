@@ -11,14 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data import (
-    DataConfig,
-    EvalConfig,
-    MaskConfig,
-    MaskedRows,
-    Source,
-    load_data,
-)
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
+from harmonic_sft.data.loading import load_data
+from harmonic_sft.data.masked_dataset import MaskedRows
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.streams import advance
 

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from transformers import AddedToken
 
 from harmonic_sft.data.keyed_random import random_bits
-from harmonic_sft.data.masking import IGNORE_INDEX, NO_WORD, MaskConfig, RowMasker
+from harmonic_sft.data.masking import IGNORE_INDEX, NO_WORD, RowMasker
+from harmonic_sft.data.sections import MaskConfig
 
 KEY = (0, 1, 2, 3, 4)
 MASK_TOKEN_ID = 4

@@ -7,7 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data import IGNORE_INDEX, DataConfig, load_data
+from harmonic_sft.data import DataConfig
+from harmonic_sft.data.loading import load_data
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.next_tokens import NextTokenLabels
 
 WORDS = [f"w{index}" for index in range(40)]

@@ -12,13 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from harmonic_sft.data import sources
 from harmonic_sft.data.files import PLACE, BadRows
-from harmonic_sft.data.sources import (
-    Source,
-    check_column,
-    check_weights,
-    first_row,
-    load_documents,
-)
+from harmonic_sft.data.sections import Source
+from harmonic_sft.data.sources import check_column, check_weights, first_row, load_documents
 
 TEXTS = ["one document", "another one", "the third"]
 

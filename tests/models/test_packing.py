@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harmonic_sft.data import IGNORE_INDEX, PaddingCollator
-from harmonic_sft.data.masked_dataset import PaddingFreeCollator
+from harmonic_sft.data.masked_dataset import PaddingCollator, PaddingFreeCollator
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.packing import join_rows
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.models.packing import PACKABLE
