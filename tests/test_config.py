@@ -298,6 +298,7 @@ class Ordinary:
     count: int = 1
     options: dict[str, float] | None = None
     text: str | None = None
+    metric: Literal["euclidean"] = "euclidean"
     hidden_size: int = 0
     derived: int = dataclasses.field(init=False, default=0)
 
@@ -306,7 +307,7 @@ class Ordinary:
 
 
 def test_fields_are_checked_without_building_the_class():
-    values = {"color": "blue", "spelled": "blue", "text": None}
+    values = {"color": "blue", "spelled": "blue", "text": None, "metric": "its own to refuse"}
     given = {"rate": "1e-4", "colors": ["red"], "count": 3.0, "options": {"a": "2"}}
     converted = {"rate": 1e-4, "colors": [Color.RED], "count": 3, "options": {"a": 2.0}}
     assert check_fields(Ordinary, values | given, "section") == values | converted
@@ -318,6 +319,7 @@ def test_fields_are_checked_without_building_the_class():
         ({"rates": 1}, "section.rates: expected one of the known keys, got 'rates'. Did you mean"),
         ({"derived": 1}, "section.derived: expected one of the known keys, got 'derived'"),
         ({"hidden_size": 1}, "section.hidden_size: expected one of the known keys"),
+        ({"metric": 1}, "section.metric: expected a string, got 1"),
         ({"rate": "fast"}, "section.rate: expected a number, got 'fast'"),
         ({"count": True}, "section.count: expected a number, got True"),
         ({"color": "rad"}, "section.color: expected one of ['red', 'blue'], got 'rad'. Did you"),

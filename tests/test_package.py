@@ -23,9 +23,7 @@ LATER = (
 )
 
 
-def test_our_folders_load_after_one_import_that_imports_no_more_than_the_models(
-    tmp_path, tiny_base
-):
+def test_our_folders_load_after_an_import_of_the_models_alone(tmp_path, tiny_base):
     from harmonic_sft import HarmonicForMaskedLM
 
     model = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "dist", "h_exp": -12.0})

@@ -381,6 +381,9 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Check the names and types of a head's options, and of a head inside it."""
+    if options.get("metric") == "lp" or options.get("p") == 1.0:
+        # Older runs wrote the p of the metric lp, which is gone, into the file of every dist head.
+        options = {key: value for key, value in options.items() if key != "p"}
     options = check_fields(HEADS[name], options, prefix, without=NOT_IN_HEAD)
     if options.get("inner") is not None:
         inner, place = dict(options["inner"]), f"{prefix}.inner".lstrip(".")

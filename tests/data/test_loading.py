@@ -284,8 +284,11 @@ def test_mixture_by_weight_of_tables_is_refused(tokenizer, path):
 
 
 def test_weight_is_for_all_sources_or_none(tokenizer, path):
-    with pytest.raises(ValueError, match=r"data\.sources: expected a weight in all or in none"):
+    with pytest.raises(ValueError, match="sources: expected a weight in all or in none"):
         load(tokenizer, Source(path=path, weight=1), Source(path=path))
+    for weights in ([None, None], [3.0, 0.5]):
+        sources = [Source(path=path, weight=weight, streaming=True) for weight in weights]
+        DataConfig(sources=sources, context_length=8)
 
 
 def test_padding_free_batches_are_one_row(tokenizer, path):

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from harmonic_sft.data import sources
 from harmonic_sft.data.files import PLACE, BadRows
 from harmonic_sft.data.sections import Source
-from harmonic_sft.data.sources import check_column, check_weights, first_row, load_documents
+from harmonic_sft.data.sources import check_column, first_row, load_documents
 
 TEXTS = ["one document", "another one", "the third"]
 
@@ -261,18 +261,6 @@ def test_file_of_bad_rows_only_is_refused(tmp_path, streaming):
         bad_rows=BadRows(),
         streaming=streaming,
     )
-
-
-@pytest.mark.parametrize("weights", [[1.0, None], [None, 2.0, 1.0]])
-def test_mixture_with_a_missing_weight_is_refused(weights):
-    mixture = [Source(path="a.txt", weight=weight) for weight in weights]
-    with pytest.raises(ValueError, match=r"data\.sources: expected a weight in all or in none"):
-        check_weights(mixture)
-
-
-@pytest.mark.parametrize("weights", [[None], [None, None], [0.5, 2.0]])
-def test_mixture_with_all_weights_or_none_passes(weights):
-    check_weights([Source(path="a.txt", weight=weight) for weight in weights])
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

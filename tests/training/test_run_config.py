@@ -76,6 +76,10 @@ def test_overrides_are_typed(make_yaml):
     assert run.head_settings()["unit_sphere"] is False
 
 
+def test_the_p_that_older_runs_wrote_for_every_dist_head_is_read():
+    assert load_run_config(DEMO, ["head.p=1.0"]) == load_run_config(DEMO)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_is_a_section_with_its_own_defaults(name):
     others = [] if name == "dist" else ["h_exp=null", "loss={name: cross_entropy}"]
@@ -127,6 +131,8 @@ REFUSED = [
     (["head={name: dits}"], r"head\.name: expected one of .*, got 'dits'. Did you mean 'dist'"),
     (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
     (["head.h_exp=-3"], r"head\.h_exp: expected one of the known keys"),
+    (["head.metric=lq"], r"metric: expected"),
+    (["head.p=2.0"], r"p: expected"),
     (["head.eps=-1"], r"eps: expected a number above 0, got -1"),
     (["head={name: rotation, inner: {name: dits}}"], r"head\.inner\.name: expected one of"),
     (["head={name: rotation, inner: {name: dist, h_exp: 1}}"], r"head\.inner\.h_exp: expected"),
