@@ -163,7 +163,9 @@ class HeadConfig(BaseModel):
         assert self.model_extra is not None, "extra keys are allowed"
         parameters = inspect.signature(HEADS[self.name]).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.name not in NOT_IN_HEAD}
-        self.model_extra.update(defaults | _checked_head(self.name, self.model_extra, ""))
+        options = defaults | _checked_head(self.name, self.model_extra, "")
+        self.model_extra.clear()
+        self.model_extra.update(options)
         return self
 
     def settings(self, h_exp: Mapping[str, Any]) -> dict[str, Any]:
