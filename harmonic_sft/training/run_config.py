@@ -101,10 +101,9 @@ class UnfreezeConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.last_blocks is not None and self.patterns:
-            raise ValueError("last_blocks: expected alone, got patterns too. Keep one of them")
-        if self.last_blocks is None and not self.patterns:
-            raise ValueError("last_blocks: expected this or patterns, got neither. 0 is head only")
+        if (self.last_blocks is None) != bool(self.patterns):
+            got = "both" if self.patterns else "neither"
+            raise ValueError(f"last_blocks: expected this or patterns, got {got}. 0 is head only")
         return self
 
 
@@ -167,11 +166,6 @@ class HeadConfig(BaseModel):
         self.model_extra.clear()
         self.model_extra.update(options)
         return self
-
-    def settings(self, h_exp: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `build_head` takes, with the exponent of every dist head in it."""
-        own = {key: value for key, value in self.model_dump().items() if value is not None}
-        return _with_exponent({k: v for k, v in own.items() if k not in ("init", "tie")}, h_exp)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -330,10 +324,12 @@ class RunConfig:
         return self.h_exp is not None and self.h_exp.schedule == "learned"
 
     def head_settings(self) -> dict[str, Any]:
-        """Return what `build_head` takes."""
+        """Return what `build_head` takes, with the exponent in every dist head."""
         h_exp = {} if self.h_exp is None else {"h_exp": self.h_exp.start}
         learned = {"learn_h_exp": True} if self.learns_h_exp else {}
-        return self.head.settings(h_exp | learned)
+        options = self.head.model_extra or {}
+        given = {key: value for key, value in options.items() if value is not None}
+        return _with_exponent({"name": self.head.name, **given}, h_exp | learned)
 
     def training_arguments(self) -> "TrainingArguments":
         """Build transformers' arguments.

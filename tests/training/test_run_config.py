@@ -150,7 +150,7 @@ REFUSED = [
     # Parts that train, and how fast.
     (["model.unfreeze.dtype=bfloat16"], "unfreeze.dtype: expected 'float32' on a float32 body"),
     (["model.unfreeze={}"], "last_blocks: expected this or patterns, got neither"),
-    (["model.unfreeze.patterns=[x]"], "last_blocks: expected alone, got patterns too"),
+    (["model.unfreeze.patterns=[x]"], "last_blocks: expected this or patterns, got both"),
     (["model.from_scratch=true"], r'model.unfreeze: expected \{patterns: \["\*"\]\} with from_scr'),
     (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
     (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
