@@ -1,7 +1,11 @@
 """Fine-tune Hugging Face models with a geometry-aware output head.
 
-Importing this package registers its models with transformers' Auto classes.
+Importing this package registers its models with transformers' Auto classes. Its other public
+names are imported when they are first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     AutoConfig,
@@ -13,18 +17,114 @@ from transformers import (
 )
 
 from harmonic_sft.models import (
+    HEADS,
+    CosineHead,
+    DistLayer,
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
+    Head,
+    L2Head,
+    LinearHead,
+    MultiHead,
     NeoBERTConfig,
     NeoBERTForMaskedLM,
     NeoBERTModel,
+    PowerHead,
+    RotationHead,
+    VonMisesFisherHead,
+    build_head,
 )
 
+if TYPE_CHECKING:
+    from harmonic_sft.losses import (
+        LOSSES,
+        ArcFaceLoss,
+        CosFaceLoss,
+        CrossEntropyLoss,
+        DistillLoss,
+        HarmonicLoss,
+        InfoNCELoss,
+        KNNLabelSmoothingLoss,
+        SumLoss,
+        WassersteinLoss,
+    )
+    from harmonic_sft.ops import distance_cross_entropy, linear_cross_entropy
+    from harmonic_sft.training.run import train
+    from harmonic_sft.training.run_config import RunConfig, load_run_config
+    from harmonic_sft.training.trainer import HarmonicTrainer
+
 __version__ = "0.1.0"
+__all__ = [
+    "HEADS",
+    "LOSSES",
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "CosineHead",
+    "CrossEntropyLoss",
+    "DistLayer",
+    "DistillLoss",
+    "HarmonicConfig",
+    "HarmonicForCausalLM",
+    "HarmonicForMaskedLM",
+    "HarmonicForSequenceClassification",
+    "HarmonicForTokenClassification",
+    "HarmonicLoss",
+    "HarmonicModel",
+    "HarmonicTrainer",
+    "Head",
+    "InfoNCELoss",
+    "KNNLabelSmoothingLoss",
+    "L2Head",
+    "LinearHead",
+    "MultiHead",
+    "NeoBERTConfig",
+    "NeoBERTForMaskedLM",
+    "NeoBERTModel",
+    "PowerHead",
+    "RotationHead",
+    "RunConfig",
+    "SumLoss",
+    "VonMisesFisherHead",
+    "WassersteinLoss",
+    "build_head",
+    "distance_cross_entropy",
+    "linear_cross_entropy",
+    "load_run_config",
+    "train",
+]
+LAZY = {
+    "LOSSES": "harmonic_sft.losses",
+    "ArcFaceLoss": "harmonic_sft.losses",
+    "CosFaceLoss": "harmonic_sft.losses",
+    "CrossEntropyLoss": "harmonic_sft.losses",
+    "DistillLoss": "harmonic_sft.losses",
+    "HarmonicLoss": "harmonic_sft.losses",
+    "HarmonicTrainer": "harmonic_sft.training.trainer",
+    "InfoNCELoss": "harmonic_sft.losses",
+    "KNNLabelSmoothingLoss": "harmonic_sft.losses",
+    "RunConfig": "harmonic_sft.training.run_config",
+    "SumLoss": "harmonic_sft.losses",
+    "WassersteinLoss": "harmonic_sft.losses",
+    "distance_cross_entropy": "harmonic_sft.ops",
+    "linear_cross_entropy": "harmonic_sft.ops",
+    "load_run_config": "harmonic_sft.training.run_config",
+    "train": "harmonic_sft.training.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 AutoConfig.register("neobert", NeoBERTConfig)
 AutoModel.register(NeoBERTConfig, NeoBERTModel)
@@ -42,15 +142,3 @@ HarmonicForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
 HarmonicForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 HarmonicForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
-
-__all__ = [
-    "HarmonicConfig",
-    "HarmonicForCausalLM",
-    "HarmonicForMaskedLM",
-    "HarmonicForSequenceClassification",
-    "HarmonicForTokenClassification",
-    "HarmonicModel",
-    "NeoBERTConfig",
-    "NeoBERTForMaskedLM",
-    "NeoBERTModel",
-]

@@ -1,130 +1,77 @@
-"""The command line: harmonic-sft train | data | eval | compare | push | export."""
+"""What the commands of `harmonic-sft` do; each imports what it needs when it runs."""
 
 import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from harmonic_sft.hub import Destination, PushError, export_linear, push
-from harmonic_sft.results import read_results
-from harmonic_sft.training import (
-    StoppedError,
-    compare_runs,
-    dry_run,
-    evaluate_folder,
-    load_run_config,
-    show_data,
-    train,
-)
 
-INTERRUPTED = 130  # what shells report for Ctrl-C
-OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: The command line without the program's name; default: `sys.argv`.
+def run_command(options: argparse.Namespace) -> int:
+    """Run the command that `harmonic_sft_cli` has read.
 
     Returns:
-        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C.
+        The exit status: 0, or 1 after an error that was printed in one line.
     """
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and (any(word.startswith("-") or "=" not in word for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest  # key=value after an option
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("harmonic_sft").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
-    command: Callable[[argparse.Namespace], None] = options.run_command
     try:
-        command(options)
-    except (ValueError, OSError, StoppedError, PushError) as error:
-        rank = os.environ.get("RANK", "0")
-        where = f" in process {rank}" if rank != "0" else ""
-        sys.stderr.write(f"error{where}: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\nInterrupted. The same command with resume=true goes on.\n")
-        return INTERRUPTED
+        COMMANDS[options.command](options)
+    except (ValueError, OSError) as error:
+        return _report(error)
+    except RuntimeError as error:
+        from harmonic_sft.hub import PushError
+        from harmonic_sft.training.callbacks import StoppedError
+
+        if not isinstance(error, PushError | StoppedError):
+            raise
+        return _report(error)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="harmonic-sft", description="Fine-tune models with a geometry-aware output head."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    command = commands.add_parser("train", help="run one YAML file")
-    command.add_argument("config", type=Path, help="the YAML file of the run")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    command.add_argument(
-        "--dry-run", action="store_true", help="load nothing, print the plan and its memory"
-    )
-    command.set_defaults(run_command=_train)
-
-    command = commands.add_parser("data", help="show what a run would train on, without its model")
-    command.add_argument("config", type=Path, help="the YAML file of the run")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    command.add_argument("--row", type=int, default=0, help="number of the row that is shown")
-    command.set_defaults(run_command=_data)
-
-    command = commands.add_parser("eval", help="evaluate a trained folder")
-    command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    command.set_defaults(run_command=_eval)
-
-    command = commands.add_parser("compare", help="compare finished runs")
-    command.add_argument(
-        "folders", nargs="+", type=Path, metavar="RUN", help="output folders of runs"
-    )
-    command.add_argument("--figure", type=Path, help="where to draw the comparison")
-    command.set_defaults(run_command=_compare)
-
-    command = commands.add_parser("push", help="publish a run on the Hub")
-    command.add_argument("folder", type=Path, metavar="RUN", help="its output folder or checkpoint")
-    command.add_argument("--repo-id", required=True, metavar="OWNER/NAME", help="the repo")
-    command.add_argument(
-        "--form",
-        choices=["full", "head", "peft"],
-        default="full",
-        help="the whole model; what was trained, completed from the base on loading; an adapter",
-    )
-    command.add_argument("--private", action="store_true", help="if the repo is made")
-    command.add_argument("--revision", help="a branch; default: main")
-    command.add_argument("--force", action="store_true", help="replace a model of another kind")
-    command.set_defaults(run_command=_push)
-
-    command = commands.add_parser("export", help="write a head that other engines know")
-    command.add_argument("folder", type=Path, metavar="RUN", help="the output folder of a run")
-    command.add_argument("--to", choices=["linear"], default="linear", help="the kind of head")
-    command.add_argument("--output", type=Path, help="a new folder; default: RUN-linear")
-    command.set_defaults(run_command=_export)
-    return parser
+def _report(error: Exception) -> int:
+    rank = os.environ.get("RANK", "0")
+    where = f" in process {rank}" if rank != "0" else ""
+    sys.stderr.write(f"error{where}: {error}\n")
+    return 1
 
 
 def _train(options: argparse.Namespace) -> None:
+    from harmonic_sft.training.run_config import load_run_config
+
     run = load_run_config(options.config, options.overrides)
-    dry_run(run) if options.dry_run else train(run)
+    # Only now what takes seconds to import: a mistyped key is reported before.
+    if options.dry_run:
+        from harmonic_sft.training.preview import dry_run
+
+        dry_run(run)
+    else:
+        from harmonic_sft.training.run import train
+
+        train(run)
 
 
 def _data(options: argparse.Namespace) -> None:
-    show_data(load_run_config(options.config, options.overrides), row=options.row)
+    from harmonic_sft.training.run_config import load_run_config
+
+    run = load_run_config(options.config, options.overrides)
+    from harmonic_sft.training.preview import show_data
+
+    show_data(run, row=options.row)
 
 
 def _eval(options: argparse.Namespace) -> None:
+    from harmonic_sft.training.evaluation import evaluate_folder
+
     evaluate_folder(options.folder, options.overrides)
 
 
 def _compare(options: argparse.Namespace) -> None:
+    from harmonic_sft.results import read_results
+    from harmonic_sft.training.report import compare_runs
+
     paths = [folder / "results" / "train.json" for folder in options.folders]
     for path in paths:
         if not path.is_file():
@@ -133,6 +80,8 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _push(options: argparse.Namespace) -> None:
+    from harmonic_sft.hub import Destination, push
+
     to = Destination(
         repo_id=options.repo_id,
         form=options.form,
@@ -144,6 +93,18 @@ def _push(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from harmonic_sft.hub import export_linear
+
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
     sys.stdout.write(f"{export_linear(folder, target)}\n")
+
+
+COMMANDS = {
+    "train": _train,
+    "data": _data,
+    "eval": _eval,
+    "compare": _compare,
+    "push": _push,
+    "export": _export,
+}

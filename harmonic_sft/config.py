@@ -3,9 +3,11 @@
 import dataclasses
 import difflib
 import functools
+import inspect
+import json
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -17,31 +19,31 @@ from pydantic_core import ErrorDetails
 from yaml.constructor import ConstructorError
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # for pydantic dataclasses
-MAX_VALUE_LENGTH = 80
+INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", re.I)
+PLAIN = "!plain"  # the YAML tag of a scalar that is neither quoted nor tagged
+WORDS = {  # pydantic's, and those of a person who writes YAML
+    "less than or equal to": "a number of at most",
+    "greater than or equal to": "a number of at least",
+    "less than": "a number below",
+    "greater than": "a number above",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid dictionary": "a mapping",
+    "a dictionary": "a mapping",
+    "a valid": "a",
+}
 
 T = TypeVar("T")
-Location = tuple[int | str, ...]
-
-# pydantic's error types in the words of a person who writes YAML.
-EXPECTED = {
-    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
-    **dict.fromkeys(("list_type", "tuple_type", "set_type"), "a list"),
-    **dict.fromkeys(("dict_type", "dataclass_type", "model_attributes_type"), "a mapping"),
-    "finite_number": "a finite number",
-    "string_type": "a string",
-}
-BOUNDS = {
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("of at most", "le"),
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("of at least", "ge"),
-}
+Place = tuple[int | str, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """The scalars of YAML 1.2, so that 1e-4 is a number and `no` a string; no key twice."""
+    """Reads scalars as YAML 1.2, so that 1e-4 is a number and `no` a string; no key twice."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        is_plain = kind is yaml.ScalarNode and implicit[0]
+        return PLAIN if is_plain else super().resolve(kind, value, implicit)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -54,13 +56,6 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
-    def construct_integer(self, node: yaml.ScalarNode) -> int:
-        text = self.construct_scalar(node)
-        return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
-
-    def construct_number(self, node: yaml.ScalarNode) -> float:
-        return float(re.sub(r"\.(?=inf|nan)", "", self.construct_scalar(node).lower()))
-
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
@@ -69,36 +64,31 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-SCALARS = {  # YAML 1.2, core schema: pattern, first characters
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-}
-_Loader.yaml_implicit_resolvers = {}
-for _name, (_pattern, _first) in SCALARS.items():
-    for _class in (_Loader, _Dumper):
-        _regexp = re.compile(f"^(?:{_pattern})$")
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _regexp, _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+def _scalar(text: str) -> Any:
+    """Read a plain scalar by the core schema of YAML 1.2."""
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if INTEGER.fullmatch(text):
+        return int(text, 0) if text.startswith("0") and text[1:2] in "ox" else int(text)
+    return float(re.sub(r"\.(?=[in])", "", text.lower())) if NUMBER.fullmatch(text) else text
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(_scalar(text), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Loader.add_constructor(PLAIN, lambda _, node: _scalar(node.value))
+_Dumper.add_representer(str, _quoted)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds one mapping.
 
-    Args:
-        path: A UTF-8 file.
-
-    Returns:
-        Plain dicts, lists, strings, numbers, booleans and None.
-
     Raises:
-        ValueError: No such file, not YAML, a key that stands twice, empty, or not a mapping.
+        ValueError: No such file, not YAML in UTF-8, a key that stands twice, or not a mapping.
     """
     if not Path(path).is_file():
         raise ValueError(f"config file: expected an existing file, got {str(path)!r}")
@@ -109,28 +99,32 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set single values, as on a command line.
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a configuration with single values replaced, as on a command line.
 
     Args:
         data: A configuration as `read_yaml` returns it. It is left as it is.
         overrides: Each `key.key=value`, as in `training.max_steps=10` or
             `data.sources.0.path=x.txt`. The value is YAML: `head={name: linear}`.
 
-    Returns:
-        A new mapping; the parts without an override are shared with `data`.
-
     Raises:
         ValueError: An override that has no key or no `=`, or that leads through a plain value.
     """
+    result = json.loads(json.dumps(data))  # a copy in which the uses of a YAML alias are apart
     for override in overrides:
         key, equals, text = override.partition("=")
-        steps = key.split(".")
-        if not equals or not all(steps):
+        *steps, last = key.split(".")
+        if not equals or not all([*steps, last]):
             what = f"expected key=value like training.max_steps=10, got {override!r}"
             raise ValueError(f"override: {what}")
-        data = _replaced(data, steps, _load(text, f"override {key}"), key)
-    return data
+        node = result
+        for step in steps:
+            index = _index(node, step, key)
+            if isinstance(node, dict) and node.get(index) is None:
+                node[index] = {}
+            node = node[index]
+        node[_index(node, last, key)] = _load(text, f"override {key}")
+    return result
 
 
 def parse(cls: type[T], data: object) -> T:
@@ -139,9 +133,6 @@ def parse(cls: type[T], data: object) -> T:
     Args:
         cls: A pydantic dataclass with `config=STRICT`; its fields may be such dataclasses too.
         data: What `read_yaml` returned.
-
-    Returns:
-        The instance.
 
     Raises:
         ValueError: One line per problem, `h_exp.start: expected a number below 0, got 2.0`.
@@ -152,29 +143,32 @@ def parse(cls: type[T], data: object) -> T:
     return instance
 
 
-def check_fields(cls: type[Any], values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Check a mapping against a dataclass that must not be built yet, such as TrainingArguments.
+def check_fields(
+    cls: type[Any], values: Mapping[str, Any], prefix: str, *, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Check keyword arguments of a class that must not be built yet, such as TrainingArguments.
 
     Args:
-        cls: An ordinary dataclass. Keys without a value are not looked for.
-        values: Field names and values.
+        cls: Its constructor says which keys there are and of which type. None has to be given.
+        values: Keys and values.
         prefix: Where the mapping stands in the configuration, for the messages.
+        without: Arguments of the constructor that are no keys.
 
     Returns:
-        The same keys, each value with the type of its field; members of an enum by value.
+        The same keys, each value with the type of its argument; members of an enum by value.
 
     Raises:
         ValueError: One line per unknown key and per value of a wrong type.
     """
-    hints = get_type_hints(cls, include_extras=True)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    hints = get_type_hints(cls.__init__)
+    known = [name for name in inspect.signature(cls).parameters if name not in without]
     checked, problems = {}, []
     for key, value in values.items():
-        location = f"{prefix}.{key}" if prefix else key
+        name = _dotted(prefix, (key,))
         if key not in known:
-            problems.append(_unknown_key(location, key, known))
+            problems.append(_unknown_key(name, key, known))
             continue
-        result, found = _validated(_without_spelling(hints[key]), value, location)
+        result, found = _validated(_type_of(hints[key]), value, name)
         problems += found
         checked[key] = result.value if isinstance(result, Enum) else result
     if problems:
@@ -188,14 +182,7 @@ def to_plain(instance: object) -> dict[str, Any]:
 
 
 def to_yaml(instance: object) -> str:
-    """Write a configuration as YAML that reads back to the same instance.
-
-    Args:
-        instance: A pydantic dataclass.
-
-    Returns:
-        YAML text, every field with its value, in the order of the fields.
-    """
+    """Write a pydantic dataclass as YAML, every field in its order, that reads back to it."""
     data = to_plain(instance)
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -211,31 +198,26 @@ def _load(text: str | bytes, name: str) -> Any:
     raise ValueError(f"{name}: expected valid YAML, got an error{problem}")
 
 
-def _replaced(node: Any, steps: list[str], value: Any, key: str) -> Any:
-    """Return a copy of the tree with one leaf exchanged, so that YAML aliases stay apart."""
-    if not steps:
-        return value
-    step, *rest = steps
-    if node is None or isinstance(node, dict):
-        node = node or {}
-        return {**node, step: _replaced(node.get(step), rest, value, key)}
+def _index(node: Any, step: str, key: str) -> Any:
+    """Return what `step` of an override's key selects in a mapping or a list."""
+    if isinstance(node, dict):
+        return step
     if not isinstance(node, list):
         what = f"expected a mapping or a list around {step!r}, got {_show(node)}"
         raise ValueError(f"override {key}: {what}")
     if not step.isdecimal() or int(step) >= len(node):
         raise ValueError(f"override {key}: expected a position below {len(node)}, got {step!r}")
-    index = int(step)
-    return [*node[:index], _replaced(node[index], rest, value, key), *node[index + 1 :]]
+    return int(step)
 
 
-def _validated(hint: Any, value: Any, location: str) -> tuple[Any, list[str]]:
+def _validated(hint: Any, value: Any, name: str) -> tuple[Any, list[str]]:
     """Return the value with the hinted type, and the lines that describe its problems."""
     adapter = TypeAdapter(hint)
     try:
         result = adapter.validate_python(value)
     except ValidationError as error:
-        return None, _explain(error.errors(), hint, value, location)
-    return result, list(_booleans_as_numbers(value, adapter.dump_python(result), location))
+        return None, _explain(error.errors(), hint, value, name)
+    return result, list(_booleans_as_numbers(value, adapter.dump_python(result), name))
 
 
 def _booleans_as_numbers(given: Any, result: Any, name: str) -> Iterator[str]:
@@ -251,149 +233,107 @@ def _booleans_as_numbers(given: Any, result: Any, name: str) -> Iterator[str]:
         yield from _booleans_as_numbers(inner, inner_result, _dotted(name, (step,)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """One pydantic error, its place in the data, and the union branches (depth, name) there."""
-
-    place: Location
-    branches: tuple[tuple[int, int | str], ...]
-    error: ErrorDetails
-
-
-def _explain(errors: list[ErrorDetails], hint: Any, data: Any, location: str) -> list[str]:
+def _explain(errors: Sequence[ErrorDetails], hint: Any, data: Any, prefix: str) -> list[str]:
     """Return one line per place in the data that has a problem."""
-    places: dict[Location, list[ErrorDetails]] = {}
-    for problem in _nearest_branches([_located(error, data) for error in errors]):
-        places.setdefault(problem.place, []).append(problem.error)
-    return [_line(found, place, hint, data, location) for place, found in places.items()]
+    places: dict[Place, list[ErrorDetails]] = {}
+    for error in errors:
+        places.setdefault(_place(error, data), []).append(error)
+    # What a union refuses as a whole and another member of it only inside, is wrong only there.
+    around = {place[:depth] for place in places for depth in range(len(place))}
+    return [
+        _line(found, place, hint, data, prefix)
+        for place, found in places.items()
+        if place not in around
+    ]
 
 
-def _located(error: ErrorDetails, data: Any) -> _Problem:
-    """Tell the keys of the data from the union branches that pydantic puts between them."""
-    place: Location = ()
-    branches = []
+def _place(error: ErrorDetails, data: Any) -> Place:
+    """Return the keys that lead to an error, without the union members pydantic adds to them."""
+    place: Place = ()
     for step in error["loc"]:
         is_position = isinstance(data, list) and isinstance(step, int)
         if is_position or (isinstance(data, dict) and step in data):
             data = data[step]
             place += (step,)
-        else:
-            branches.append((len(place), step))
     if error["type"] == "missing":
-        place += (branches.pop()[1],)
+        place += (error["loc"][-1],)
     elif error["type"].startswith("union_tag"):
         place += (error["ctx"]["discriminator"].strip("'"),)
-    return _Problem(place, tuple(branches), error)
+    return place
 
 
-def _nearest_branches(problems: list[_Problem]) -> list[_Problem]:
-    """Keep, of every union, the branches that the value misses by least."""
-    kept = []
-    unions: dict[Location, dict[int | str, list[_Problem]]] = {}
-    for problem in problems:
-        if not problem.branches:
-            kept.append(problem)
-            continue
-        (depth, name), *rest = problem.branches
-        inner = _Problem(problem.place, tuple(rest), problem.error)
-        unions.setdefault(problem.place[:depth], {}).setdefault(name, []).append(inner)
-    for place, branches in unions.items():
-        misses = {name: _miss(found, len(place)) for name, found in branches.items()}
-        nearest = [name for name, miss in misses.items() if miss == min(misses.values())]
-        kept += _nearest_branches([problem for name in nearest for problem in branches[name]])
-    return kept
-
-
-def _miss(problems: list[_Problem], depth: int) -> tuple[int, int, int]:
-    """Wrong as a whole is worse than a wrong name field, and that worse than other problems."""
-    whole = sum(len(problem.place) == depth for problem in problems)
-    names = sum(problem.error["type"] == "literal_error" for problem in problems)
-    return whole, names, len(problems)
-
-
-def _line(errors: list[ErrorDetails], place: Location, hint: Any, data: Any, location: str) -> str:
+def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, prefix: str) -> str:
     """Describe the problems of one place, `name: expected WHAT, got VALUE. What to do`."""
-    name = _dotted(location, place) or "configuration"
-    types = [error["type"] for error in errors]
-    if "unexpected_keyword_argument" in types:
+    name = _dotted(prefix, place)
+    errors = sorted(errors, key=lambda error: error["type"] != "value_error")
+    kind = errors[0]["type"]
+    if kind == "unexpected_keyword_argument":
         return _unknown_key(name, str(place[-1]), _known_keys(hint, place[:-1], data))
-    if "value_error" in types or "assertion_error" in types:
-        text = str(errors[0]["ctx"]["error"])
-        separator = "." if re.match(r"[\w.]+: ", text) else ": "  # "start: ..." names a field
-        return f"{name}{separator}{text}" if location or place else text
-    if "missing" in types or "union_tag_not_found" in types:
+    if kind == "value_error":  # of a check of ours; `start: expected ...` names a field in there
+        lines = str(errors[0]["ctx"]["error"]).splitlines()
+        start = f"{name}." if re.match(r"[\w.]+: ", lines[0]) else f"{name}: "
+        return "\n".join(f"{start if name else ''}{line}" for line in lines)
+    if kind in ("missing", "union_tag_not_found"):
         return f"{name}: expected a value, got nothing. Add this key"
     value = functools.reduce(operator.getitem, place, data)
-    choices = list(dict.fromkeys(choice for error in errors for choice in _choices(error)))
-    whats = [_expected(error) for error in errors if not _choices(error)]
-    if choices:
-        whats.append(f"one of [{', '.join(choices)}]")
-    line = f"{name}: expected {' or '.join(dict.fromkeys(whats))}, got {_show(value)}"
-    if types == ["string_type"] and isinstance(value, int | float):
+    expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
+    line = f"{name or 'configuration'}: expected {expected}, got {_show(value)}"
+    if expected == "a string" and isinstance(value, int | float):
         return f"{line}. Put it in quotes"
-    return line + _did_you_mean(str(value), [choice.strip("'") for choice in choices])
+    return line + _did_you_mean(str(value), re.findall(r"'([^']*)'", expected))
 
 
 def _expected(error: ErrorDetails) -> str:
-    if error["type"] in BOUNDS:
-        words, bound = BOUNDS[error["type"]]
-        return f"a number {words} {error['ctx'][bound]:g}"
-    return EXPECTED.get(error["type"], re.sub(r"^\w+ should (be |have )?", "", error["msg"]))
-
-
-def _choices(error: ErrorDetails) -> list[str]:
-    """Return the allowed values, each as Python writes it."""
+    """Return pydantic's message as `a number below 0` or `one of ['linear', 'learned']`."""
     context = error.get("ctx", {})
-    allowed = context.get("expected_tags", context.get("expected", ""))
-    is_choice = error["type"] in ("literal_error", "enum", "union_tag_invalid")
-    return re.split(r", | or ", allowed) if is_choice else []
+    if allowed := context.get("expected_tags", context.get("expected")):
+        return f"one of [{allowed.replace(' or ', ', ')}]"
+    pattern = r"^\w+ should (be |have )?| or (object|(an )?instance) .*|, .*"
+    what = re.sub(pattern, "", error["msg"])
+    start = next((words for words in WORDS if what.startswith(words)), "")
+    return WORDS.get(start, "") + what.removeprefix(start)
 
 
-def _unknown_key(name: str, key: str, known: list[str]) -> str:
-    line = f"{name}: expected one of the known keys, got {key!r}"
-    if (nearest := _did_you_mean(key, known)) or not known:
-        return line + nearest
-    return f"{line}. The nearest is {difflib.get_close_matches(key, known, 1, cutoff=0)[0]!r}"
+def _unknown_key(name: str, key: str, known: Sequence[str]) -> str:
+    nearest = _did_you_mean(key, known, cutoff=0.0)
+    return f"{name}: expected one of the known keys, got {key!r}{nearest}"
 
 
-def _did_you_mean(word: str, known: list[str]) -> str:
+def _did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     longer = [name for name in known if word and name.startswith(word)]
-    matches = longer or difflib.get_close_matches(word, known, 1)
+    matches = longer or difflib.get_close_matches(word, known, 1, cutoff)
     return f". Did you mean {matches[0]!r}?" if matches else ""
 
 
-def _known_keys(hint: Any, place: Location, data: Any) -> list[str]:
-    """Return the fields of the dataclasses that the mapping at this place can become."""
+def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
+    """Return the fields of the dataclass at a place; of a union, those whose name is given."""
     if get_origin(hint) is Annotated:
         return _known_keys(get_args(hint)[0], place, data)
     if get_origin(hint) in (Union, UnionType):
         return [key for member in get_args(hint) for key in _known_keys(member, place, data)]
-    hints = get_type_hints(hint, include_extras=True) if dataclasses.is_dataclass(hint) else {}
-    if not all(_admits(inner, data, key) for key, inner in hints.items()):
+    if not dataclasses.is_dataclass(hint):
+        args = get_args(hint)
+        return _known_keys(args[-1], place[1:], data[place[0]]) if args and place else []
+    hints = get_type_hints(hint, include_extras=True)
+    if get_origin(hints.get("name")) is Literal and data.get("name") not in get_args(hints["name"]):
         return []
-    if not place:
-        return [field.name for field in dataclasses.fields(hint) if field.init] if hints else []
-    inner = hints.get(str(place[0])) if hints else next(reversed(get_args(hint)), None)
-    return _known_keys(inner, place[1:], data[place[0]])
+    return _known_keys(hints[str(place[0])], place[1:], data[place[0]]) if place else list(hints)
 
 
-def _admits(hint: Any, data: dict[str, Any], key: str) -> bool:
-    """Whether a field that only takes certain names takes the one given, if one is given."""
-    names = get_args(hint) if get_origin(hint) is Literal else ()
-    return not names or key not in data or data[key] in names
-
-
-def _without_spelling(hint: Any) -> Any:
-    """Take `str` out of `SomeEnum | str`: the string only spells a member of the enum."""
+def _type_of(hint: Any) -> Any:
+    """Return the type that `check_fields` asks for, simpler than the hint in two cases."""
+    if get_origin(hint) is Literal:
+        return str  # the constructor knows its choices, and the names of those that are gone
     members = [member for member in get_args(hint) if member is not str]
     has_enum = any(isinstance(member, type) and issubclass(member, Enum) for member in members)
+    # In `SomeEnum | str` the string only spells a member of the enum.
     return functools.reduce(operator.or_, members) if has_enum else hint
 
 
-def _dotted(location: str, place: Location) -> str:
-    return ".".join(map(str, (location, *place) if location else place))
+def _dotted(prefix: str, place: Place) -> str:
+    return ".".join(map(str, (prefix, *place) if prefix else place))
 
 
 def _show(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
+    return text if len(text) <= 80 else f"{text[:80]}..."

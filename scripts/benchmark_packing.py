@@ -27,14 +27,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertConfig
 
-from harmonic_sft.data import (
+from harmonic_sft.data import MaskConfig
+from harmonic_sft.data.batches import (
     EpochSampler,
-    MaskConfig,
     MaskedRows,
     PaddingCollator,
     PaddingFreeCollator,
+    fill_rate,
+    pack,
 )
-from harmonic_sft.data.batches import fill_rate, pack
 from harmonic_sft.data.masking import RowMasker
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.results import environment, show_table, write_results

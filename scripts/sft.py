@@ -2,7 +2,7 @@
 
 import sys
 
-from harmonic_sft.cli import main
+from harmonic_sft_cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -158,7 +158,8 @@ def finished_run(shared, tiny_base, run_settings):
     """The output folder of such a run, with checkpoints 3 and 6; `run_copy` may be changed."""
 
     def make(folder: Path) -> None:
-        from harmonic_sft.training import load_run_config, train
+        from harmonic_sft.training import load_run_config
+        from harmonic_sft.training.run import train
 
         path = folder / "tiny.yaml"
         path.write_text(yaml.safe_dump(run_settings(tiny_base, folder / "run")))

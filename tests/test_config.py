@@ -24,6 +24,8 @@ class Annealing:
     def __post_init__(self):
         if self.end >= 0:
             raise ValueError(f"end: expected a number below 0, got {self.end}")
+        if self.start == self.end == -1:
+            raise ValueError("start: expected another number\nend: expected another one too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,8 +53,7 @@ def refuse(value: int) -> int:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     h_exp: Annealing
-    head: Dist | Cosine
-    tagged: Annotated[Dist | Cosine, Field(discriminator="name")] = Dist(name="dist")
+    head: Annotated[Dist | Cosine, Field(discriminator="name")]
     either: float | Annealing = -1.0
     sources: list[Source] = dataclasses.field(default_factory=list)
     named: dict[str, Source] | None = None
@@ -79,34 +80,36 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        (".inf", math.inf),
-        ("010", 10),
-        ("0o10", 8),
-        ("0x1F", 31),
-        ("true", True),
-        ("", None),
-        ("no", "no"),
-        ("on", "on"),
-        ("2026-01-01", "2026-01-01"),
-        ("1_000", "1_000"),
-        ("'1e-4'", "1e-4"),
-        ("[a, 1, {b: no}]", ["a", 1, {"b": "no"}]),
-    ],
-)
-def test_scalars_follow_yaml_1_2(tmp_path, text, value):
+SCALARS = {
+    "1e-4": 1e-4,
+    ".inf": math.inf,
+    "-.INF": -math.inf,
+    "010": 10,
+    "0o10": 8,
+    "0x1F": 31,
+    "TRUE": True,
+    "~": None,
+    "": None,
+    "no": "no",
+    "on": "on",
+    "2026-01-01": "2026-01-01",
+    "1_000": "1_000",
+    "'1e-4'": "1e-4",
+    "!!str 12": "12",
+    "[a, 1, {b: no}]": ["a", 1, {"b": "no"}],
+}
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_scalars_follow_yaml_1_2(tmp_path, text):
     read = read_yaml(written(tmp_path, f"key: {text}\n"))["key"]
-    assert read == value
-    assert type(read) is type(value)
+    assert read == SCALARS[text]
+    assert type(read) is type(SCALARS[text])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected a mapping of keys to values, got an empty file"),
         ("# only a comment\n", "expected a mapping of keys to values, got an empty file"),
         ("- 1\n- 2\n", "expected a mapping of keys to values, got [1, 2]"),
         ("a: 1\nb: 2\na: 3\n", "expected valid YAML, got an error in line 3: the key 'a' stands"),
@@ -114,49 +117,39 @@ def test_scalars_follow_yaml_1_2(tmp_path, text, value):
         ("a: 1\nb: c: d\n", "got an error in line 2: mapping values are not allowed here"),
         ("a: !!python/name:os.system\n", "could not determine a constructor"),
         ("a: !!int x\n", "expected valid YAML, got an error: invalid literal"),
-        ("a: \x07\n", "expected valid YAML, got an error: unacceptable character"),
+        ("a: caf\xe9\n", "expected valid YAML, got an error: unacceptable character"),
     ],
 )
 def test_a_bad_file_is_a_one_line_error(tmp_path, text, message):
-    path = written(tmp_path, text)
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         read_yaml(path)
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_utf_8_is_a_one_line_error(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"name: caf\xe9\n")
-    with pytest.raises(
-        ValueError, match=r"run\.yaml: expected valid YAML, got an error: unacceptable"
-    ):
-        read_yaml(path)
-
-
 def test_a_missing_file_is_named(tmp_path):
-    message = "config file: expected an existing file, got '.*nowhere.yaml'"
-    with pytest.raises(ValueError, match=message):
-        read_yaml(tmp_path / "nowhere.yaml")
+    with pytest.raises(ValueError, match=r"config file: expected an existing file, got '.*no\.y'"):
+        read_yaml(tmp_path / "no.y")
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("training.max_steps=10", {"training": {"max_steps": 10, "bf16": "no"}}),
         ("training.note=a=b", {"training": {"max_steps": 1, "bf16": "no", "note": "a=b"}}),
         ("training.bf16=", {"training": {"max_steps": 1, "bf16": None}}),
         ("sources.1.path=x.txt", {"sources": [{"path": "a"}, {"path": "x.txt"}]}),
+        ("sources.0=", {"sources": [None, {"path": "b"}]}),
         ("head={name: linear}", {"head": {"name": "linear"}}),
-        ("new.key=[1, 2]", {"new": {"key": [1, 2]}}),
-        ("empty.key=1", {"empty": {"key": 1}}),
+        ("empty.new.key=[1, 2]", {"empty": {"new": {"key": [1, 2]}}}),
     ],
 )
 def test_an_override_sets_one_value(override, expected):
     data = {
         "training": {"max_steps": 1, "bf16": "no"},
         "sources": [{"path": "a"}, {"path": "b"}],
-        "head": {"name": "dist"},
+        "head": {"name": "dist", "scale": math.inf},
         "empty": None,
     }
     before = repr(data)
@@ -177,6 +170,7 @@ def test_later_overrides_win():
     ("override", "message"),
     [
         ("steps", "override: expected key=value like training.max_steps=10, got 'steps'"),
+        ("a..b=3", "override: expected key=value like training.max_steps=10, got 'a..b=3'"),
         ("steps.x=3", "override steps.x: expected a mapping or a list around 'x', got 10"),
         ("sources.1=x", "override sources.1: expected a position below 1, got '1'"),
         ("sources.last=x", "override sources.last: expected a position below 1, got 'last'"),
@@ -190,33 +184,29 @@ def test_a_bad_override_says_what_to_write(override, message):
 
 def test_parse_fills_defaults_and_converts():
     run = parse(Run, GIVEN | {"steps": "20", "sources": [{"path": "a.txt"}], "push": "yes"})
-    assert run == Run(
-        h_exp=Annealing(),
-        head=Dist(name="dist"),
-        steps=20,
-        sources=[Source(path=Path("a.txt"))],
-        push=True,
-    )
+    head, sources = Dist(name="dist"), [Source(path=Path("a.txt"))]
+    assert run == Run(h_exp=Annealing(), head=head, steps=20, sources=sources, push=True)
 
 
 @pytest.mark.parametrize(
-    ("change", "place", "key", "nearest"),
+    ("change", "place", "nearest"),
     [
-        ({"stepz": 1}, "stepz", "stepz", "Did you mean 'steps'?"),
-        ({"patient_for": 1}, "patient_for", "patient_for", "Did you mean 'patience'?"),
-        ({"hidden": 1}, "hidden", "hidden", "The nearest is 'patience'"),
-        ({"h_exp": {"strat": -3}}, "h_exp.strat", "strat", "Did you mean 'start'?"),
-        ({"head": {"name": "cosine", "s": 3}}, "head.s", "s", "Did you mean 'scale'?"),
-        ({"tagged": {"name": "dist", "epz": 3}}, "tagged.epz", "epz", "Did you mean 'eps'?"),
-        ({"sources": [{"path": "a", "c": []}]}, "sources.0.c", "c", "Did you mean 'columns'?"),
-        ({"named": {"a": {"path": "b", "pat": 1}}}, "named.a.pat", "pat", "Did you mean 'path'?"),
-        ({"either": {"ends": -3}}, "either.ends", "ends", "Did you mean 'end'?"),
+        ({"stepz": 1}, "stepz", "steps"),
+        ({"pat": 1}, "pat", "patience"),
+        ({"hidden": 1}, "hidden", "patience"),
+        ({"h_exp": {"strat": -3}}, "h_exp.strat", "start"),
+        ({"head": {"name": "cosine", "s": 3}}, "head.s", "scale"),
+        ({"head": {"name": "dist", "scale": 3}}, "head.scale", "name"),
+        ({"sources": [{"path": "a", "c": []}]}, "sources.0.c", "columns"),
+        ({"named": {"a": {"path": "b", "pat": 1}}}, "named.a.pat", "path"),
+        ({"either": {"ends": -3}}, "either.ends", "end"),
     ],
 )
-def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, key, nearest):
+def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, nearest):
     with pytest.raises(ValueError, match="expected one of the known keys") as error:
         parse(Run, GIVEN | change)
-    message = f"{place}: expected one of the known keys, got {key!r}. {nearest}"
+    key = place.split(".")[-1]
+    message = f"{place}: expected one of the known keys, got {key!r}. Did you mean {nearest!r}?"
     assert str(error.value) == message
 
 
@@ -224,22 +214,19 @@ def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, key, ne
     ("change", "message"),
     [
         ({"sources": [{}]}, "sources.0.path: expected a value, got nothing. Add this key"),
-        ({"tagged": {}}, "tagged.name: expected a value, got nothing. Add this key"),
+        ({"head": {}}, "head.name: expected a value, got nothing. Add this key"),
         ({"h_exp": {"start": 2.0}}, "h_exp.start: expected a number below 0, got 2.0"),
         ({"h_exp": {"start": "x"}}, "h_exp.start: expected a number, got 'x'"),
         ({"h_exp": {"end": 3}}, "h_exp.end: expected a number below 0, got 3.0"),
         (
-            {"h_exp": {"schedule": "x"}},
-            "h_exp.schedule: expected one of ['linear', 'constant'], got",
+            {"h_exp": {"schedule": "lin"}},
+            "h_exp.schedule: expected one of ['linear', 'constant'], got 'lin'. Did you mean 'line",
         ),
-        (
-            {"head": {"name": "dit"}},
-            "head.name: expected one of ['dist', 'cosine'], got 'dit'. Did",
-        ),
-        ({"tagged": {"name": "x"}}, "tagged.name: expected one of ['dist', 'cosine'], got 'x'"),
-        ({"tagged": 3}, "tagged: expected a mapping, got 3"),
+        ({"h_exp": 1}, "h_exp: expected a mapping, got 1"),
+        ({"head": {"name": "dit"}}, "head.name: expected one of ['dist', 'cosine'], got 'dit'. D"),
+        ({"head": 3}, "head: expected a mapping, got 3"),
         ({"head": {"name": "cosine", "scale": 0}}, "head.scale: expected a number above 0, got 0"),
-        ({"either": "x"}, "either: expected a number or a mapping"),
+        ({"either": "x"}, "either: expected a number or a mapping, got 'x'"),
         ({"steps": 0}, "steps: expected a number of at least 1, got 0"),
         ({"steps": 101}, "steps: expected a number of at most 100, got 101"),
         ({"steps": 1.5}, "steps: expected a whole number, got 1.5"),
@@ -247,7 +234,8 @@ def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, key, ne
         ({"steps": True}, "steps: expected a number, got True"),
         ({"steps": 13}, "steps: expected a lucky number, got 13"),
         ({"tokens": [1, False]}, "tokens.1: expected a number, got False"),
-        ({"tokens": []}, "tokens: expected at least 1 item after validation, not 0, got []"),
+        ({"tokens": []}, "tokens: expected at least 1 item after validation, got []"),
+        ({"tokens": 1}, "tokens: expected a list, got 1"),
         ({"patience": 4}, "patience: expected a prime number, got 4"),
         ({"push": "maybe"}, "push: expected true or false, got 'maybe'"),
         ({"revision": 5424}, "revision: expected a string, got 5424. Put it in quotes"),
@@ -263,11 +251,15 @@ def test_a_problem_is_one_line_with_its_key(change, message):
 
 def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError, match="expected") as error:
-        parse(Run, {"h_exp": {"start": 1, "stop": 2}, "push": 3})
+        parse(
+            Run, {"h_exp": {"start": 1, "stop": 2}, "push": 3, "either": {"start": -1, "end": -1}}
+        )
     assert str(error.value).splitlines() == [
         "h_exp.start: expected a number below 0, got 1",
-        "h_exp.stop: expected one of the known keys, got 'stop'. The nearest is 'start'",
+        "h_exp.stop: expected one of the known keys, got 'stop'. Did you mean 'start'?",
         "head: expected a value, got nothing. Add this key",
+        "either.start: expected another number",
+        "either.end: expected another one too",
         "push: expected true or false, got 3",
     ]
 
@@ -278,16 +270,15 @@ def test_the_top_level_must_be_a_mapping():
 
 
 def test_yaml_reads_back_to_the_same_instance(tmp_path):
-    run = parse(
-        Run,
-        {
-            "h_exp": {"start": -1e-7, "schedule": "constant"},
-            "head": {"name": "cosine", "scale": math.inf},
-            "sources": [{"path": "a.txt", "columns": ["no", "on", "1e-4", "0o7", "null", "~"]}],
-            "revision": "2026-01-01",
-            "training": {"eval_strategy": "no", "lr": 1e20, "text": "a: b\n#", "empty": ""},
-        },
-    )
+    ambiguous = ["no", "on", "1e-4", "54e8", "0o7", "null", "~", "1_000", "", "a: b\n#"]
+    given = {
+        "h_exp": {"start": -1e-7, "schedule": "constant"},
+        "head": {"name": "cosine", "scale": math.inf},
+        "sources": [{"path": "a.txt", "columns": ambiguous}],
+        "revision": "2026-01-01",
+        "training": {"eval_strategy": "no", "lr": 1e20},
+    }
+    run = parse(Run, given)
     text = to_yaml(run)
     assert parse(Run, read_yaml(written(tmp_path, text))) == run
     assert text.index("h_exp") < text.index("head") < text.index("training")
@@ -307,28 +298,19 @@ class Ordinary:
     count: int = 1
     options: dict[str, float] | None = None
     text: str | None = None
+    metric: Literal["euclidean"] = "euclidean"
+    hidden_size: int = 0
     derived: int = dataclasses.field(init=False, default=0)
 
     def __post_init__(self):
         raise AssertionError("must not be built")
 
 
-def test_fields_are_checked_without_building_the_dataclass():
-    values = {
-        "rate": "1e-4",
-        "color": "blue",
-        "spelled": "blue",
-        "colors": ["red"],
-        "count": 3.0,
-        "options": {"a": "2"},
-        "text": None,
-    }
-    assert check_fields(Ordinary, values, "section") == values | {
-        "rate": 1e-4,
-        "colors": [Color.RED],
-        "count": 3,
-        "options": {"a": 2.0},
-    }
+def test_fields_are_checked_without_building_the_class():
+    values = {"color": "blue", "spelled": "blue", "text": None, "metric": "its own to refuse"}
+    given = {"rate": "1e-4", "colors": ["red"], "count": 3.0, "options": {"a": "2"}}
+    converted = {"rate": 1e-4, "colors": [Color.RED], "count": 3, "options": {"a": 2.0}}
+    assert check_fields(Ordinary, values | given, "section") == values | converted
 
 
 @pytest.mark.parametrize(
@@ -336,6 +318,8 @@ def test_fields_are_checked_without_building_the_dataclass():
     [
         ({"rates": 1}, "section.rates: expected one of the known keys, got 'rates'. Did you mean"),
         ({"derived": 1}, "section.derived: expected one of the known keys, got 'derived'"),
+        ({"hidden_size": 1}, "section.hidden_size: expected one of the known keys"),
+        ({"metric": 1}, "section.metric: expected a string, got 1"),
         ({"rate": "fast"}, "section.rate: expected a number, got 'fast'"),
         ({"count": True}, "section.count: expected a number, got True"),
         ({"color": "rad"}, "section.color: expected one of ['red', 'blue'], got 'rad'. Did you"),
@@ -345,20 +329,17 @@ def test_fields_are_checked_without_building_the_dataclass():
 )
 def test_fields_that_do_not_fit_are_named(values, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        check_fields(Ordinary, values, "section")
+        check_fields(Ordinary, values, "section", without=["hidden_size"])
 
 
 def test_training_arguments_take_what_yaml_gives(tmp_path):
-    text = "learning_rate: 1e-4\neval_strategy: no\nmax_steps: 10\nreport_to: [none]\nbf16: false\n"
-    values = read_yaml(written(tmp_path, text)) | {"adam_beta1": "0.95", "seed": "3"}
-    checked = check_fields(TrainingArguments, values, "training")
+    text = "learning_rate: 1e-4\neval_strategy: no\nreport_to: [none]\nbf16: false\nseed: '3'\n"
+    checked = check_fields(TrainingArguments, read_yaml(written(tmp_path, text)), "training")
     assert checked == {
         "learning_rate": 1e-4,
         "eval_strategy": "no",
-        "max_steps": 10,
         "report_to": ["none"],
         "bf16": False,
-        "adam_beta1": 0.95,
         "seed": 3,
     }
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **checked)
@@ -368,13 +349,11 @@ def test_training_arguments_take_what_yaml_gives(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"eval_strategy": "x"},
-            "training.eval_strategy: expected one of ['no', 'steps', 'epoch']",
-        ),
+        ({"eval_strategy": "x"}, "training.eval_strategy: expected one of ['no', 'steps', 'epoch"),
         ({"report_to": [1]}, "training.report_to.0: expected a string, got 1. Put it in quotes"),
         ({"lr_scheduler_kwargs": 4}, "training.lr_scheduler_kwargs: expected a mapping or a str"),
         ({"learning_rate": None}, "training.learning_rate: expected a number, got None"),
+        ({"max_stepz": 3}, "training.max_stepz: expected one of the known keys, got 'max_stepz'. "),
     ],
 )
 def test_training_arguments_refuse_what_does_not_fit(values, message):
@@ -382,19 +361,9 @@ def test_training_arguments_refuse_what_does_not_fit(values, message):
         check_fields(TrainingArguments, values, "training")
 
 
-def test_training_arguments_have_no_other_keys():
-    with pytest.raises(ValueError, match="expected") as error:
-        check_fields(TrainingArguments, {"max_stepz": 3, "warmup_ratio": 0.1}, "training")
-    assert str(error.value).splitlines() == [
-        "training.max_stepz: expected one of the known keys, got 'max_stepz'. "
-        "Did you mean 'max_steps'?",
-        "training.warmup_ratio: expected one of the known keys, got 'warmup_ratio'. "
-        "Did you mean 'warmup_steps'?",
-    ]
-
-
 def test_every_training_argument_can_be_checked():
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    for name in names:
-        with pytest.raises(ValueError, match=rf"^training\.{name}: expected "):
-            check_fields(TrainingArguments, {name: object()}, "training")
+    with pytest.raises(ValueError, match="expected") as error:
+        check_fields(TrainingArguments, dict.fromkeys(names, object()), "training")
+    lines = str(error.value).splitlines()
+    assert {line.split(":")[0] for line in lines} == {f"training.{name}" for name in names}

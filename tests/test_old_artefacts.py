@@ -51,7 +51,7 @@ PACKAGE = """
 import json, os, sys
 import torch
 from safetensors.torch import load_file, save_file
-from harmonic_sft.cli import main
+from harmonic_sft_cli import main
 from harmonic_sft.models import HarmonicForMaskedLM
 inputs, output, head, commands = sys.argv[1:]
 batch = {key: load_file(inputs)[key] for key in ("input_ids", "attention_mask")}
@@ -72,14 +72,6 @@ REMOVED = {  # metrics, and what a refusal has to name
 REFUSED = {  # YAML files
     **{f"metric_{name}": match for name, match in REMOVED.items()},
     "h_exp_without_end": r"h_exp\.end: expected",
-    "h_exp_learned_without_end": r"h_exp\.end: expected",
-}
-REMOVED_LATER = pytest.mark.xfail(strict=True, reason="the head's reader still knows the metric")
-ASKED_LATER = pytest.mark.xfail(strict=True, reason="h_exp without end is still read")
-NOT_YET = {
-    **{f"metric_{name}": REMOVED_LATER for name in REMOVED},
-    "h_exp_without_end": ASKED_LATER,
-    "h_exp_learned_without_end": ASKED_LATER,
 }
 
 
@@ -303,13 +295,13 @@ def test_old_files_are_read(name):
     assert run.training.items() >= settings["training"].items()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET[name]) for name in REFUSED])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_gone_is_refused_with_its_replacement(name):
     with pytest.raises(ValueError, match=re.compile(REFUSED[name], re.DOTALL)):
         load_run_config(RELEASE / "yaml" / f"{name}.yaml")
 
 
-@pytest.mark.parametrize("metric", [pytest.param(name, marks=REMOVED_LATER) for name in REMOVED])
+@pytest.mark.parametrize("metric", REMOVED)
 def test_a_model_of_a_removed_metric_is_refused_with_its_replacement(metric):
     config = HarmonicConfig.from_pretrained(RELEASE / "removed" / metric)
     with pytest.raises(ValueError, match=re.compile(REMOVED[metric], re.DOTALL)):

@@ -1,41 +1,11 @@
-"""Documents to masked batches: sources, rows, masks, splits and collation."""
+"""Documents to masked batches. Importing this reads only the `data:` section, not `datasets`."""
 
-from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
-from harmonic_sft.data.batches import (
-    EpochSampler,
-    LabeledRows,
-    MaskedRows,
-    PaddingCollator,
-    PaddingFreeCollator,
-)
-from harmonic_sft.data.classification import (
-    LabeledData,
+from harmonic_sft.data.sections import (
+    DataConfig,
+    EvalConfig,
+    MaskConfig,
+    Source,
     check_label_settings,
-    load_labeled_data,
 )
-from harmonic_sft.data.loading import DataConfig, EvalConfig, LoadedData, load_data
-from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig
-from harmonic_sft.data.sources import Source
-from harmonic_sft.data.streams import StreamedRows
 
-__all__ = [
-    "EVAL_EPOCH",
-    "IGNORE_INDEX",
-    "SHOWN_REASONS",
-    "BadRows",
-    "DataConfig",
-    "EpochSampler",
-    "EvalConfig",
-    "LabeledData",
-    "LabeledRows",
-    "LoadedData",
-    "MaskConfig",
-    "MaskedRows",
-    "PaddingCollator",
-    "PaddingFreeCollator",
-    "Source",
-    "StreamedRows",
-    "check_label_settings",
-    "load_data",
-    "load_labeled_data",
-]
+__all__ = ["DataConfig", "EvalConfig", "MaskConfig", "Source", "check_label_settings"]

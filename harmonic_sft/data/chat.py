@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import Piece
-
-LossOn = Literal["all", "completion", "assistant"]
+from harmonic_sft.data.sections import LossOn
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -12,16 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.batches import LabeledRows, PaddingCollator
 from harmonic_sft.data.files import BAD, PLACE
-from harmonic_sft.data.loading import DataConfig, choose_eval
-from harmonic_sft.data.masking import IGNORE_INDEX, MaskConfig
+from harmonic_sft.data.loading import choose_eval
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import check_tokenizer
-from harmonic_sft.data.sources import (
-    Source,
-    check_column,
-    document_name,
-    load_documents,
-    numbered_rows,
-)
+from harmonic_sft.data.sections import DataConfig, Source, check_label_settings
+from harmonic_sft.data.sources import check_column, document_name, load_documents, numbered_rows
 
 logger = logging.getLogger(__name__)
 Task = Literal["sequence_classification", "token_classification"]
@@ -126,32 +121,6 @@ def load_labeled_data(
         num_tokens=sum(map(len, train_rows.input_ids)),
         bad_rows=bad_rows,
     )
-
-
-def check_label_settings(config: DataConfig) -> None:
-    """Refuse settings of masked text, which would have no effect on labeled rows.
-
-    Raises:
-        ValueError: One is set, or `label_column` is not.
-    """
-    if config.label_column is None:
-        raise ValueError("data.label_column: expected a column for classification, got nothing")
-    sources = [*config.sources, *([config.eval.source] if config.eval.source else [])]
-    refused = {
-        "mask": config.mask != MaskConfig(),
-        "packing": config.packing,
-        "padding_free": config.padding_free,
-        "loss_on": config.loss_on != "all",
-        "sources.streaming": any(source.streaming for source in sources),
-        "sources.weight": any(source.weight is not None for source in sources),
-        "sources.format": any(source.format not in ("auto", "text") for source in sources),
-    }
-    for name, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"data.{name}: expected the default for classification, got another value. "
-                "Leave the key out"
-            )
 
 
 def _read(

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRow
-from harmonic_sft.data.chat import Conversation, ConversationWriter, LossOn
+from harmonic_sft.data.chat import Conversation, ConversationWriter
 from harmonic_sft.data.encoding import (
     Encoded,
     Piece,
@@ -17,6 +17,7 @@ from harmonic_sft.data.encoding import (
     encode_pieces,
 )
 from harmonic_sft.data.masking import IGNORE_INDEX
+from harmonic_sft.data.sections import LossOn
 
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
 

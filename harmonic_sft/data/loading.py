@@ -5,12 +5,10 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass as config_dataclass
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRows
@@ -22,14 +20,12 @@ from harmonic_sft.data.batches import (
     join_rows,
     pack,
 )
-from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
 from harmonic_sft.data.formats import Format, recognize
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
     EVAL_EPOCH,
-    MaskConfig,
     NextTokenLabels,
     RowLabels,
     RowMasker,
@@ -44,76 +40,11 @@ from harmonic_sft.data.row_maker import (
     tokenize_table,
     unigram_counts,
 )
-from harmonic_sft.data.sources import Source, check_column, load_documents
+from harmonic_sft.data.sections import DataConfig, MaskConfig
+from harmonic_sft.data.sources import check_column, load_documents
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
-
-
-@config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class EvalConfig:
-    """What is kept out of training to evaluate on."""
-
-    documents: int = Field(default=512, ge=1, description="documents kept for evaluation")
-    source: Source | None = Field(
-        default=None, description="classification: evaluate on all rows of this place instead"
-    )
-
-
-@config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class DataConfig:
-    """The `data:` part of a run's configuration."""
-
-    sources: list[Source] = Field(min_length=1, description="where the documents come from")
-    context_length: int = Field(ge=1, description="longest row, in tokens, special ones included")
-    label_column: str | None = Field(
-        default=None, description="classification: column of the label, or of the words' labels"
-    )
-    loss_on: LossOn = Field(
-        default="all", description="what is predicted: all, the completion or assistant turns"
-    )
-    mask: MaskConfig = Field(default_factory=MaskConfig, description="how tokens are masked")
-    packing: bool = Field(
-        default=False, description="fill rows with several documents that do not see each other"
-    )
-    padding_free: bool = Field(
-        default=False, description="lay a batch out as one row instead of padding"
-    )
-    on_bad_row: Literal["error", "skip"] = Field(
-        default="error", description="what happens to a row that cannot be used"
-    )
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="the evaluation split")
-    num_proc: int | None = Field(
-        default=None, ge=1, description="processes that tokenize; null is the main one"
-    )
-    streams: int = Field(
-        default=8, ge=1, description="most logical streams; part of what fixes the order"
-    )
-    window: int = Field(
-        default=256, ge=1, description="documents of a stream shuffled and packed together"
-    )
-    pad_to_multiple_of: int | None = Field(
-        default=None, ge=1, description="round the length of a batch up to a multiple of this"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> "DataConfig":
-        weights = [source.weight for source in self.sources]
-        if None in weights and any(weight is not None for weight in weights):
-            raise ValueError(
-                f"sources: expected a weight in all or in none, got {weights}. "
-                "Give every source one"
-            )
-        if len({source.streaming for source in self.sources}) > 1:
-            raise ValueError("sources: expected streaming in all or in none, got a mixture")
-        if weights[0] is not None and len(weights) > 1 and not self.sources[0].streaming:
-            raise ValueError(
-                "sources: expected streaming: true in a mixture by weight, got tables. A table is "
-                "read once in an epoch, whatever its weight"
-            )
-        if self.padding_free and self.pad_to_multiple_of is not None:
-            raise ValueError("padding_free: expected no pad_to_multiple_of beside it, got one")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)

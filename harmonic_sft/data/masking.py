@@ -3,38 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass as config_dataclass
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.keyed_random import random_bits
+from harmonic_sft.data.sections import MaskConfig
 
 IGNORE_INDEX = -100
 EVAL_EPOCH = -1  # no training epoch has this number, so evaluation masks are a stream of their own
 NO_WORD = -1  # in `word_ids`, a token that belongs to no word
-
-
-@config_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class MaskConfig:
-    """How tokens are masked; the defaults are those NeoBERT was trained with."""
-
-    probability: float = Field(
-        default=0.2,
-        gt=0,
-        lt=1,
-        description="share of the ordinary tokens, or of the words, that is masked",
-    )
-    policy: Literal["mask_only", "80_10_10"] = Field(
-        default="mask_only",
-        description="what a masked token becomes: mask_only, always the mask token; 80_10_10, "
-        "in 10 % of the cases a random token and in another 10 % itself",
-    )
-    whole_word: bool = Field(
-        default=False, description="mask all tokens of a word together, or none of them"
-    )
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.ndarray:

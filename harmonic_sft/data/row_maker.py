@@ -22,11 +22,11 @@ from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BLANK, BadRows
-from harmonic_sft.data.chat import LossOn
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
 from harmonic_sft.data.formats import Format, encode
 from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.sources import document_name, numbered_rows
 
 BATCH_DOCUMENTS = 1000

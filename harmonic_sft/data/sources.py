@@ -8,7 +8,7 @@ import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from datasets import (
     Dataset,
@@ -22,8 +22,6 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetNotFoundError
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
 
 from harmonic_sft.data.bad_rows import BadRows, one_line
 from harmonic_sft.data.docstrings import standard_library_docstrings
@@ -39,60 +37,13 @@ from harmonic_sft.data.files import (
     is_url,
     read_shards,
 )
+from harmonic_sft.data.sections import Source
 
 DOCSTRINGS = "python:docstrings"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
-
-
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Source:
-    """One place to take documents from.
-
-    What it is shows in the path: `python:docstrings`; a file, a glob of files or the web address
-    of a file ending in `.txt`, `.jsonl`, `.json` or `.csv`, each also with `.gz` or `.zst`, or in
-    `.parquet`; a folder of such files, or one that `save_to_disk` of the datasets library wrote;
-    or the `owner/name` of a data set on the Hub. In a `.txt` file every line is a document and
-    blank lines are skipped; a `.csv` file begins with the names of its columns.
-    """
-
-    path: str = Field(
-        min_length=1,
-        description="a file, glob, web address or folder, owner/name on the Hub, python:docstrings",
-    )
-    name: str | None = Field(default=None, description="configuration of a Hub data set")
-    split: str = Field(default="train", description="split, as the datasets library writes it")
-    format: Literal[
-        "auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"
-    ] = Field(default="auto", description="what a row holds; auto goes by the columns")
-    column: str = Field(default="text", description="column that holds the text")
-    weight: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="share in a mixture of sources"
-    )
-    data_files: str | list[str] | None = Field(
-        default=None, description="files to read out of a folder or a Hub data set"
-    )
-    revision: str | None = Field(default=None, description="commit, tag or branch on the Hub")
-    streaming: bool = Field(default=False, description="read while training, download nothing else")
-
-
-def check_weights(sources: Sequence[Source]) -> None:
-    """Refuse a mixture in which some sources have a weight and others have none.
-
-    Args:
-        sources: All sources of a run.
-
-    Raises:
-        ValueError: A weight is missing.
-    """
-    weights = [source.weight for source in sources]
-    if None in weights and any(weight is not None for weight in weights):
-        raise ValueError(
-            f"data.sources: expected a weight in all or in none, got {weights}. "
-            "Give every source one."
-        )
 
 
 Documents = Dataset | FileRows | IterableDataset

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import is_quantized
-from harmonic_sft.training.sections import UnfreezeConfig
+from harmonic_sft.training.run_config import UnfreezeConfig
 
 
 class Part(NamedTuple):

@@ -13,8 +13,9 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from harmonic_sft.data import LabeledData, LoadedData, StreamedRows
-from harmonic_sft.data.streams import PlacedCollator
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.batches import head_inputs

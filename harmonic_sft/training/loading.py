@@ -14,14 +14,10 @@ from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from harmonic_sft.data import (
-    IGNORE_INDEX,
-    DataConfig,
-    LabeledData,
-    LoadedData,
-    load_data,
-    load_labeled_data,
-)
+from harmonic_sft.data import DataConfig
+from harmonic_sft.data.classification import LabeledData, load_labeled_data
+from harmonic_sft.data.loading import LoadedData, load_data
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,

@@ -6,7 +6,7 @@ import os
 from transformers import PreTrainedConfig
 
 from harmonic_sft.config import to_yaml
-from harmonic_sft.data import LabeledData
+from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data

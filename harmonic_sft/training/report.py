@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from harmonic_sft.data import LabeledData, LoadedData, StreamedRows
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part

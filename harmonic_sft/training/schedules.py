@@ -16,19 +16,19 @@ def phase_steps(total: int, *, warmup_ratio: float, decay_ratio: float) -> Phase
 
     Args:
         total: Optimizer steps of the run.
-        warmup_ratio: Share of them that warms up; at least one step if above 0.
-        decay_ratio: Share of them that decays; at least one step if above 0.
+        warmup_ratio: Share of them that warms up.
+        decay_ratio: Share of them that decays; with `warmup_ratio` at most 1.
 
-    Raises:
-        ValueError: The phases do not fit into the run.
+    Returns:
+        At least one step of each phase whose ratio is above 0; a run of one step decays.
     """
     warmup = max(round(total * warmup_ratio), int(warmup_ratio > 0))
     decay = max(round(total * decay_ratio), int(decay_ratio > 0))
-    if warmup + decay > total:
-        raise ValueError(
-            f"schedule: expected at most {total} steps of warmup and decay, "
-            f"got {warmup} + {decay}. Lower warmup_ratio or decay_ratio, or train longer"
-        )
+    if warmup + decay > total:  # both were rounded up: the longer phase gives way
+        if warmup >= decay:
+            warmup = total - decay
+        else:
+            decay = total - warmup
     return PhaseSteps(warmup, total - warmup - decay, decay)
 
 

@@ -18,8 +18,15 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from harmonic_sft.data import EpochSampler, LabeledRows, MaskedRows, StreamedRows
-from harmonic_sft.data.streams import PlacedCollator, Snapshot, StreamState, advance, merge
+from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
+from harmonic_sft.data.streams import (
+    PlacedCollator,
+    Snapshot,
+    StreamedRows,
+    StreamState,
+    advance,
+    merge,
+)
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead

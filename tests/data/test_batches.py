@@ -15,7 +15,8 @@ from harmonic_sft.data.batches import (
     fill_rate,
     pack,
 )
-from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, MaskConfig, RowMasker
+from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX, RowMasker
+from harmonic_sft.data.sections import MaskConfig
 
 # Python 3.12 and later warn when a process with threads forks, as the workers' loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")

@@ -8,7 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 from transformers import BertTokenizerFast
 
-from harmonic_sft.data import DataConfig, load_labeled_data
+from harmonic_sft.data import DataConfig
+from harmonic_sft.data.classification import load_labeled_data
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
 

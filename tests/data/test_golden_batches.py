@@ -8,7 +8,9 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data import DataConfig, EpochSampler, EvalConfig, MaskConfig, Source, load_data
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
+from harmonic_sft.data.batches import EpochSampler
+from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.streams import PlacedCollator, advance
 
 WORDS = MaskConfig(probability=0.3, whole_word=True, policy="80_10_10")

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source, load_data
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import (
     EpochSampler,
@@ -18,6 +18,7 @@ from harmonic_sft.data.batches import (
     pack,
 )
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
+from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker, special_tokens
 from harmonic_sft.data.row_maker import row_lengths
 

@@ -10,16 +10,10 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data import (
-    DataConfig,
-    EvalConfig,
-    MaskConfig,
-    MaskedRows,
-    Source,
-    load_data,
-)
+from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.bad_rows import BadRows
-from harmonic_sft.data.loading import split_streams, split_table
+from harmonic_sft.data.batches import MaskedRows
+from harmonic_sft.data.loading import load_data, split_streams, split_table
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.row_maker import RowMaker, tokenize_table
 from harmonic_sft.data.streams import LogicalStream, advance

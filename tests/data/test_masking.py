@@ -10,11 +10,11 @@ from harmonic_sft.data.keyed_random import random_bits
 from harmonic_sft.data.masking import (
     IGNORE_INDEX,
     NO_WORD,
-    MaskConfig,
     NextTokenLabels,
     RowMasker,
     special_tokens,
 )
+from harmonic_sft.data.sections import MaskConfig
 
 KEY = (0, 1, 2, 3, 4)
 MASK_TOKEN_ID = 4

@@ -13,7 +13,8 @@ import pytest
 from harmonic_sft.data import remote_file
 from harmonic_sft.data.files import PLACE
 from harmonic_sft.data.remote_file import RemoteFile
-from harmonic_sft.data.sources import Source, load_documents
+from harmonic_sft.data.sections import Source
+from harmonic_sft.data.sources import load_documents
 
 
 class Server(http.server.SimpleHTTPRequestHandler):

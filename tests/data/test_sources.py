@@ -13,13 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from harmonic_sft.data import sources
 from harmonic_sft.data.files import BAD, PLACE
-from harmonic_sft.data.sources import (
-    Source,
-    check_column,
-    document_name,
-    load_documents,
-    numbered_rows,
-)
+from harmonic_sft.data.sections import Source
+from harmonic_sft.data.sources import check_column, document_name, load_documents, numbered_rows
 
 TEXTS = ["one document", "another one", "the third"]
 

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from harmonic_sft.cli import main
+from harmonic_sft_cli import main
 
 time.sleep = lambda seconds: None  # the Hub's client waits between its tries
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import train
 from tests.elsewhere import Elsewhere
 from tests.hub_server import HubServer
 

@@ -12,7 +12,7 @@ from harmonic_sft.hub.adapter import covering_modules, write_adapter
 from harmonic_sft.models import DistLayer, HarmonicForMaskedLM, NeoBERTConfig
 from harmonic_sft.training.adapters import add_lora_, lora_layers, merged_state, save_adapter
 from harmonic_sft.training.freezing import unfreeze_
-from harmonic_sft.training.sections import PeftConfig, UnfreezeConfig
+from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
-from harmonic_sft.cli import main
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft_cli import main
 
 TEXT = "aa ab ac ad"
 SENTENCES = """

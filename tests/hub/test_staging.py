@@ -16,7 +16,8 @@ from harmonic_sft import models
 from harmonic_sft.hub import read_trained, stage
 from harmonic_sft.hub.staging import copy_weights
 from harmonic_sft.models import HarmonicForMaskedLM, HarmonicForSequenceClassification
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import train
 from tests.conftest import WORDS
 
 COMMIT = "a" * 40

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harmonic_sft.data import IGNORE_INDEX, PaddingCollator, PaddingFreeCollator
-from harmonic_sft.data.batches import join_rows
+from harmonic_sft.data.batches import PaddingCollator, PaddingFreeCollator, join_rows
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.models.document_attention import PACKABLE
 

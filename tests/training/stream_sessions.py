@@ -8,8 +8,8 @@ import sys
 
 def run_session(words: list[str], environment: dict[str, str], kill_in_step: int | None) -> None:
     """Run `harmonic-sft train`, perhaps killed in the middle of a step."""
-    from harmonic_sft.cli import main
     from harmonic_sft.training.trainer import HarmonicTrainer
+    from harmonic_sft_cli import main
 
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # of the data loader's workers

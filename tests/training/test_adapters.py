@@ -24,8 +24,7 @@ from harmonic_sft.training.freezing import parts, unfreeze_
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import build_fake_model
 from harmonic_sft.training.run import prepare
-from harmonic_sft.training.run_config import load_run_config
-from harmonic_sft.training.sections import PeftConfig, UnfreezeConfig
+from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig, load_run_config
 
 LORA = {"r": 4, "target_modules": ["query", "value"], "layers_to_transform": [1, 2]}
 HEAD_ONLY = {"unfreeze": {"last_blocks": 0}}

@@ -264,7 +264,8 @@ def test_settings_that_do_not_fit(base, text, write, sections, message):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
-    from harmonic_sft.data import DataConfig, load_data
+    from harmonic_sft.data import DataConfig
+    from harmonic_sft.data.loading import load_data
     from harmonic_sft.training.loading import load_tokenizer
     from harmonic_sft.training.run_config import ModelConfig
 

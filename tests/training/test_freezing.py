@@ -5,7 +5,7 @@ import torch
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.freezing import parts, unfreeze_
-from harmonic_sft.training.sections import UnfreezeConfig
+from harmonic_sft.training.run_config import UnfreezeConfig
 
 
 @pytest.fixture

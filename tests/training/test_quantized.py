@@ -21,9 +21,10 @@ from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import is_quantized, settle_quantized_
 from harmonic_sft.models.bases import check_embeddings
-from harmonic_sft.training import load_run_config, train
+from harmonic_sft.training import load_run_config
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.preview import dry_run
+from harmonic_sft.training.run import train
 from tests import decoders
 from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
 

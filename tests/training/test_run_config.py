@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from harmonic_sft import HEADS
 from harmonic_sft.config import parse, read_yaml, to_yaml
-from harmonic_sft.training.run_config import RunConfig, load_run_config
+from harmonic_sft.training.run_config import HExpConfig, RunConfig, load_run_config
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEMO = CONFIGS / "demo.yaml"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_file_is_valid_and_survives_a_round_trip(path, tmp_path):
     run = load_run_config(path)
     assert run.output_dir == Path("runs") / path.stem
@@ -20,8 +22,8 @@ def test_every_shipped_file_is_valid_and_survives_a_round_trip(path, tmp_path):
     run.training_arguments()
 
 
-def test_neobert_is_the_plan():
-    run = load_run_config(CONFIGS[[p.stem for p in CONFIGS].index("neobert")])
+def test_neobert_is_the_recipe():
+    run = load_run_config(CONFIGS / "neobert.yaml")
     assert run.model.base == "chandar-lab/NeoBERT"
     assert run.model.revision == "5424c8efeea6491b151d62dee55a752165407430"
     assert (run.model.dtype, run.model.unfreeze.last_blocks) == ("bfloat16", 1)
@@ -34,11 +36,8 @@ def test_neobert_is_the_plan():
     assert run.oom_fallback
 
 
-def test_the_demo_is_the_plan_on_a_small_base():
-    plan, demo = (
-        load_run_config(CONFIGS[[p.stem for p in CONFIGS].index(name)])
-        for name in ("neobert", "demo")
-    )
+def test_the_demo_is_that_recipe_on_a_small_base():
+    plan, demo = load_run_config(CONFIGS / "neobert.yaml"), load_run_config(DEMO)
     assert demo.head == plan.head
     assert demo.h_exp == plan.h_exp
     assert demo.loss == plan.loss
@@ -50,15 +49,12 @@ def test_the_demo_is_the_plan_on_a_small_base():
 
 def test_the_comparison_runs_differ_in_one_thing():
     demo, constant, linear = (
-        load_run_config(CONFIGS[[p.stem for p in CONFIGS].index(name)])
+        load_run_config(CONFIGS / f"{name}.yaml")
         for name in ("demo", "demo_constant", "demo_linear")
     )
     for other, sections in ((constant, {"h_exp"}), (linear, {"head", "h_exp", "loss"})):
-        different = {
-            name
-            for name in RunConfig.__dataclass_fields__
-            if getattr(other, name) != getattr(demo, name)
-        }
+        fields = RunConfig.__dataclass_fields__
+        different = {name for name in fields if getattr(other, name) != getattr(demo, name)}
         assert different == sections | {"training"}
         assert {**other.training, "output_dir": ""} == {**demo.training, "output_dir": ""}
     assert constant.h_exp.start == constant.h_exp.end == -12.0
@@ -71,43 +67,101 @@ def test_overrides_are_typed(make_yaml):
             "training.learning_rate=1e-4",
             "training.eval_strategy=no",
             "data.sources.0.column=body",
-            "head={name: dist, unit_sphere: false}",
+            "head={name: dist, unit_sphere: no}",
         ],
     )
     assert run.training["learning_rate"] == 1e-4
     assert run.training["eval_strategy"] == "no"
     assert run.data.sources[0].column == "body"
-    assert run.head.unit_sphere is False
+    assert run.head_settings()["unit_sphere"] is False
+
+
+def test_the_p_that_older_runs_wrote_for_every_dist_head_is_read():
+    assert load_run_config(DEMO, ["head.p=1.0"]) == load_run_config(DEMO)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_is_a_section_with_its_own_defaults(name):
+    others = [] if name == "dist" else ["h_exp=null", "loss={name: cross_entropy}"]
+    run = load_run_config(DEMO, [f"head={{name: {name}}}", *others])
+    assert run.head.name == run.head_settings()["name"] == name
+    assert run.head.init == "input_embeddings"
+    assert not run.head.tie
+
+
+def test_the_exponent_goes_to_the_dist_head_wherever_it_stands():
+    inner = "{name: multi_head, num_heads: 2, inner: {name: dist, eps: 1e-4, unit_sphere: 'no'}}"
+    run = load_run_config(DEMO, [f"head={{name: rotation, inner: {inner}}}", "h_exp.start=-9"])
+    dist = {"name": "dist", "eps": 1e-4, "unit_sphere": False, "h_exp": -9.0}
+    assert run.head_settings()["inner"]["inner"] == dist
+
+
+def test_a_learned_exponent_ends_where_it_starts_and_reaches_the_head():
+    run = load_run_config(DEMO, ["h_exp={start: -9, schedule: learned}"])
+    assert run.h_exp == HExpConfig(start=-9, end=-9, schedule="learned")
+    assert run.head_settings()["learn_h_exp"]
+    assert run.learns_h_exp
+
+
+def test_a_number_holds_the_exponent():
+    assert load_run_config(DEMO, ["h_exp=-9"]).h_exp == HExpConfig(start=-9.0, end=-9.0)
 
 
 REFUSED = [
     (
-        ["training.max_stepz=5"],
-        r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'\?",
+        ["modle.base=x"],
+        "^modle: expected one of the known keys, .* Did you mean 'model'",
     ),
-    (["modle.base=x"], r"modle: expected one of the known keys, got 'modle'. Did you mean 'model'"),
-    (["head.unit_spere=true"], r"Did you mean 'unit_sphere'\?"),
-    (["h_exp.start=2.0"], "h_exp.start: expected a number below 0, got 2.0"),
-    (["h_exp.end=0"], "h_exp.end: expected a number below 0, got 0"),
+    (["training=null"], "training: expected a mapping, got None"),
+    (["training.output_dir="], "training.output_dir: expected a folder, got nothing"),
+    (["training.max_stepz=5"], r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'"),
     (["training.max_steps=many"], "training.max_steps: expected a whole number, got 'many'"),
+    (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
     (["data.mask.probability=1.5"], "data.mask.probability: expected a number below 1"),
     (["data.sources=[]"], "data.sources: "),
+    # The exponent.
     (["h_exp=null"], "h_exp: expected start and end for a dist head, got nothing"),
-    (["head={name: linear}"], "h_exp: expected nothing for a linear head, got a section"),
+    (["h_exp=2.0"], "h_exp: expected a number below 0, got 2.0"),
+    (["h_exp.start=2.0"], "h_exp.start: expected a number below 0, got 2.0"),
+    (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
+    (["h_exp={strat: -8}"], "h_exp.strat: expected one of the known keys.* Did you mean 'start'"),
+    (["h_exp={start: -8}"], "h_exp.end: expected .* Write end: -8.0 to hold the exponent, or end:"),
+    (["h_exp.schedule=learned"], "h_exp.end: expected the start, -12.0, for a learned exponent"),
+    # The head.
+    (["head={name: dits}"], r"head\.name: expected one of .*, got 'dits'. Did you mean 'dist'"),
+    (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
+    (["head.h_exp=-3"], r"head\.h_exp: expected one of the known keys"),
+    (["head.metric=lq"], r"metric: expected"),
+    (["head.p=2.0"], r"p: expected"),
+    (["head.eps=-1"], r"eps: expected a number above 0, got -1"),
+    (["head={name: rotation, inner: {name: dits}}"], r"head\.inner\.name: expected one of"),
+    (["head={name: rotation, inner: {name: dist, h_exp: 1}}"], r"head\.inner\.h_exp: expected"),
+    (["head={name: rotation, inner: {name: dist, init: x}}"], r"head\.inner\.init: expected"),
     (
-        ["head={name: linear}", "h_exp=null"],
-        "loss.name: expected 'cross_entropy' for a linear head, got 'harmonic'",
+        ["head={name: rotation, inner: {name: multi_head, inner: {name: dist, eps: a}}}"],
+        r"head\.inner\.inner\.eps: expected a number, got 'a'",
     ),
-    (["head={name: dit}"], "head.name: expected one of"),
+    (["head={name: linear}"], "h_exp: expected nothing for a linear head, got a section"),
+    (["head={name: cosine}", "h_exp=null"], "loss harmonic: expected a dist head, got cosine"),
+    (["loss={name: arcface}"], "loss arcface: expected a cosine head, got dist"),
     (["head.tie=true", "model.dtype=bfloat16"], "head.tie: expected false with model.dtype bfl"),
+    (["head.tie=true"], "head.tie: expected false with model.unfreeze.last_blocks"),
+    (["head.init=random"], r"head.init: expected one of \['input_embeddings'.* for masked_lm, got"),
+    # Parts that train, and how fast.
+    (["model.unfreeze.dtype=bfloat16"], "unfreeze.dtype: expected 'float32' on a float32 body"),
+    (["model.unfreeze={}"], "last_blocks: expected this or patterns, got neither"),
+    (["model.unfreeze.patterns=[x]"], "last_blocks: expected this or patterns, got both"),
+    (["model.from_scratch=true"], r'model.unfreeze: expected \{patterns: \["\*"\]\} with from_scr'),
     (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
-    (["model.unfreeze.patterns=[x]"], "last_blocks: expected alone, got patterns too"),
+    (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
+    (["hub.every_save=true"], "hub.every_save: expected push: true beside it, got false"),
+    # transformers' arguments.
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
     (["training.lr_scheduler_type=linear"], "the schedule section decides"),
-    (["training.hub_token=hf_x"], "a token in a file leaks"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
-    (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
+    (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
+    (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
     (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
     (
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
@@ -118,7 +172,7 @@ REFUSED = [
     (["training.gradient_accumulation_steps=0"], "accumulation_steps: expected a number above 0"),
     (["training.learning_rate=.nan"], "training.learning_rate: expected a number above 0, got nan"),
     (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
-    (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
+    (["training.max_grad_norm=-1"], "training.max_grad_norm: expected 0 or more, got -1"),
     (
         [
             "model={base: x, dtype: bfloat16, unfreeze: {last_blocks: 1, dtype: bfloat16}}",
@@ -126,12 +180,6 @@ REFUSED = [
         ],
         "training.optim: expected adamw_torch for bfloat16 weights, got 'adafactor'",
     ),
-    (["model.unfreeze.dtype=bfloat16"], "unfreeze.dtype: expected 'float32' on a float32 body"),
-    (["model.unfreeze={}"], "last_blocks: expected this or patterns, got neither"),
-    (["head.tie=true"], "head.tie: expected false with model.unfreeze.last_blocks"),
-    (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
-    (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
-    (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
 ]
 
 
@@ -141,8 +189,15 @@ def test_bad_settings_are_refused_before_anything_is_loaded(make_yaml, overrides
         load_run_config(make_yaml(), overrides)
 
 
+def test_sections_of_ours_are_checked_before_those_of_transformers(make_yaml):
+    with pytest.raises(ValueError, match="expected") as error:
+        load_run_config(make_yaml(), ["training.max_stepz=5", "hub.formm=full", "head.epss=1"])
+    places = {line.split(":")[0] for line in str(error.value).splitlines()}
+    assert places == {"head.epss", "hub.formm"}
+
+
 def test_an_error_does_not_repeat_a_token(make_yaml):
-    with pytest.raises(ValueError, match="hub_token") as caught:
+    with pytest.raises(ValueError, match=r"hub_token.* a token in a file leaks") as caught:
         load_run_config(make_yaml(), ["training.hub_token=hf_secret"])
     assert "hf_secret" not in str(caught.value)
 
@@ -166,6 +221,14 @@ def test_the_best_checkpoint_may_be_that_of_any_metric(make_yaml, metric, greate
 
 def test_a_raw_loss_is_allowed_where_nothing_is_annealed(make_yaml):
     load_run_config(
-        make_yaml(h_exp={"start": -12.0, "end": -12.0}),
+        make_yaml(h_exp=-12.0),
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
     )
+
+
+def test_python_and_yaml_give_the_same_run(make_yaml):
+    path = make_yaml()
+    given = read_yaml(path)
+    run = RunConfig(**given)
+    assert run == load_run_config(path)
+    assert run.seed == 42

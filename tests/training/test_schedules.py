@@ -7,22 +7,27 @@ from transformers import get_scheduler
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
 
 
-@pytest.mark.parametrize("total", [1, 7, 10, 200, 10_000])
-def test_phases_are_whole_steps_that_fill_the_run(total):
-    if total == 1:
-        with pytest.raises(ValueError, match="schedule: expected at most 1 steps of warmup and"):
-            phase_steps(total, warmup_ratio=0.1, decay_ratio=0.2)
-        return
-    steps = phase_steps(total, warmup_ratio=0.1, decay_ratio=0.2)
-    assert sum(steps) == total
-    assert min(steps) >= 0
-    assert abs(steps.warmup - 0.1 * total) <= 1
-    assert abs(steps.decay - 0.2 * total) <= 1
-    assert all(isinstance(count, int) for count in steps)
+@pytest.mark.parametrize(("warmup", "decay"), [(0.1, 0.2), (0.0, 0.0), (0.5, 0.0), (0.3, 0.3)])
+def test_phases_are_whole_steps_that_fill_the_run(warmup, decay):
+    for total in (2, 7, 10, 200, 10_000):
+        steps = phase_steps(total, warmup_ratio=warmup, decay_ratio=decay)
+        assert sum(steps) == total
+        assert min(steps) >= 0
+        assert abs(steps.warmup - warmup * total) <= 1
+        assert abs(steps.decay - decay * total) <= 1
+        assert all(isinstance(count, int) for count in steps)
 
 
-def test_a_ratio_of_zero_is_no_phase():
-    assert phase_steps(10, warmup_ratio=0.0, decay_ratio=0.0) == (0, 10, 0)
+def test_ratios_that_add_up_to_one_fit_every_run():
+    for total in range(1, 200):
+        for twentieths in range(21):
+            warmup, decay = twentieths / 20, 1 - twentieths / 20
+            steps = phase_steps(total, warmup_ratio=warmup, decay_ratio=decay)
+            assert sum(steps) == total
+            assert min(steps) >= 0
+            assert abs(steps.warmup - warmup * total) <= 1
+            assert total == 1 or (steps.warmup > 0) == (warmup > 0)
+            assert (steps.decay > 0) == (decay > 0)
 
 
 def test_the_learning_rate_warms_up_stays_and_decays():

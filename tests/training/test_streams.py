@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from harmonic_sft.data import BadRows
+from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train

@@ -1,0 +1,46 @@
+"""The package's root: what importing it registers, and the names that it gives."""
+
+import subprocess
+import sys
+
+import pytest
+
+import harmonic_sft
+
+ANYWHERE = """
+import sys
+import harmonic_sft
+print([name for name in sys.argv[2:] if name in sys.modules])
+from transformers import AutoModelForMaskedLM
+print(type(AutoModelForMaskedLM.from_pretrained(sys.argv[1])).__module__)
+"""
+LATER = (
+    "harmonic_sft.losses",
+    "harmonic_sft.training",
+    "harmonic_sft.data",
+    "datasets",
+    "pydantic",
+)
+
+
+def test_our_folders_load_after_an_import_of_the_models_alone(tmp_path, tiny_base):
+    from harmonic_sft import HarmonicForMaskedLM
+
+    model = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "dist", "h_exp": -12.0})
+    model.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", ANYWHERE, str(tmp_path), *LATER]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "harmonic_sft.models.modeling_harmonic"]
+
+
+def test_every_public_name_is_there_and_listed():
+    assert set(harmonic_sft.__all__) <= set(dir(harmonic_sft))
+    for name in harmonic_sft.__all__:
+        value = getattr(harmonic_sft, name)
+        assert name.isupper() or value.__name__ == name
+        assert name.isupper() or value.__module__.startswith("harmonic_sft.")
+
+
+def test_other_names_are_not():
+    with pytest.raises(AttributeError, match=r"^module 'harmonic_sft' has no attribute 'nothing'$"):
+        _ = harmonic_sft.nothing
