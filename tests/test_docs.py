@@ -121,9 +121,8 @@ def published(tmp_path_factory, tiny_base):
 def test_every_python_block_runs(page, number, published, monkeypatch, tmp_path):
     """As printed, but for names on the Hub and, in the guides, tensors that the reader has."""
     code = python_blocks(page)[number]
-    names = {"me/neobert-harmonic": str(published), "runs/demo": str(published)}
-    for printed, local in names.items():
-        code = code.replace(f'"{printed}"', repr(local))
+    for printed in ("me/neobert-harmonic", "runs/demo", "answerdotai/ModernBERT-base"):
+        code = code.replace(f'"{printed}"', repr(str(published)))
     monkeypatch.chdir(tmp_path)
     scope = {
         "hidden_states": torch.randn(4, 8, requires_grad=True),
