@@ -129,7 +129,7 @@ def test_every_python_block_runs(page, number, published, monkeypatch, tmp_path)
         "prototypes": torch.randn(16, 8, requires_grad=True),
         "labels": torch.randint(16, (4,)),
     }
-    exec(compile(code, name(page), "exec"), {"__name__": "page"} if page == README else scope)
+    exec(compile(code, name(page), "exec"), {} if page == README else scope)
 
 
 class Parsed(Exception):
