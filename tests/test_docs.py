@@ -1,0 +1,181 @@
+"""README and the guides: short enough, links that resolve, code that runs, commands that parse."""
+
+import argparse
+import importlib
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from experiments.__main__ import main as experiments
+from harmonic_sft import HarmonicForMaskedLM
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "experiments" / "README.md", *DOCS]
+MAX_WORDS = 1500
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python_blocks(path: Path) -> list[str]:
+    return [block for language, block in FENCE.findall(path.read_text()) if language == "python"]
+
+
+def shell_lines(path: Path) -> list[str]:
+    """Lines of indented and of unnamed fenced blocks, and code within a sentence."""
+    text = re.sub(r"\\\n\s*", "", path.read_text())
+    fenced = [block for language, block in FENCE.findall(text) if language in ("", "sh", "bash")]
+    prose = FENCE.sub("", text)
+    indented = re.findall(r"^    (\S.*)$", prose, re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", prose)
+    return [line.strip() for line in [*"\n".join(fenced).splitlines(), *indented, *inline]]
+
+
+def commands(start: str) -> list[tuple[str, str]]:
+    """(page, command) of every command that begins with the pattern `start`."""
+    found = []
+    for page in PAGES:
+        for line in shell_lines(page):
+            line = line.partition("  #")[0].strip()
+            if re.match(start, line) and not ANY.search(line):
+                found.append((name(page), line))
+    return found
+
+
+def slugs(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_resolves(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        path = (page.parent / place) if place else page
+        assert path.exists(), f"{name(page)}: {target}"
+        if anchor:
+            assert anchor in slugs(path), f"{name(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_file_that_is_named_exists(page):
+    folders = "configs|docs|experiments|harmonic_sft|scripts|tests"
+    for path in re.findall(rf"(?<![\w./])((?:{folders})/[\w./-]*\w)", page.read_text()):
+        assert (ROOT / path).exists(), f"{name(page)}: {path}"
+
+
+def test_every_guide_is_in_the_table_of_contents():
+    contents = (ROOT / "docs" / "README.md").read_text()
+    for page in DOCS:
+        assert page.name == "README.md" or f"({page.name})" in contents, page.name
+
+
+def test_the_tree_names_every_file():
+    """Of the package, the experiments and the scripts, each in its folder, and no other."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named, folders = set(), [ROOT]
+    for line in FENCE.findall(text)[0][1].splitlines():
+        word, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        if word.endswith("/"):
+            folders[depth + 1 :] = [folders[depth] / word]
+        assert (folders[depth] / word).exists(), word
+        named.add(folders[depth] / word)
+    for folder in ("harmonic_sft", "experiments", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.name == "__init__.py" or path in named, name(path)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, tiny_base):
+    """A folder as a push of the form full leaves it: it stands for names on the Hub."""
+    folder = tmp_path_factory.mktemp("published")
+    HarmonicForMaskedLM.from_base(tiny_base).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page in PAGES for number in range(len(python_blocks(page)))],
+    ids=lambda value: name(value) if isinstance(value, Path) else str(value),
+)
+def test_every_python_block_runs(page, number, published, monkeypatch, tmp_path):
+    """As printed, but for names on the Hub and, in the guides, tensors that the reader has."""
+    code = python_blocks(page)[number]
+    for printed in ("me/neobert-harmonic", "runs/demo", "answerdotai/ModernBERT-base"):
+        code = code.replace(f'"{printed}"', repr(str(published)))
+    monkeypatch.chdir(tmp_path)
+    scope = {
+        "hidden_states": torch.randn(4, 8, requires_grad=True),
+        "prototypes": torch.randn(16, 8, requires_grad=True),
+        "labels": torch.randint(16, (4,)),
+    }
+    exec(compile(code, name(page), "exec"), {} if page == README else scope)
+
+
+class Parsed(Exception):
+    """Raised with what a parser returned, in place of running the command."""
+
+
+@pytest.fixture
+def parsing_only(monkeypatch):
+    """The outermost call of any parser stops once it has accepted its arguments."""
+    depth = 0
+
+    def stopping(parse):
+        def parse_and_stop(*given, **named):
+            nonlocal depth
+            depth += 1
+            try:
+                result = parse(*given, **named)
+            finally:
+                depth -= 1
+            if depth == 0:
+                raise Parsed(result)
+            return result
+
+        return parse_and_stop
+
+    for method in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, method)
+        monkeypatch.setattr(argparse.ArgumentParser, method, stopping(parse))
+
+
+def console_script() -> Callable[[list[str]], int]:
+    """What `harmonic-sft` calls, by pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["harmonic-sft"].partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@pytest.mark.parametrize(("page", "command"), commands(r"harmonic-sft \w+ \S"))
+def test_every_command_is_accepted(page, command, parsing_only):
+    with pytest.raises(Parsed) as parsed:
+        console_script()(shlex.split(command)[1:])
+    _, rest = parsed.value.args[0]
+    assert all("=" in word and not word.startswith("-") for word in rest), page
+
+
+@pytest.mark.parametrize(("page", "command"), commands(r"python -m experiments \w"))
+def test_every_experiment_is_accepted(page, command, parsing_only):
+    with pytest.raises(Parsed):
+        experiments(shlex.split(command)[3:])
