@@ -315,7 +315,8 @@ def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
         args = get_args(hint)
         return _known_keys(args[-1], place[1:], data[place[0]]) if args and place else []
     hints = get_type_hints(hint, include_extras=True)
-    if get_origin(hints.get("name")) is Literal and data.get("name") not in get_args(hints["name"]):
+    names = get_args(hints["name"]) if get_origin(hints.get("name")) is Literal else ()
+    if names and data.get("name", names[0]) not in names:
         return []
     return _known_keys(hints[str(place[0])], place[1:], data[place[0]]) if place else list(hints)
 

@@ -142,6 +142,8 @@ def handled(repos, shared):
     def make(folder):
         for name in ("finished", "interrupted"):
             shutil.copytree(RELEASE / "run", folder / name / "run")
+            with zipfile.ZipFile(RELEASE / "code.zip") as archive:
+                archive.extractall(folder / name / "run")
             shutil.copyfile(RELEASE / "text.txt", folder / name / "text.txt")
         for name in ("model.safetensors", "trainer_state.json", "results/train.json"):
             (folder / "interrupted" / "run" / name).unlink()
