@@ -107,6 +107,8 @@ class Softmax:
         hidden, prototypes = gradients.hidden_states, gradients.prototypes
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
         narrow = arguments.gradient_dtype or dtype
+        if on_cpu and not multiplies_bfloat16():
+            narrow = dtype
         if arguments.gradient_dtype is None and arguments.impl == "triton":
             # What the states are rounded to is enough for what their gradients are made of.
             narrow = torch.bfloat16 if self.hidden_states.dtype.itemsize == 2 else dtype
@@ -282,6 +284,12 @@ def backward(
                 head.finish_points(chunk, row)
         _complete(heads)
     return gradients.finished(arguments)
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for it; elsewhere it takes 20 times as long."""
+    there = torch.backends.mkldnn.is_available()
+    return there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:

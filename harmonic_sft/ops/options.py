@@ -26,7 +26,7 @@ class LossOptions:
             and tile-sized memory. An upstream gradient that differs between tokens recomputes
             anyway.
         gradient_dtype: `torch.bfloat16` multiplies the two gradient products in it, at an error of
-            some 1e-4; None keeps float32 or better.
+            some 1e-4, where the processor has instructions for it; None keeps float32 or better.
     """
 
     token_weights: Tensor | None = None
