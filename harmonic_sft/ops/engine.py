@@ -287,7 +287,7 @@ def backward(
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for it; elsewhere it takes 20 times as long."""
+    """Return whether this processor has instructions for it: without, it takes 20 times as long."""
     there = torch.backends.mkldnn.is_available()
     return there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

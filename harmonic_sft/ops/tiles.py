@@ -172,8 +172,8 @@ class TorchTiles:
     ) -> Tensor | None:
         """Write the statistics of tile `k` and its weights; return the columns of near pairs."""
         scores = self._scores(chunk, k)
-        near = self._leave_out(chunk, scores, k)
-        logits = self._logits(chunk, scores, k, statistics.log_scale[k])
+        near, nearest = self._leave_out(chunk, scores, k)
+        logits = self._logits(chunk, scores, nearest, k, statistics.log_scale[k])
         if statistics.logits is not None:
             there = logits != -torch.inf
             total = logits.where(there, 0).sum(1)
@@ -208,8 +208,15 @@ class TorchTiles:
             torch.addcmul(self.columns[tile], scores, geometry.scale[tile], value=-2, out=scores)
         return scores if chunk.row is None else scores.add_(chunk.row)
 
-    def _leave_out(self, chunk: Chunk, scores: Tensor, k: int) -> Tensor | None:
-        """Take labels and near pairs out of the scores; return the columns of the near ones."""
+    def _leave_out(
+        self, chunk: Chunk, scores: Tensor, k: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Take labels and near pairs out of the scores of a tile.
+
+        Returns:
+            The columns of the near pairs `[T, S]` or None, and the least squared distance `[T, 1]`
+            of what is left; None for a linear head.
+        """
         tile, linear = self.edges[k], self.geometry.linear
         fill = -torch.inf if linear else torch.inf
         inside = (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
@@ -218,26 +225,28 @@ class TorchTiles:
         values = torch.where(inside, fill, -fill).to(scores.dtype)
         scores.scatter_reduce_(1, columns, values, "amin" if linear else "amax")
         if linear:
-            return None
+            return None, None
+        nearest = scores.amin(1, keepdim=True)
         limits, count = near_limits(self.geometry, chunk.placed), NEAR_ON_DEVICE
         if self.on_cpu:  # elsewhere a look at the values would halt the device
-            if not bool((scores.amin(1, keepdim=True) < limits).any()):
-                return None
+            if not bool((nearest < limits).any()):
+                return None, nearest
             count = min(int((scores < limits).sum(1).max()), NEAR_PER_TILE)
         closest, columns = scores.topk(min(count, scores.shape[1]), largest=False)
         near = closest < limits
         scores.scatter_(1, columns, torch.where(near, torch.inf, closest))
         # What exceeds the count keeps its expanded distance, which rounding may push below zero.
         scores.clamp_min_(self.geometry.eps)
-        return torch.where(near, columns + tile.start, -1)
+        return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
 
-    def _logits(self, chunk: Chunk, scores: Tensor, k: int, log_scale: Tensor) -> Tensor:
+    def _logits(
+        self, chunk: Chunk, scores: Tensor, nearest: Tensor | None, k: int, log_scale: Tensor
+    ) -> Tensor:
         """Return logits `[T, W]` less `log_scale` `[T]`, which is written; -inf where left out."""
         logits = scores
-        if self.geometry.linear:
+        if nearest is None:
             log_scale.zero_()
         else:
-            nearest = scores.amin(1, keepdim=True)
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
             # The ratio keeps digits that a difference of large logits would lose.
             logits = torch.div(scores, nearest).log_().mul_(self.h_exp)
