@@ -76,6 +76,11 @@ class TorchTiles:
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().to(geometry.dtype)
         distances = not geometry.linear
+        # Repeated squaring takes half the time of a logarithm and an exponential.
+        self.power = 0
+        plain = distances and bias is None and second is None and not self.smoothed
+        if plain and isinstance(h_exp, float) and -h_exp % 1 == 0 and h_exp >= -1023:
+            self.power = int(-h_exp)
         kept = {
             "second": second is not None,
             "inverse": distances and self.smoothed,
@@ -173,6 +178,12 @@ class TorchTiles:
         """Write the statistics of tile `k` and its weights; return the columns of near pairs."""
         scores = self._scores(chunk, k)
         near, nearest = self._leave_out(chunk, scores, k)
+        if nearest is not None and self.power and statistics.moments is None:
+            probs = self._powers(chunk, scores, nearest, statistics.log_scale[k])
+            torch.sum(probs, 1, out=statistics.sums[k])
+            if kept is not None:
+                self._keep(kept, scores, probs, None)
+            return near
         logits = self._logits(chunk, scores, nearest, k, statistics.log_scale[k])
         if statistics.logits is not None:
             there = logits != -torch.inf
@@ -259,6 +270,18 @@ class TorchTiles:
             logits.sub_(peaks.unsqueeze(1))
             log_scale.add_(peaks)
         return logits
+
+    def _powers(self, chunk: Chunk, scores: Tensor, nearest: Tensor, log_scale: Tensor) -> Tensor:
+        """Return e `[T, W]` of a whole exponent without a logarithm; `log_scale` is written."""
+        nearest.masked_fill_(nearest == torch.inf, 1)
+        log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
+        ratio = torch.div(nearest, scores)  # 0 where left out
+        power = ratio.clone()
+        for bit in f"{self.power:b}"[1:]:
+            power.mul_(power)
+            if bit == "1":
+                power.mul_(ratio)
+        return power
 
     def _measure(self, logits: Tensor, probs: Tensor, k: int, statistics: TileStatistics) -> None:
         """Write the moments of tile `k` and its best columns."""
