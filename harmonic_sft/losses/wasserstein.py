@@ -144,9 +144,11 @@ class Transport:
         ground = self.ground(head) if ground is None else ground
         if self.top_k is None:
             points = ground.to(logits.dtype)
-            mean, squares = logits.softmax(-1) @ points, points.square().sum(-1)
-            targets = points[labels]
-            return logits.softmax(-1) @ squares - 2 * (mean * targets).sum(-1) + squares[labels]
+            squares, targets = points.square().sum(-1), points[labels]
+            costs = squares + squares[labels].unsqueeze(-1) - 2 * targets @ points.T  # [N, V]
+            # Rounding can push a small cost below zero; that of the label is 0.
+            costs = costs.clamp_min(0).scatter(-1, labels.unsqueeze(-1), 0)
+            return torch.linalg.vecdot(logits.softmax(-1), costs)
         columns = logits.detach().topk(self.top_k).indices  # [N, K]
         columns = torch.cat([labels.unsqueeze(-1), columns], -1)
         return _truncated_cost(logits.gather(-1, columns), F.embedding(columns, ground), columns)

@@ -261,9 +261,11 @@ def _resolve(impl: str, stage: str, hidden_states: Tensor, prototypes: Tensor) -
     floats = (torch.float32, torch.bfloat16, torch.float16)
     served = hidden_states.dtype in floats and prototypes.dtype in floats
     served = served and find_spec("triton") is not None
-    on_gpu = hidden_states.device.type == "cuda"
+    on_gpu, has_kernels = hidden_states.device.type == "cuda", stage in ("cross_entropy", "mixture")
     if impl == "auto":
-        return "triton" if on_gpu and served and stage == "cross_entropy" else "chunked"
+        return "triton" if on_gpu and served and has_kernels else "chunked"
+    if not has_kernels:
+        raise ValueError(f"impl: expected auto or chunked for {stage}, got triton")
     if not served or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             "impl: expected reference or chunked, since triton needs a GPU and 16- or 32-bit "

@@ -11,11 +11,7 @@ from harmonic_sft.ops.arguments import Arguments, Chunk, Results, Rows, empty_gr
 from harmonic_sft.ops.geometry import build_geometry
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.products import GradientProducts, add_rows_
-from harmonic_sft.ops.rows import (
-    measure_pairs,
-    normalize,
-    token_metrics,
-)
+from harmonic_sft.ops.rows import measure_pairs, normalize, token_metrics
 from harmonic_sft.ops.stages import STAGES, CrossEntropy
 from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
@@ -106,15 +102,15 @@ class Softmax:
         self.h_exp, self.bias, self.gradients = stage.h_exp, arguments.class_bias, gradients
         hidden, prototypes = gradients.hidden_states, gradients.prototypes
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
-        narrow = arguments.gradient_dtype or dtype
+        operand_dtype = arguments.gradient_dtype or dtype
         if on_cpu and not multiplies_bfloat16():
-            narrow = dtype
-        if arguments.gradient_dtype is None and arguments.impl == "triton":
+            operand_dtype = dtype
+        if arguments.impl == "triton" and self.hidden_states.dtype.itemsize == 2:
             # What the states are rounded to is enough for what their gradients are made of.
-            narrow = torch.bfloat16 if self.hidden_states.dtype.itemsize == 2 else dtype
+            operand_dtype = torch.bfloat16
         self.products = GradientProducts(
             self.geometry,
-            narrow,
+            operand_dtype,
             workers,
             hidden_states=hidden is not None,
             prototypes=None if prototypes is None else prototypes[:, columns],
@@ -123,7 +119,7 @@ class Softmax:
         if gradients.second_weight is not None and stage.points is not None:
             self.points = GradientProducts(
                 stage.points,
-                narrow,
+                operand_dtype,
                 workers,
                 hidden_states=True,
                 prototypes=gradients.second_weight,
@@ -131,7 +127,9 @@ class Softmax:
         if arguments.impl == "triton":
             from harmonic_sft.ops.triton_tiles import TritonTiles  # not on every system
 
-            self.tiles: TorchTiles | TritonTiles = TritonTiles(arguments, self.geometry, self.h_exp)
+            self.tiles: TorchTiles | TritonTiles = TritonTiles(
+                arguments, self.geometry, self.h_exp, self.hidden_states
+            )
         else:
             self.tiles = TorchTiles(
                 arguments, self.geometry, self.h_exp, stage.second, self.points, workers

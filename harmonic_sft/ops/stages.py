@@ -88,7 +88,14 @@ class CrossEntropy:
         near = row.mass.unsqueeze(1) * near.exp()
         # mass * p - target, without the cancellation of p - 1.
         labels = row.rest * row.log_probs.exp() + row.target * torch.expm1(row.log_probs)
-        return torch.cat([labels, near], 1).where(chunk.columns >= 0, 0)
+        found = torch.cat([labels, near], 1)
+        if row.second is not None:
+            found += row.second.unsqueeze(1) * self.second_of_pairs(chunk, row)
+        return found.where(chunk.columns >= 0, 0)
+
+    def second_of_pairs(self, chunk: Chunk, row: Rows) -> Tensor:
+        """Return the second weights `[T, S]` of the pairs, divided as those of the tiles."""
+        raise AssertionError("only a second loss has weights")
 
     def exponent_slopes(
         self, chunk: Chunk, statistics: TileStatistics, row: Rows, slopes: Tensor, outer: Tensor
@@ -138,7 +145,7 @@ class Mixture(CrossEntropy):
 class Distillation(CrossEntropy):
     """share * KL(q || p) + (1 - share) * -log p_label, q the softmax of a linear teacher."""
 
-    num_sums = 5
+    num_sums = 3
 
     def __init__(self, arguments: Arguments, labels: Tensor, target: Tensor, h_exp: float | Tensor):
         super().__init__(arguments, labels, target, h_exp)
@@ -154,27 +161,14 @@ class Distillation(CrossEntropy):
         """The weights beside those of the softmax: the teacher's."""
         return self
 
-    def weigh(
-        self, tile: slice, tokens: slice, logits: Tensor, probs: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return e = exp(teacher's logit - peak) and its sums: see `SecondWeights`.
-
-        They are those of e and e * logit of the head without the pairs, the peak, and the sums of e
-        and e * log e with them.
-        """
+    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return e = exp(teacher's logit - peak), the peak, and the sums of e and e * log e."""
         taught = torch.mm(self.states[tokens].to(self.dtype), self.weight[tile].to(self.dtype).T)
         if self.bias is not None:
             taught.add_(self.bias[tile].to(self.dtype))
         peaks = taught.amax(1)
         weights = taught.sub_(peaks.unsqueeze(1)).exp_()
-        whole = [peaks, weights.sum(1), -torch.special.entr(weights).sum(1)]
-        there = logits != -torch.inf
-        weights = weights.where(there, 0)
-        return weights, [
-            weights.sum(1),
-            torch.linalg.vecdot(weights, logits.where(there, 0)),
-            *whole,
-        ]
+        return weights, [peaks, weights.sum(1), -torch.special.entr(weights).sum(1)]
 
     def log_share(self, statistics: TileStatistics, rows: Rows, k: int | slice) -> Tensor:
         """Return what makes the teacher's weights of a tile its probabilities, as a logarithm."""
@@ -189,13 +183,13 @@ class Distillation(CrossEntropy):
         row.saved = (peaks + masses.log()).logsumexp(0)
         shares = torch.exp(peaks - row.saved)
         negentropy = (shares * (entropy + peaks * masses)).sum(0) - row.saved  # sum of q log q
-        taught = self.taught(chunk, row)
+        taught = self.second_of_pairs(chunk, row)
         logits = chunk.logits.where(chunk.columns >= 0, 0)
         mean_logit = (shares * (cross + found.log_scale * sums)).sum(0) + (taught * logits).sum(1)
         divergence = negentropy - mean_logit + row.log_normalizer
         return self.share * divergence - self.own * row.log_probs.squeeze(1)
 
-    def taught(self, chunk: Chunk, row: Rows) -> Tensor:
+    def second_of_pairs(self, chunk: Chunk, row: Rows) -> Tensor:
         """Return q `[T, S]` of the pairs, 0 where there is none."""
         known = chunk.columns.clamp_min(0)
         states = self.states[chunk.tokens].to(self.dtype)
@@ -211,16 +205,11 @@ class Distillation(CrossEntropy):
         row.target, row.rest = ((f * outer).unsqueeze(1) for f in (self.own, self.share))
         row.floor, row.second = torch.zeros_like(outer), -self.share * outer
 
-    def slopes(self, chunk: Chunk, row: Rows) -> Tensor:
-        """Return dL/dlogit `[T, S]` of the pairs, 0 where there is none."""
-        assert row.second is not None, "factors are set before"
-        return super().slopes(chunk, row) + row.second.unsqueeze(1) * self.taught(chunk, row)
-
 
 class Transport(CrossEntropy):
     """own * -log p_label + carried * sum_j p_j |e_j - e_label| ** 2, e the points `[V, E]`."""
 
-    num_sums = 2
+    num_sums = 0
 
     def __init__(self, arguments: Arguments, labels: Tensor, target: Tensor, h_exp: float | Tensor):
         super().__init__(arguments, labels, target, h_exp)
@@ -240,17 +229,13 @@ class Transport(CrossEntropy):
         """Return the points of the labels `[T, E]`."""
         return self.ground.rows(self.labels[tokens, 0])
 
-    def weigh(
-        self, tile: slice, tokens: slice, logits: Tensor, probs: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return e times the cost, and its sum and that with the logit: see `SecondWeights`."""
+    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return e times the cost."""
         targets = self.targets(tokens)
         costs = torch.mm(targets, self.ground.tile(tile.start, tile.stop).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
-        weights = costs.mul_(probs)
-        there = logits != -torch.inf
-        return weights, [weights.sum(1), torch.linalg.vecdot(weights, logits.where(there, 0))]
+        return costs.mul_(probs), []
 
     def log_share(self, statistics: TileStatistics, rows: Rows, k: int | slice) -> Tensor:
         """Return what makes e times the cost p times the cost, as a logarithm."""
@@ -262,10 +247,10 @@ class Transport(CrossEntropy):
         """Return the loss of each token `[T]`, and save its mean cost."""
         (chunk,), (row,), (found,) = chunks, rows, statistics
         shares = torch.exp(found.log_scale - row.log_normalizer)
-        row.saved = (shares * found.second[0]).sum(0) + self._carried_pairs(chunk, row).sum(1)
+        row.saved = (shares * found.second[0]).sum(0) + self.second_of_pairs(chunk, row).sum(1)
         return self.carried * row.saved - self.own * row.log_probs.squeeze(1)
 
-    def _carried_pairs(self, chunk: Chunk, row: Rows) -> Tensor:
+    def second_of_pairs(self, chunk: Chunk, row: Rows) -> Tensor:
         """Return p times the cost `[T, S]` of the pairs."""
         probs = (chunk.logits - row.log_normalizer.unsqueeze(1)).exp()
         targets = self.targets(chunk.tokens)
@@ -282,13 +267,6 @@ class Transport(CrossEntropy):
         row.target = (self.own * outer).unsqueeze(1)
         row.rest = -(self.carried * row.saved * outer).unsqueeze(1)
         row.floor, row.second = torch.zeros_like(outer), self.carried * outer
-
-    def slopes(self, chunk: Chunk, row: Rows) -> Tensor:
-        """Return dL/dlogit `[T, S]` of the pairs, 0 where there is none."""
-        assert row.second is not None, "factors are set before"
-        return super().slopes(chunk, row) + row.second.unsqueeze(1) * self._carried_pairs(
-            chunk, row
-        )
 
 
 STAGES = {

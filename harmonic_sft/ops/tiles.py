@@ -26,16 +26,16 @@ class SecondWeights(Protocol):
 
     num_sums: int
 
-    def weigh(
-        self, tile: slice, tokens: slice, logits: Tensor, probs: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return weights `[T, W]` and row sums `[T]` of one tile.
+    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return weights `[T, W]` of one tile, and `num_sums` row sums `[T]`.
+
+        `TileStatistics.second` holds the sums of the weights and of weight * logit, both without
+        the pairs, and then these.
 
         Args:
             tile: Its classes.
             tokens: Of the chunk.
-            logits: `[T, W]`, less `log_scale`; -inf at the pairs, which have no weight.
-            probs: `[T, W]`, their exponentials.
+            probs: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
         """
         ...
 
@@ -154,7 +154,7 @@ class TorchTiles:
         self, chunk: Chunk, measure: bool
     ) -> tuple[TileStatistics, list[Tensor | None]]:
         shape, new_empty = (len(self.edges), len(chunk.placed)), chunk.placed.new_empty
-        num_sums = 0 if self.second is None else self.second.num_sums
+        num_sums = 0 if self.second is None else 2 + self.second.num_sums
         statistics = TileStatistics(
             new_empty(shape),
             new_empty(shape),
@@ -178,34 +178,47 @@ class TorchTiles:
         """Write the statistics of tile `k` and its weights; return the columns of near pairs."""
         scores = self._scores(chunk, k)
         near, nearest = self._leave_out(chunk, scores, k)
-        if nearest is not None and self.power and statistics.moments is None:
-            probs = self._powers(chunk, scores, nearest, statistics.log_scale[k])
-            torch.sum(probs, 1, out=statistics.sums[k])
-            if kept is not None:
-                self._keep(kept, scores, probs, None)
-            return near
-        logits = self._logits(chunk, scores, nearest, k, statistics.log_scale[k])
-        if statistics.logits is not None:
-            there = logits != -torch.inf
-            total = logits.where(there, 0).sum(1)
-            torch.addcmul(total, there.sum(1), statistics.log_scale[k], out=statistics.logits[k])
-        place = logits
-        if self.second is not None or statistics.moments is not None:
-            place = None  # the logits are needed beside their exponentials
-        elif self.geometry.linear and kept is not None:
-            place = kept[0]
-        probs = torch.exp(logits, out=place)
-        torch.sum(probs, 1, out=statistics.sums[k])
-        if statistics.moments is not None:
-            self._measure(logits, probs, k, statistics)
+        log_scale = statistics.log_scale[k].zero_()
+        if nearest is not None:
+            nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
+            log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
         second = None
-        if self.second is not None:
-            second, sums = self.second.weigh(self.edges[k], chunk.tokens, logits, probs)
-            for row, values in zip(statistics.second, sums, strict=True):
-                row[k] = values
+        if nearest is not None and self.power and statistics.moments is None:
+            probs = self._powers(scores, nearest)
+        else:
+            logits = self._logits(scores, nearest, k, log_scale)
+            place = logits
+            if self.second is not None or self.smoothed or statistics.moments is not None:
+                place = None  # the logits are needed beside their exponentials
+            elif self.geometry.linear and kept is not None:
+                place = kept[0]
+            probs = torch.exp(logits, out=place)
+            if place is None:
+                second = self._sum_logits(chunk, logits, probs, k, statistics)
+        torch.sum(probs, 1, out=statistics.sums[k])
         if kept is not None:
             self._keep(kept, scores, probs, second)
         return near
+
+    def _sum_logits(
+        self, chunk: Chunk, logits: Tensor, probs: Tensor, k: int, statistics: TileStatistics
+    ) -> Tensor | None:
+        """Write the sums of tile `k` that the logits enter; return the second weights `[T, W]`."""
+        there = logits != -torch.inf
+        finite = logits.where(there, 0)
+        if statistics.logits is not None:
+            log_scale = statistics.log_scale[k]
+            torch.addcmul(finite.sum(1), there.sum(1), log_scale, out=statistics.logits[k])
+        if statistics.moments is not None:
+            self._measure(logits, probs, k, statistics)
+        if self.second is None:
+            return None
+        second, sums = self.second.weigh(self.edges[k], chunk.tokens, probs)
+        second = second.where(there, 0)
+        sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
+        for row, values in zip(statistics.second, sums, strict=True):
+            row[k] = values
+        return second
 
     def _scores(self, chunk: Chunk, k: int) -> Tensor:
         """Return squared distances with eps, or dot products, of tile `k`: `[T, W]`."""
@@ -250,18 +263,15 @@ class TorchTiles:
         scores.clamp_min_(self.geometry.eps)
         return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
 
-    def _logits(
-        self, chunk: Chunk, scores: Tensor, nearest: Tensor | None, k: int, log_scale: Tensor
-    ) -> Tensor:
-        """Return logits `[T, W]` less `log_scale` `[T]`, which is written; -inf where left out."""
+    def _logits(self, scores: Tensor, nearest: Tensor | None, k: int, log_scale: Tensor) -> Tensor:
+        """Return logits `[T, W]` less `log_scale` `[T]`, -inf where left out.
+
+        To `log_scale` the largest logits are added where a bias or dot products make them.
+        """
         logits = scores
-        if nearest is None:
-            log_scale.zero_()
-        else:
-            nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
+        if nearest is not None:
             # The ratio keeps digits that a difference of large logits would lose.
             logits = torch.div(scores, nearest).log_().mul_(self.h_exp)
-            log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
         if self.bias is not None:
             logits.add_(self.bias[self.edges[k]])
         if self.geometry.linear or self.bias is not None:
@@ -271,10 +281,8 @@ class TorchTiles:
             log_scale.add_(peaks)
         return logits
 
-    def _powers(self, chunk: Chunk, scores: Tensor, nearest: Tensor, log_scale: Tensor) -> Tensor:
-        """Return e `[T, W]` of a whole exponent without a logarithm; `log_scale` is written."""
-        nearest.masked_fill_(nearest == torch.inf, 1)
-        log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
+    def _powers(self, scores: Tensor, nearest: Tensor) -> Tensor:
+        """Return e `[T, W]` of a whole exponent, without a logarithm."""
         ratio = torch.div(nearest, scores)  # 0 where left out
         power = ratio.clone()
         for bit in f"{self.power:b}"[1:]:

@@ -40,15 +40,22 @@ class TritonTiles:
         arguments: What is asked.
         geometry: Of the prototypes `[V, D]`.
         h_exp: The exponent.
+        hidden_states: `[N, D]`, of all chunks.
     """
 
     num_kept = 2  # the products, and the coefficients
 
-    def __init__(self, arguments: Arguments, geometry: Geometry, h_exp: float | Tensor):
+    def __init__(
+        self,
+        arguments: Arguments,
+        geometry: Geometry,
+        h_exp: float | Tensor,
+        hidden_states: Tensor,
+    ):
         self.geometry, self.smoothed = geometry, arguments.label_smoothing > 0
         self.learns_bias = arguments.needs_gradient("class_bias")
-        self.hidden_states = arguments.hidden_states.detach()
-        self.narrow = self.hidden_states.dtype.itemsize == 2 and geometry.center is None
+        self.hidden_states = hidden_states
+        self.takes_raw = hidden_states.dtype.itemsize == 2 and geometry.center is None
         self.blocks = [
             slice(start, min(start + PRODUCT_CLASSES, len(geometry.prototypes)))
             for start in range(0, len(geometry.prototypes), PRODUCT_CLASSES)
@@ -132,7 +139,7 @@ class TritonTiles:
         geometry, states = self.geometry, self.hidden_states[chunk.tokens]
         products = chunk.placed.new_empty(len(states), len(geometry.prototypes))
         for block in self.blocks:
-            if not self.narrow:
+            if not self.takes_raw:
                 tile = geometry.tile(block.start, block.stop)
                 torch.mm(chunk.placed, tile.T, out=products[:, block])
                 continue
@@ -151,7 +158,7 @@ class TritonTiles:
         scores = Scores(products, labels, *[None] * 7, bias=self.bias)
         if not self.geometry.linear:
             row_factor = torch.full_like(chunk.unit, -2.0)
-            if self.narrow and chunk.inverse is not None:
+            if self.takes_raw and chunk.inverse is not None:
                 row_factor = row_factor * chunk.inverse
             row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
             near = NEAR_SHARE * near_limits(self.geometry, chunk.placed)

@@ -16,7 +16,12 @@ from harmonic_sft.ops import (
 
 KINDS = ["euclidean", "sphere", "linear"]
 OPTIONS = [
-    *("plain", "recompute", "label_smoothing", "soft target", "class_bias", "learned h_exp"),
+    "plain",
+    "recompute",
+    "label_smoothing",
+    "soft target",
+    "class_bias",
+    "learned h_exp",
     "all",
 ]
 CASES = [(option, kind) for option in OPTIONS for kind in KINDS]
@@ -64,7 +69,9 @@ def make_call(option, kind, **settings):
                 hidden_states, prototypes, labels, options=options
             )
         return distance_cross_entropy_with_metrics(
-            *(hidden_states, prototypes, labels),
+            hidden_states,
+            prototypes,
+            labels,
             h_exp=h_exp,
             unit_sphere=kind == "sphere",
             options=options,

@@ -20,8 +20,18 @@ EPS = 1e-6
 KINDS = ["euclidean", "sphere", "linear"]
 EXPONENTS = [-14.0, -7.3, -0.5, -1.0]
 OPTIONS = [
-    *("plain", "token_weights", "class_bias", "learned class_bias", "label_smoothing", "z_loss"),
-    *("soft target", "recompute", "learned h_exp", "bfloat16 products", "all", "all hard"),
+    "plain",
+    "token_weights",
+    "class_bias",
+    "learned class_bias",
+    "label_smoothing",
+    "z_loss",
+    "soft target",
+    "recompute",
+    "learned h_exp",
+    "bfloat16 products",
+    "all",
+    "all hard",
 ]
 # The fourth has three tiles of 512 columns, and five chunks where these are of 8 tokens.
 SHAPES = [(0, 7, 3), (1, 2, 3), (5, 7, 3), (33, 1300, 20), (3, 2, 384)]

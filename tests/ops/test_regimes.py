@@ -16,9 +16,19 @@ from tests.ops.baselines import harmonic_float64, harmonic_full_logits, regime
 
 EPS = 1e-6
 REGIMES = [
-    *("random", "p 0.47", "p 0.998", "captured 3e-1", "captured 1.3e-1", "captured 1e-1"),
-    *("captured 1e-2", "captured 1e-3", "mean 5", "mean 20"),
-    *("sphere p 0.9996", "sphere captured 1e-1", "sphere mean 20"),
+    "random",
+    "p 0.47",
+    "p 0.998",
+    "captured 3e-1",
+    "captured 1.3e-1",
+    "captured 1e-1",
+    "captured 1e-2",
+    "captured 1e-3",
+    "mean 5",
+    "mean 20",
+    "sphere p 0.9996",
+    "sphere captured 1e-1",
+    "sphere mean 20",
 ]
 EXPONENTS = [-0.5, -7.3, -14.0, -28.0]
 TOLERANCE = 3e-6  # of the median token's gradient, to h_exp -28

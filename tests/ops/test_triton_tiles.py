@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
+from harmonic_sft.models import AffineLogits, build_head
 from harmonic_sft.ops import (
     LossOptions,
+    chunked_loss,
     distance_cross_entropy_with_metrics,
     engine,
     linear_cross_entropy_with_metrics,
@@ -115,6 +117,29 @@ def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
     check(found[3:6], expected[3:6], 1e-4)
     for gradient, wanted in zip(found[1:3], expected[1:3], strict=True):
         assert (gradient - wanted).norm() < 2**-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("inner", ["linear", "cosine", "dist"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_serve_the_slices_of_a_mixture(inner, dtype):
+    torch.manual_seed(0)
+    head = build_head({"name": "multi_head", "inner": {"name": inner}}, hidden_size=D, vocab_size=V)
+    states, _, labels = make_inputs()
+    found = []
+    for impl in ("triton", "chunked"):
+        leaf = states.to(dtype).requires_grad_()
+        loss = chunked_loss(head.lazy_logits(leaf), labels, impl=impl).loss
+        found.append([loss, *torch.autograd.grad(loss.sum(), [leaf, head.weight])])
+    check(*found, 1e-4 if dtype == torch.float32 else 2**-6)
+
+
+def test_a_second_loss_has_no_kernels():
+    states, prototypes, labels = make_inputs()
+    logits, second = AffineLogits(states, prototypes), (prototypes, None, None)
+    with pytest.raises(
+        ValueError, match=r"^impl: expected auto or chunked for transport, got triton$"
+    ):
+        chunked_loss(logits, labels, stage="transport", second=second, impl="triton")
 
 
 def test_two_runs_are_equal_to_the_last_bit():
