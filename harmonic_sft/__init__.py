@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         WassersteinLoss,
     )
     from harmonic_sft.ops import distance_cross_entropy, linear_cross_entropy
+    from harmonic_sft.training.arguments import HarmonicTrainingArguments
     from harmonic_sft.training.run import train
     from harmonic_sft.training.run_config import RunConfig, load_run_config
     from harmonic_sft.training.trainer import HarmonicTrainer
@@ -75,6 +76,7 @@ __all__ = [
     "HarmonicLoss",
     "HarmonicModel",
     "HarmonicTrainer",
+    "HarmonicTrainingArguments",
     "Head",
     "InfoNCELoss",
     "KNNLabelSmoothingLoss",
@@ -104,6 +106,7 @@ LAZY = {
     "DistillLoss": "harmonic_sft.losses",
     "HarmonicLoss": "harmonic_sft.losses",
     "HarmonicTrainer": "harmonic_sft.training.trainer",
+    "HarmonicTrainingArguments": "harmonic_sft.training.arguments",
     "InfoNCELoss": "harmonic_sft.losses",
     "KNNLabelSmoothingLoss": "harmonic_sft.losses",
     "RunConfig": "harmonic_sft.training.run_config",

@@ -92,7 +92,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     if not Path(path).is_file():
         raise ValueError(f"config file: expected an existing file, got {str(path)!r}")
-    data = _load(Path(path).read_bytes(), str(path))
+    data = load_text(Path(path).read_bytes(), str(path))
     if not isinstance(data, dict):
         found = "an empty file" if data is None else _show(data)
         raise ValueError(f"{path}: expected a mapping of keys to values, got {found}")
@@ -123,7 +123,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
             if isinstance(node, dict) and node.get(index) is None:
                 node[index] = {}
             node = node[index]
-        node[_index(node, last, key)] = _load(text, f"override {key}")
+        node[_index(node, last, key)] = load_text(text, f"override {key}")
     return result
 
 
@@ -187,7 +187,16 @@ def to_yaml(instance: object) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _load(text: str | bytes, name: str) -> Any:
+def load_text(text: str | bytes, name: str) -> Any:
+    """Read a text as YAML 1.2.
+
+    Args:
+        text: Of a file, or a single value.
+        name: Where it stands, for the message.
+
+    Raises:
+        ValueError: It is not valid.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

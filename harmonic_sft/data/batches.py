@@ -72,10 +72,13 @@ class LabeledRows(torch.utils.data.Dataset):
     Args:
         input_ids: `[T]` of each row.
         labels: Class of each row, or `[T]` classes of its tokens.
+        names: Of the classes, in the order of their numbers.
     """
 
-    def __init__(self, input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> None:
-        self.input_ids, self.labels = input_ids, labels
+    def __init__(
+        self, input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], names: Sequence[str]
+    ) -> None:
+        self.input_ids, self.labels, self.names = input_ids, labels, list(names)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,7 +1,7 @@
 """Texts with a class, or tokens with one each: rows and their labels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +54,7 @@ def load_labeled_data(
     max_positions: int,
     seed: int,
     labels: Sequence[str] | None = None,
+    documents: Mapping[str, datasets.Dataset] | None = None,
 ) -> LabeledData:
     """Load, split and tokenize the labeled rows of a run; a longer text is cut.
 
@@ -67,6 +68,7 @@ def load_labeled_data(
         seed: Of the choice of evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
+        documents: Data sets already at hand, by the path of the source that stands for them.
 
     Returns:
         Training and evaluation sets, and the classes.
@@ -83,11 +85,11 @@ def load_labeled_data(
         context_length=config.context_length,
     )
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
-    rows = [
-        row
-        for index, source in enumerate(config.sources)
-        for row in _read(source, f"data.sources[{index}]", config.label_column, task, bad_rows)
-    ]
+    rows: list[_Row] = []
+    for index, source in enumerate(config.sources):
+        given = (documents or {}).get(source.path)
+        name = f"data.sources[{index}]" if given is None else source.path
+        rows += _read(source, name, config.label_column, task, bad_rows, given)
     if config.eval.source is not None:
         train = rows
         held_out = _read(
@@ -98,7 +100,7 @@ def load_labeled_data(
         train = [row for row, in_eval in zip(rows, chosen, strict=True) if not in_eval]
         held_out = [row for row, in_eval in zip(rows, chosen, strict=True) if in_eval]
     for part, found in (("sources", train), ("eval.source", held_out)):
-        if not found:
+        if not found and (part == "sources" or config.eval.documents):
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
@@ -124,11 +126,16 @@ def load_labeled_data(
 
 
 def _read(
-    source: Source, name: str, label_column: str | None, task: Task, bad_rows: BadRows
+    source: Source,
+    name: str,
+    label_column: str | None,
+    task: Task,
+    bad_rows: BadRows,
+    given: datasets.Dataset | None = None,
 ) -> list[_Row]:
     """Return the rows of a source that have text and a label."""
     assert label_column is not None, "check_label_settings has looked"
-    documents, first = load_documents(source, name=name, skip=bad_rows.skip)
+    documents, first = load_documents(source, name=name, skip=bad_rows.skip, given=given)
     assert not isinstance(documents, datasets.IterableDataset), "streams are refused"
     check_column(documents, first, label_column, name="data.label_column")
     is_text = task == "sequence_classification"
@@ -234,7 +241,7 @@ def _encode(
     if num_cut:
         message = "%d of %d %s rows fill data.context_length and may be cut."
         logger.info(message, num_cut, len(rows), what)
-    return LabeledRows(input_ids, labels)
+    return LabeledRows(input_ids, labels, names)
 
 
 def _first_tokens(targets: Sequence[int], word_ids: Sequence[int | None]) -> list[int]:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ def load_data(
     max_positions: int,
     seed: int,
     is_causal: bool = False,
+    documents: Mapping[str, datasets.Dataset | datasets.IterableDataset] | None = None,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
 
@@ -81,6 +82,7 @@ def load_data(
         seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
+        documents: Data sets already at hand, by the path of the source that stands for them.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -99,8 +101,10 @@ def load_data(
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
     # A tokenizer may end every row itself.
     ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
+    documents = documents or {}
     opened = [
-        _open(config, index, tokenizer, ends_text=ends_text) for index in range(len(config.sources))
+        _open(config, index, tokenizer, ends_text=ends_text, given=documents.get(source.path))
+        for index, source in enumerate(config.sources)
     ]
     collator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
@@ -202,6 +206,8 @@ def split_streams(
     """
     rows: list[Row] = []
     kept, waiting = 0, list(streams)
+    if eval_documents == 0:
+        return waiting, rows_table(rows)
     # Short streams leave their share to the others.
     for opened in itertools.count():
         if not waiting or (opened and kept == eval_documents):
@@ -247,10 +253,13 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     *,
     ends_text: bool,
+    given: datasets.Dataset | datasets.IterableDataset | None,
 ) -> tuple[Any, RowMaker]:
     """Open a source, and recognize the format of its rows."""
-    source, name = config.sources[index], f"data.sources[{index}]"
-    documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
+    source = config.sources[index]
+    name = f"data.sources[{index}]" if given is None else source.path
+    skip = config.on_bad_row == "skip"
+    documents, first = load_documents(source, name=name, skip=skip, given=given)
     row_format: Format = "text"
     if source.format != "auto":
         row_format = source.format

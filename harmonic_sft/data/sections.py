@@ -65,7 +65,9 @@ class Source:
 class EvalConfig:
     """What is kept out of training to evaluate on."""
 
-    documents: int = Field(default=512, ge=1, description="documents kept for evaluation")
+    documents: int = Field(
+        default=512, ge=0, description="documents kept for evaluation, out of the training ones"
+    )
     source: Source | None = Field(
         default=None, description="classification: evaluate on all rows of this place instead"
     )

@@ -49,7 +49,13 @@ STREAM_BITS = 40  # a document's number stands below that of its logical stream
 Documents = Dataset | FileRows | IterableDataset
 
 
-def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
+def load_documents(
+    source: Source,
+    *,
+    name: str,
+    skip: bool,
+    given: Dataset | IterableDataset | None = None,
+) -> tuple[Documents, Row]:
     """Open a source and check all that can be checked without reading it to the end.
 
     Rows of files are checked one by one, as they are read, and say by `PLACE` where that was; the
@@ -60,6 +66,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         source: What to read.
         name: Where the source stands in the configuration, for error messages.
         skip: Whether bad rows may be skipped.
+        given: The documents themselves, of which the path is then only the name.
 
     Returns:
         One row per document, with all columns there are; a stream has one shard per file or per
@@ -69,7 +76,9 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
     path = Path(source.path).expanduser()
-    if source.path == DOCSTRINGS:
+    if given is not None:
+        documents: Documents = given
+    elif source.path == DOCSTRINGS:
         _refuse_settings(source, name, allowed=())
         documents = Dataset.from_dict({"text": standard_library_docstrings()})
         documents = documents.to_iterable_dataset() if source.streaming else documents

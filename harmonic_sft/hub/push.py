@@ -84,6 +84,7 @@ class Destination:
         private: Of a repo that is made.
         revision: A branch, made if it does not exist; None is main.
         force: Push also over a model of another architecture.
+        message: Of the commit; None names form and step.
     """
 
     repo_id: str
@@ -91,6 +92,7 @@ class Destination:
     private: bool = False
     revision: str | None = None
     force: bool = False
+    message: str | None = None
 
     def command(self, folder: Path) -> str:
         """Return the command that pushes `folder` here."""
@@ -190,7 +192,7 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
             operations=_operations(staged, info, to),
             revision=to.revision,
             parent_commit=info.sha,  # nobody else's push is overwritten unseen
-            commit_message=f"Harmonic SFT: {to.form}{step}",
+            commit_message=to.message or f"Harmonic SFT: {to.form}{step}",
         )
     except ForeignRepoError:
         raise

@@ -1,7 +1,7 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
 from .backbones import find_blocks, load_checked, max_positions
-from .bases import Base, load_base, random_base
+from .bases import Base, base_of, load_base, random_base
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .cosine_heads import CosineHead, VonMisesFisherHead
@@ -64,6 +64,7 @@ __all__ = [
     "PowerHead",
     "RotationHead",
     "VonMisesFisherHead",
+    "base_of",
     "build_head",
     "find_blocks",
     "load_base",

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,36 @@ def load_base(
     return Base(name, backbone, head, labels, origin, generation_config)
 
 
+def base_of(model: PreTrainedModel, *, dtype: torch.dtype, is_causal: bool) -> Base:
+    """Take a model of transformers apart: its backbone, and a decoder's head.
+
+    Where its weights came from is left out: they may have been changed since.
+
+    Args:
+        model: Not copied.
+        dtype: The backbone is cast to it.
+        is_causal: It is a decoder.
+
+    Raises:
+        ValueError: It is none of this kind, or has no backbone or token embeddings.
+    """
+    name = type(model).__name__
+    check_quantization(name, model.config, is_causal=is_causal)
+    head = generation_config = None
+    backbone = cast("PreTrainedModel", model.base_model)
+    if is_causal:
+        head = _checked_head(model, name)
+        generation_config = model.generation_config
+    elif isinstance(model, NeoBERTForMaskedLM):
+        head = LinearHead(model.config.hidden_size, model.config.vocab_size)
+        head.load_state_dict(model.get_submodule("decoder").state_dict())
+    check_embeddings(name, backbone)
+    cast_parameters_(backbone, dtype)
+    backbone.config.name_or_path = ""
+    origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
+    return Base(name, backbone, head, [], origin, generation_config)
+
+
 def random_base(
     name: str, revision: str | None, *, dtype: torch.dtype, dropout: float | None
 ) -> Base:
@@ -236,6 +266,16 @@ def _load_decoder(
             f"alone, got one of type {config.model_type!r}"
         )
     model = load_checked(AutoModelForCausalLM, name, config, **options)
+    return model.base_model, _checked_head(model, name), model.generation_config
+
+
+def _checked_head(model: PreTrainedModel, name: str) -> LinearHead:
+    """Return the head of a decoder, after a trial.
+
+    Raises:
+        ValueError: There is no backbone below it, or its logits are more than a linear layer,
+            factors and soft caps.
+    """
     if model.base_model is model:
         raise ValueError(
             f"base {name}: expected a backbone below the head, got none in {type(model).__name__}"
@@ -243,7 +283,7 @@ def _load_decoder(
     head = old_head(model)
     if model.device.type != "meta" and not isinstance(head.weight, FakeTensor):
         _try(model, head, name)
-    return model.base_model, head, model.generation_config
+    return head
 
 
 @torch.no_grad()

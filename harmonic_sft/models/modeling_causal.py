@@ -46,7 +46,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -65,11 +65,12 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            output_logits: Return logits beside the loss.
+            output_logits: Return logits beside the loss. Default: not in training mode, where the
+                logits of every position would be the largest tensor.
             kwargs: The backbone's further arguments.
 
         Returns:
-            `loss` in nats; `logits` `[B, T, V]` without labels or if asked for.
+            `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         if use_cache is None:
             use_cache = labels is None and not self.training
@@ -85,7 +86,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         # An integer is how many at the end, a tensor which.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        needs_logits = labels is None or output_logits
+        needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
             loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils import can_return_tuple
 
-from .bases import load_base
+from .bases import Base, load_base
 from .configuration_harmonic import HarmonicConfig
 from .modeling_harmonic import HarmonicHeadModel
 
@@ -68,12 +68,30 @@ class HarmonicClassifier(HarmonicHeadModel):
             ValueError: Fewer than two labels, or one twice; the checkpoint does not fill the
                 backbone, or has no such head over these labels.
         """
+        head_class = cls if init == "base_head" else None
+        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        return cls.on_base(base, labels=labels, head=head, init=init, pooling=pooling)
+
+    @classmethod
+    def on_base(
+        cls,
+        base: Base,
+        *,
+        labels: Sequence[str],
+        head: dict[str, Any] | None = None,
+        init: str = "random",
+        pooling: str = "mean",
+    ) -> Self:
+        """Put a new head on a loaded base, which is not copied; see `from_base`.
+
+        Raises:
+            ValueError: Fewer than two labels, or one twice; the base has no such head over these
+                labels.
+        """
         if len(labels) < 2 or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
         if init not in ("random", "base_head"):
             raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")
-        head_class = cls if init == "base_head" else None
-        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
         if base.head is not None and base.labels != list(labels):
             raise ValueError(
                 f"init base_head: expected the labels of base {base.name} in their order, "

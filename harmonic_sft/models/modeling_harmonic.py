@@ -135,6 +135,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             causal=self.is_causal,
         )
 
+    def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:
+        """Whether to return logits: always without labels, otherwise if asked or not training."""
+        return labels is None or (not self.training if asked is None else asked)
+
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
         return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
@@ -302,7 +306,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict masked tokens.
@@ -314,17 +318,19 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
                 labelled positions reach the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            output_logits: Return logits beside the loss.
+            output_logits: Return logits beside the loss. Default: not in training mode, where the
+                logits of every position would be the largest tensor.
             kwargs: The backbone's further arguments (`position_ids`, ...).
 
         Returns:
-            `loss` in nats; `logits` `[B, T, V]` without labels or if asked for.
+            `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_states = outputs.last_hidden_state  # [B, T, D]
+        needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
             loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
-            logits=self._logits(hidden_states) if labels is None or output_logits else None,
+            logits=self._logits(hidden_states) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -37,11 +37,13 @@ class CountingCollator:
             ValueError: A label is not a class.
         """
         batch = self.collator(rows)
+        mask = batch.get("attention_mask")
+        num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+        if "labels" not in batch:
+            return {**batch, "num_tokens": num_tokens}
         positions = scored_positions(
             batch["labels"], num_classes=self.num_classes, causal=self.causal
         )
-        mask = batch.get("attention_mask")
-        num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
         return {**batch, "label_positions": positions, "num_tokens": num_tokens}
 
 

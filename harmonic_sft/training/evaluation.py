@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.models import load_checked, max_positions
 from harmonic_sft.results import environment, write_results
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
 from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
-from harmonic_sft.training.run_config import Recipe, ScheduleConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
 USED = {"data", "training"}
@@ -76,17 +75,14 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
     )
     trainer = HarmonicTrainer(
         model,
-        TrainingArguments(
+        HarmonicTrainingArguments(
             output_dir=str(folder),
             per_device_eval_batch_size=training.get("per_device_eval_batch_size", 8),
-            remove_unused_columns=False,
-            dataloader_pin_memory=torch.cuda.is_available(),
             report_to="none",
             use_cpu=training.get("use_cpu", False),
         ),
-        Recipe(schedule=ScheduleConfig()),
-        eval_dataset=data.eval,
         data_collator=data.collator,
+        eval_dataset=data.eval,
     )
     results = {
         "folder": str(folder),

@@ -45,7 +45,7 @@ class HExpFit(NamedTuple):
 
 
 def measure_swap(
-    run: RunConfig, trainer: HarmonicTrainer, data: LoadedData | LabeledData, old_head: Head | None
+    run: RunConfig, trainer: HarmonicTrainer, data: LoadedData | LabeledData
 ) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
@@ -53,13 +53,12 @@ def measure_swap(
         run: Says whether to fit.
         trainer: Has the model, whose head and exponents are changed in place.
         data: Of the run.
-        old_head: What the base predicted with, if that is known.
 
     Returns:
         Metrics of the evaluation split: `old_head`, where there is one, and `swapped`, the new head
         as it was put there, where it is then fitted; and the fit.
     """
-    model, swap = trainer.model, {}
+    model, old_head, swap = trainer.model, trainer.old_head, {}
     if old_head is not None:
         new_head, device = model.dist_head, old_head.weight.device
         model.dist_head = old_head.to(model.device)

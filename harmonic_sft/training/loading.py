@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.classification import LabeledData, load_labeled_data
@@ -29,6 +29,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     HarmonicLanguageModel,
     Head,
+    base_of,
     load_base,
     max_positions,
     random_base,
@@ -123,7 +124,16 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ValueError: It cannot be found, or has neither token, with what to do.
     """
     tokenizer = _from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
-    if model.task == "causal_lm" and tokenizer.pad_token_id is None:
+    return with_padding(tokenizer, model.task)
+
+
+def with_padding(tokenizer: Any, task: str) -> Any:
+    """Let a decoder's tokenizer without a pad token pad with its eos token.
+
+    Raises:
+        ValueError: It has neither.
+    """
+    if task == "causal_lm" and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: expected a pad token or an eos token, got neither. Set one in the "
@@ -148,7 +158,7 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
         run.data,
         run.model.task,
         tokenizer=tokenizer,
-        vocab_size=_num_tokens(run, config.vocab_size, tokenizer),
+        vocab_size=num_tokens(run, config.vocab_size, tokenizer),
         max_positions=max_positions(config),
         seed=run.seed,
     )
@@ -164,6 +174,7 @@ def load_task_data(
     max_positions: int,
     seed: int,
     labels: list[str] | None = None,
+    documents: Mapping[str, Any] | None = None,
 ) -> LoadedData | LabeledData:
     """Load the data of a task.
 
@@ -175,12 +186,14 @@ def load_task_data(
         max_positions: Longest row the model takes, in tokens.
         seed: Of masks and order.
         labels: A classifier's classes; None is those of the data.
+        documents: Data sets already at hand, by the path of the source that stands for them.
     """
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "max_positions": max_positions,
         "seed": seed,
+        "documents": documents,
     }
     if task == "sequence_classification" or task == "token_classification":
         return load_labeled_data(config, task=task, labels=labels, **shared)
@@ -188,14 +201,21 @@ def load_task_data(
 
 
 def load_model(
-    run: RunConfig, tokenizer: Any, data: LoadedData | LabeledData
+    run: RunConfig,
+    tokenizer: Any,
+    *,
+    train: Any = None,
+    collator: Any = None,
+    model: PreTrainedModel | None = None,
 ) -> tuple[HarmonicHeadModel, Head | None]:
     """Load the base, put the head on it, freeze it and set the loss.
 
     Args:
         run: The checked configuration.
         tokenizer: Of the run: a decoder gets its tokens.
-        data: Of the run: a classifier's labels, and the rows that class means are taken of.
+        train: Training rows: a classifier has their labels, and class means are taken of them.
+        collator: Of these rows.
+        model: The base, if it has been loaded already; it is not copied.
 
     Returns:
         The model, and the head that its base predicted with, if that is known.
@@ -203,28 +223,20 @@ def load_model(
     Raises:
         ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
     """
-    if not run.model.from_scratch:
-        check_weights(run.model.base)
     old_head = None
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, run.model.dtype),
-        "dropout": run.model.dropout,
-    }
-    model: HarmonicHeadModel
-    if isinstance(data, LabeledData):
-        model = _load_classifier(run, data, {"head": run.head_settings(), **options})
+    base = _load_base(run, model)
+    if run.model.task in CLASSIFIERS:
+        built: HarmonicHeadModel = _classifier(run, base, train, collator)
     else:
-        model_class = LANGUAGE_MODELS[run.model.task]
-        base = _load_base(run, model_class, options)
-        model = model_class.on_base(
+        built = LANGUAGE_MODELS[run.model.task].on_base(
             base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
         )
         # With new tokens the old head predicts others than the new one.
-        old_head = base.head if _resize_(model, run, tokenizer) else None
-    if run.model.base.startswith("package:"):
-        model.config.base_model = run.model.base
-    prepare_model_(model, run, old_head)
-    return model, old_head
+        old_head = base.head if _resize_(built, run, tokenizer) else None
+    if model is None and run.model.base.startswith("package:"):
+        built.config.base_model = run.model.base
+    prepare_model_(built, run, old_head)
+    return built, old_head
 
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
@@ -255,7 +267,7 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def _num_tokens(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
+def num_tokens(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
     """Return how many classes a run's model has: a decoder gets one for every token there is."""
     return max(num_embeddings, len(tokenizer)) if run.model.task == "causal_lm" else num_embeddings
 
@@ -263,7 +275,7 @@ def _num_tokens(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
 def _resize_(model: HarmonicHeadModel, run: RunConfig, tokenizer: Any) -> bool:
     """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
     num_before = len(model.dist_head.weight)
-    num_classes = _num_tokens(run, num_before, tokenizer)
+    num_classes = num_tokens(run, num_before, tokenizer)
     if num_classes == num_before:
         return True
     model.resize_token_embeddings(num_classes)
@@ -280,36 +292,45 @@ def _resize_(model: HarmonicHeadModel, run: RunConfig, tokenizer: Any) -> bool:
     return False
 
 
-def _load_base(
-    run: RunConfig, model_class: type[HarmonicLanguageModel], options: dict[str, Any]
-) -> Base:
+def _load_base(run: RunConfig, model: PreTrainedModel | None) -> Base:
     """Load the base with the head it has, or build a random one in its shape."""
+    dtype, dropout = getattr(torch, run.model.dtype), run.model.dropout
+    model_class = MODELS[run.model.task]
+    if model is not None:
+        if run.model.from_scratch or dropout is not None:
+            raise ValueError(
+                "model: expected a name with from_scratch or dropout, got a loaded "
+                f"{type(model).__name__}. Set them when you build it"
+            )
+        return base_of(model, dtype=dtype, is_causal=model_class.is_causal)
     if run.model.from_scratch:
-        return _from_base(random_base, run.model, **options)
+        return _from_base(random_base, run.model, dtype=dtype, dropout=dropout)
+    check_weights(run.model.base)
+    keeps_head = run.model.task in LANGUAGE_MODELS or run.head.init == "base_head"
     return _from_base(
-        load_base, run.model, head_class=model_class, is_causal=model_class.is_causal, **options
+        load_base,
+        run.model,
+        head_class=model_class if keeps_head else None,
+        is_causal=model_class.is_causal,
+        dtype=dtype,
+        dropout=dropout,
     )
 
 
-def _load_classifier(
-    run: RunConfig, data: LabeledData, options: dict[str, Any]
-) -> HarmonicClassifier:
-    """Load the base with a head over the data's classes, its prototypes where the run says."""
+def _classifier(run: RunConfig, base: Base, train: Any, collator: Any) -> HarmonicClassifier:
+    """Put a head over the classes of the training rows, its prototypes where the run says."""
     from_means = run.head.init == "class_means"
-    model: HarmonicClassifier = _from_base(
-        CLASSIFIERS[run.model.task].from_base,
-        run.model,
-        **options,
-        labels=data.labels,
+    model = CLASSIFIERS[run.model.task].on_base(
+        base,
+        labels=train.names,
+        head=run.head_settings(),
         init="random" if from_means else run.head.init,
         pooling=run.model.pooling or "mean",
     )
     if from_means:
         args = run.training_arguments()
         model.to(args.device)
-        rows = DataLoader(
-            data.train, batch_size=args.per_device_eval_batch_size, collate_fn=data.collator
-        )
+        rows = DataLoader(train, batch_size=args.per_device_eval_batch_size, collate_fn=collator)
         moved = ({key: t.to(args.device) for key, t in batch.items()} for batch in rows)
         model.dist_head.initialize_(class_means(model, moved))
     return model

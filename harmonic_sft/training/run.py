@@ -18,12 +18,12 @@ from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
-from harmonic_sft.models import HarmonicConfig, Head
+from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import HExpFit, apply_fit_, measure_swap
-from harmonic_sft.training.loading import load_model, load_run_data
+from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
     check_output_folder,
@@ -39,7 +39,7 @@ from harmonic_sft.training.publishing import (
     push_run,
 )
 from harmonic_sft.training.report import draw, log_data, show_closing_table, show_parts
-from harmonic_sft.training.run_config import Recipe, RunConfig
+from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class Ready(NamedTuple):
     data: LoadedData | LabeledData
     tokenizer: Any
     left_out: int  # rows of data, so far
-    old_head: Head | None  # what the base predicted with, if that is known
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -70,6 +69,8 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
+    if run.data.eval.documents < 1 and run.data.eval.source is None:
+        raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     check_launch(run.training_arguments())
     check_output_folder(run)
     if run.hub.push and PartialState().is_main_process:
@@ -79,7 +80,6 @@ def train(run: RunConfig) -> dict[str, Any]:
     ready = prepare(run)
     _claim(run, ready.trainer)
     before = _measure_before(run, ready)
-    ready = ready._replace(old_head=None)  # as large as the new one
     trained = _train(run, ready.trainer)
     results = _results(run, ready, before, trained)
     _publish(run, ready.trainer, results)
@@ -96,30 +96,23 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     log_data(data)
-    model, old_head = load_model(run, tokenizer, data)
-    recipe = Recipe(
-        schedule=run.schedule,
-        h_exp=None if run.learns_h_exp else run.h_exp,
-        oom_fallback=run.oom_fallback,
-        gradient_checkpointing=run.gradient_checkpointing,
-    )
     try:
         trainer = HarmonicTrainer(
-            model,
+            run.model.base,
             run.training_arguments(),
-            recipe,
+            data_collator=data.collator,
             train_dataset=data.train,
             eval_dataset=data.eval,
-            data_collator=data.collator,
             processing_class=tokenizer,
             callbacks=[PushCallback(destination_of(run.hub))] if run.hub.every_save else [],
+            peft_config=run.peft,
         )
         trainer.create_optimizer()
     except (ImportError, RuntimeError) as error:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    return Ready(trainer, data, tokenizer, data.bad_rows.total, old_head)
+    return Ready(trainer, data, tokenizer, data.bad_rows.total)
 
 
 def check_launch(args: TrainingArguments) -> None:
@@ -169,6 +162,7 @@ def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
             check_model(trainer.model.config, destination_of(run.hub))
         claim_output_folder(run)
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
+    trainer.claimed = True
     state.wait_for_everyone()
 
 
@@ -180,7 +174,7 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
         if before.get("calibration") is not None:
             apply_fit_(run, ready.trainer, HExpFit(**before["calibration"]))
         return before
-    swap, fit = measure_swap(run, ready.trainer, ready.data, ready.old_head)
+    swap, fit = measure_swap(run, ready.trainer, ready.data)
     metrics = evaluate(ready.trainer, "before")
     if not math.isfinite(metrics["loss"]):
         raise ValueError(
@@ -235,7 +229,6 @@ def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
             if state.global_step >= state.max_steps:
                 trainer.load_finished(checkpoint, state)
             else:
-                trainer.load_stream_state(checkpoint)
                 resumed = trainer.train(resume_from_checkpoint=str(checkpoint))
                 seconds = resumed.metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:

@@ -18,7 +18,7 @@ from harmonic_sft.losses import LOSSES, refresh_intervals
 from harmonic_sft.models import HEADS, build_head
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from harmonic_sft.training.arguments import HarmonicTrainingArguments
 
 Precision = Literal["float32", "bfloat16"]
 Task = Literal["masked_lm", "causal_lm", "sequence_classification", "token_classification"]
@@ -39,7 +39,7 @@ METRICS = {  # of an evaluation, and whether more of it is better
     "post_hoc_loss": False,
     "post_hoc_ece": False,
 }
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.95,
     "adam_beta2": 0.95,
     "learning_rate": 2e-4,
@@ -48,7 +48,7 @@ DEFAULTS = {
     "save_total_limit": 3,
     "seed": 42,
 }
-FORCED = {
+FORCED: dict[str, Any] = {
     "remove_unused_columns": False,  # our rows hold what the model takes, and nothing else
     "ddp_find_unused_parameters": False,  # frozen parameters are known not to take part
     "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
@@ -68,7 +68,6 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "use model.dtype: bfloat16; prototypes need more than 16 bits": ("fp16", "bf16"),
     "it would cast the head to 16 bits": ("fp16_full_eval", "bf16_full_eval"),
     "prototypes need all digits of float32": ("tf32",),
-    "the schedule section decides": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     "the loss section decides": ("label_smoothing_factor",),
     "it replaces the head's loss": ("use_liger_kernel",),
     "it changes the effective batch; use oom_fallback": ("auto_find_batch_size",),
@@ -279,7 +278,10 @@ class RunConfig:
     loss: LossSection
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig | None = Field(
+        None,
+        description="Of the learning rate; null where training.lr_scheduler_type names another",
+    )
     oom_fallback: bool = Field(
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
     )
@@ -294,6 +296,7 @@ class RunConfig:
     def _check(self) -> Self:
         _check_task(self)
         _check_head(self)
+        object.__setattr__(self, "schedule", _checked_schedule(self))
         # Last, because it imports much: a mistyped key of another section is found without.
         object.__setattr__(self, "training", _checked_training(self))
         return self
@@ -331,34 +334,15 @@ class RunConfig:
         given = {key: value for key, value in options.items() if value is not None}
         return _with_exponent({"name": self.head.name, **given}, h_exp | learned)
 
-    def training_arguments(self) -> "TrainingArguments":
-        """Build transformers' arguments.
+    def training_arguments(self) -> "HarmonicTrainingArguments":
+        """Build the trainer's arguments.
 
         Raises:
             ValueError: transformers refuses a value.
         """
-        from transformers import TrainingArguments
+        from harmonic_sft.training.arguments import arguments_of
 
-        own = {k: v for k, v in self.training.items() if k != "gradient_checkpointing"}
-        metric = _best_metric(own)
-        computed: dict[str, Any] = {
-            "greater_is_better": None if metric is None else METRICS[metric],
-            "dataloader_pin_memory": torch.cuda.is_available(),  # it warns without a GPU
-            **own,
-            **FORCED,
-            "ignore_data_skip": self.is_stream,  # streams know themselves where they stood
-        }
-        return TrainingArguments(**computed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What the trainer needs beside transformers' arguments."""
-
-    schedule: ScheduleConfig
-    h_exp: HExpConfig | None = None
-    oom_fallback: bool = True
-    gradient_checkpointing: bool = False
+        return arguments_of(self)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -452,6 +436,18 @@ def _check_head(run: RunConfig) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"head.tie: expected false {reason}")
+
+
+def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
+    """Return the phases of the learning rate; None where transformers' own schedule has none."""
+    name = str(run.training.get("lr_scheduler_type", "warmup_stable_decay"))
+    foreign = name != "warmup_stable_decay" or run.training.get("lr_scheduler_kwargs")
+    if foreign and run.schedule is not None:
+        raise ValueError(
+            "schedule: expected nothing beside training.lr_scheduler_type, which decides, got a "
+            "section. Leave one of them out"
+        )
+    return None if foreign else run.schedule or ScheduleConfig()
 
 
 def _checked_training(run: RunConfig) -> dict[str, Any]:

@@ -3,19 +3,28 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
+import datasets
 import torch
+from accelerate import PartialState
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    get_wsd_schedule,
+)
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
 from transformers.utils import logging
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
@@ -28,15 +37,24 @@ from harmonic_sft.data.streams import (
     merge,
 )
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
-from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.batches import COUNTS, CountingCollator, head_inputs, split_batch
 from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
-from harmonic_sft.training.run_config import HExpConfig, Recipe
+from harmonic_sft.training.output_folder import (
+    check_output_folder,
+    claim_output_folder,
+    last_checkpoint,
+)
+from harmonic_sft.training.preparation import Preparation
+from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
+from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
 from harmonic_sft.training.schedules import h_exp_at, phase_steps
 
 logger = logging.get_logger(__name__)
@@ -44,85 +62,252 @@ STREAM_STATE = "stream_state_{}.json"  # of a process
 
 
 class HarmonicTrainer(Trainer):
-    """transformers' Trainer with the harmonic recipe.
+    """transformers' Trainer for models with a geometry-aware head.
 
-    The loss is computed inside the model's `forward`. Around it this class adds: the
+    The loss is computed inside the model's `forward`. Around it this class adds: a new head on a
+    model that has none of ours, rows of text that it tokenizes, masks and packs, the
     warmup-stable-decay schedule by ratio, the annealed exponent, prototypes re-normalized after
     every optimizer step, float32 master weights for 16-bit parameters, token-weighted evaluation
     with the best post-hoc exponent, a stop at the first non-finite loss or gradient, and a fallback
     after running out of memory. `training_args.bin` is never written: it is a pickle.
 
     Args:
-        model: The model to train, with its `loss_fn` and its frozen parts set.
-        args: transformers' arguments.
-        recipe: Schedules and fallback.
-        train_dataset: Rows with `input_ids` and `labels`.
-        eval_dataset: Rows with `input_ids` and `labels`.
-        data_collator: Pads rows into a batch.
-        processing_class: The tokenizer, saved with every checkpoint.
+        model: A name on the Hub, a folder, one of our models, or a model of transformers, whose
+            head is replaced and whose body is not copied.
+        args: Default: the NeoBERT recipe, in the folder `trainer_output`.
+        data_collator: Makes batches of the rows, which then go to it as they are. Default: text is
+            tokenized and padded, or packed.
+        train_dataset: Of the datasets library, with a column of text, messages, prompt and
+            completion, a label, or `input_ids`; or rows with `input_ids` and `labels`.
+        eval_dataset: As well, or a dictionary of them. Nothing is kept out of `train_dataset`.
+        processing_class: The tokenizer. Default: that of the model.
+        compute_loss_func: Called with outputs, labels and `num_items_in_batch` in place of the
+            model's loss; the logits of every position are then computed.
+        compute_metrics: Called with predictions and labels. An evaluation then reads the data a
+            second time, with the logits of every position.
         callbacks: Further callbacks.
+        optimizers: Optimizer and schedule, in place of those in `args`.
+        optimizer_cls_and_kwargs: Class and arguments of the optimizer, in place of `args.optim`.
+        preprocess_logits_for_metrics: Reduces logits before they are kept for `compute_metrics`.
+        peft_config: LoRA on frozen blocks, of ours or of PEFT.
+        formatting_func: Makes one text of a row.
+
+    Raises:
+        ValueError: The model, the data and the arguments do not go together.
     """
 
     model: HarmonicHeadModel
+    args: HarmonicTrainingArguments
     loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
 
     def __init__(
         self,
-        model: HarmonicHeadModel,
-        args: TrainingArguments,
-        recipe: Recipe,
-        *,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
-        data_collator: Any = None,
+        model: str | PreTrainedModel,
+        args: HarmonicTrainingArguments | None = None,
+        data_collator: Callable[[Any], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         processing_class: Any = None,
-        callbacks: Sequence[TrainerCallback] = (),
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        peft_config: PeftConfig | LoraConfig | None = None,
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
+        args = HarmonicTrainingArguments("trainer_output") if args is None else args
+        if not isinstance(args, HarmonicTrainingArguments):
+            raise ValueError(
+                f"args: expected HarmonicTrainingArguments, got {type(args).__name__}. They take "
+                "the same arguments"
+            )
         check_parallelism(args)
         accelerator_config: Any = args.accelerator_config
         accelerator_config.dispatch_batches = False
-        if getattr(model, "is_quantized", False):  # the Trainer would refuse it
-            vars(model)["is_quantized"] = False  # but the head alone trains
+        self._preparation = Preparation(
+            model,
+            args,
+            peft_config=peft_config,
+            tokenizer=processing_class,
+            collator=data_collator,
+            formatting_func=formatting_func,
+            is_stream=isinstance(train_dataset, datasets.IterableDataset | StreamedRows),
+        )
+        train_dataset = self._preparation.train_rows(train_dataset)
+        if isinstance(train_dataset, StreamedRows):
+            args.ignore_data_skip = True  # streams know themselves where they stood
+        eval_dataset = self._preparation.eval_rows(eval_dataset)
+        built, self.old_head = self._preparation.build(train_dataset)
+        if getattr(built, "is_quantized", False):  # the Trainer would refuse it
+            vars(built)["is_quantized"] = False  # but the head alone trains
+        self._low_precision = self._low_precision_weights(built)  # MasterWeightsAdamW steps them
+        own_optimizer = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
+        self._check_optimizer(built, optimizers[0], own_optimizer)
+        if self._low_precision:
+            options = Trainer.get_optimizer_cls_and_kwargs(args, built)[1]
+            optimizer_cls_and_kwargs = (MasterWeightsAdamW, options)
+        config = self._preparation.config
+        self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        super().__init__(
+            model=built,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=self._preparation.collator,
+            processing_class=self._preparation.known_tokenizer,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=[self._head_callback, *(callbacks or [])],
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.data_collator = CountingCollator(
+            collator=self.data_collator,
+            num_classes=len(built.dist_head.weight),
+            causal=built.config.is_causal,
+        )
+        if config.hub.every_save:
+            self.add_callback(PushCallback(destination_of(config.hub)))
+        self.claimed = False  # the output folder, by this trainer or the run it belongs to
+        self.data_seconds = 0.0
+        self.stream_state = StreamState(rows=0, streams={})
+        self._stream_states: dict[int, StreamState] = {}  # by the step they belong to
+        self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
+        self._num_chunks = 1
+        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
+        self._checkpoints_blocks = args.gradient_checkpointing
+        self._micro_batches: list[dict[str, Any]] = []
+        self._losses: list[Tensor] = []  # of these
+        if args.gradient_checkpointing:
+            built.gradient_checkpointing_enable()
+
+    @property
+    def run_config(self) -> RunConfig:
+        """What a YAML file would say of this run."""
+        return self._preparation.config
+
+    @staticmethod
+    def _low_precision_weights(model: HarmonicHeadModel) -> list[nn.Parameter]:
+        """Return what trains in 16 bits, whose gradients the optimizer averages, not DDP."""
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         low_precision = {n: p for n, p in trained.items() if p.dtype.itemsize < 4}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             model, list(low_precision)
         )
-        options = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
-        self._head_callback = HeadCallback(recipe.h_exp)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            processing_class=processing_class,
-            callbacks=[self._head_callback, *callbacks],
-            optimizer_cls_and_kwargs=(MasterWeightsAdamW, options) if low_precision else None,
-        )
-        self.data_collator = CountingCollator(
-            collator=self.data_collator,
-            num_classes=len(model.dist_head.weight),
-            causal=model.config.is_causal,
-        )
-        self.recipe = recipe
-        self.data_seconds = 0.0
-        self.stream_state = StreamState(rows=0, streams={})
-        self._stream_states: dict[int, StreamState] = {}  # by the step they belong to
-        self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
-        self._low_precision = list(low_precision.values())  # MasterWeightsAdamW steps them
-        self._num_chunks = 1
-        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
-        self._checkpoints_blocks = recipe.gradient_checkpointing
-        self._micro_batches: list[dict[str, Any]] = []
-        self._losses: list[Tensor] = []  # of these
-        if recipe.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+        return list(low_precision.values())
+
+    def _check_optimizer(self, model: HarmonicHeadModel, optimizer: Any, is_given: bool) -> None:
+        """Refuse an optimizer that would not train everything, or would lose updates.
+
+        Raises:
+            ValueError: It would.
+        """
+        if is_given and self._low_precision:
+            raise ValueError(
+                f"optimizers: expected none with {self._low_precision[0].dtype} weights, which "
+                "need float32 masters, got one. Leave the dtype in unfreeze at float32"
+            )
+        if optimizer is None:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+        if missing:
+            raise ValueError(
+                "optimizers: expected one that holds all that trains, got one without "
+                f"{missing[0]}. Make the model first and pass it instead of its name, or use "
+                "optimizer_cls_and_kwargs"
+            )
+
+    def claim_output_folder(self, *, resume: bool = False) -> None:
+        """Write down what is trained, which makes the output folder this run's.
+
+        Args:
+            resume: The folder holds a run that continues.
+
+        Raises:
+            ValueError: It holds something else, or another run.
+        """
+        state = PartialState()
+        if state.is_main_process and not self.claimed:
+            config = replace(self.run_config, resume=resume)
+            check_output_folder(config)
+            claim_output_folder(config)
+        state.wait_for_everyone()
+        self.claimed = True
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, or continue a run; see `transformers.Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest whole checkpoint.
+            trial: Of a hyper-parameter search.
+            ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
+
+        Raises:
+            ValueError: The output folder holds another run, or no whole checkpoint.
+            StoppedError: Loss or gradients are not finite, or one row does not fit into memory.
+        """
+        self.old_head = None  # as large as the new one
+        assert self.args.output_dir is not None, "transformers has a default"
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = last_checkpoint(Path(self.args.output_dir))
+            if checkpoint is None:
+                raise ValueError(
+                    "resume_from_checkpoint: expected a whole checkpoint in "
+                    f"{self.args.output_dir!r}, got none"
+                )
+        if trial is None:
+            self.claim_output_folder(resume=checkpoint is not None)
+        if checkpoint is None:
+            return super().train(None, trial, ignore_keys_for_eval)
+        self.load_stream_state(Path(checkpoint))
+        return super().train(str(checkpoint), trial, ignore_keys_for_eval)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as transformers does, every trial with a model that is loaded again.
+
+        Args:
+            args: Of `transformers.Trainer.hyperparameter_search`.
+            kwargs: As well.
+
+        Raises:
+            ValueError: The trainer was given a model, which a trial would change.
+        """
+        if not isinstance(self._preparation.model, str):
+            raise ValueError("model: expected a name for a hyper-parameter search, got a model")
+        self.model_init = self._load_again
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        finally:
+            self.model_init = None
+
+    def _load_again(self, trial: Any) -> HarmonicHeadModel:
+        """Load the model as the arguments of a trial say."""
+        self._preparation.config = config = self._preparation.configure()
+        self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
+        return self._preparation.build(self.train_dataset)[0]
 
     def anneal(self, h_exp: HExpConfig) -> None:
-        """Anneal the exponent in another way than the recipe said, from the next step on."""
-        self.recipe = replace(self.recipe, h_exp=h_exp)
+        """Anneal the exponent in another way than the arguments said, from the next step on."""
         self._head_callback.h_exp = h_exp
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return batches to evaluate on; text is tokenized and masked."""
+        return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return batches to predict; text is tokenized and masked."""
+        return super().get_test_dataloader(self._preparation.eval_rows(test_dataset))
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -202,20 +387,25 @@ class HarmonicTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Turn the recipe's ratios into the whole steps that transformers' schedule wants."""
-        schedule = self.recipe.schedule
+        """Turn the ratios into whole steps, unless the schedule is one of transformers' own."""
+        schedule = self.run_config.schedule
+        if schedule is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
         steps = phase_steps(
             num_training_steps,
             warmup_ratio=schedule.warmup_ratio,
             decay_ratio=schedule.decay_ratio,
         )
-        self.args.lr_scheduler_type = "warmup_stable_decay"
-        self.args.warmup_steps = steps.warmup
-        self.args.lr_scheduler_kwargs = {
-            "num_decay_steps": steps.decay,
-            "decay_type": schedule.decay,
-        }
-        return super().create_scheduler(num_training_steps, optimizer)
+        asked = self.args.get_warmup_steps(num_training_steps)
+        self.lr_scheduler = get_wsd_schedule(
+            cast("torch.optim.Optimizer", self.optimizer if optimizer is None else optimizer),
+            num_warmup_steps=asked or steps.warmup,
+            num_decay_steps=steps.decay,
+            num_training_steps=num_training_steps,
+            decay_type=schedule.decay,
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Leave prototypes out of weight decay: their norm is the head's business."""
@@ -226,8 +416,9 @@ class HarmonicTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss."""
-        if self.recipe.h_exp is not None and "loss" in logs:
-            start, end = self.recipe.h_exp.start, self.recipe.h_exp.end
+        h_exp = self._head_callback.h_exp
+        if h_exp is not None and "loss" in logs:
+            start, end = h_exp.start, h_exp.end
             step = self.state.global_step - 1
             logs = {**logs, "h_exp": h_exp_at(step, self.state.max_steps, start=start, end=end)}
         super().log(logs, start_time)
@@ -236,6 +427,8 @@ class HarmonicTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Let the old body read the batch first, if the loss distills from the old model."""
+        counts = COUNTS if self.compute_loss_func is not None else ("num_tokens",)
+        inputs = {key: value for key, value in inputs.items() if key not in counts}
         if isinstance(self.model.loss_fn, Distillation):
             with self.accelerator.autocast():
                 self.model.loss_fn.read(
@@ -297,7 +490,7 @@ class HarmonicTrainer(Trainer):
                 loss = torch.stack(losses).sum()
         except RuntimeError as error:
             is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-            if not is_memory or not self.recipe.oom_fallback:
+            if not is_memory or not self.args.oom_fallback:
                 raise
             if self.accelerator.num_processes > 1:
                 raise StoppedError(
@@ -335,15 +528,37 @@ class HarmonicTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Weigh every labelled token alike; transformers averages the means of batches."""
+        """Weigh every labelled token alike; transformers averages the means of batches.
+
+        Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop.
+        """
+        only_loss = self.args.prediction_loss_only
+        found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
+        if not (only_loss if prediction_loss_only is None else prediction_loss_only):
+            found = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        metrics, num_rows = self._scores(dataloader)
+        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        return EvalLoopOutput(
+            predictions=found.predictions,
+            label_ids=found.label_ids,
+            metrics={**(found.metrics or {}), **named},
+            num_samples=found.num_samples or num_rows,
+        )
+
+    def _scores(self, dataloader: DataLoader) -> tuple[dict[str, float], int]:
+        """Return the metrics of all labelled tokens, and how many rows there are."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        h_exp = self.recipe.h_exp
+        h_exp = self._head_callback.h_exp
         grid = post_hoc_grid(model.dist_head, () if h_exp is None else (h_exp.start, h_exp.end))
         scores = []
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
+            if "labels" not in batch:
+                return {}, 0
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
             rows = score_rows(
@@ -354,13 +569,7 @@ class HarmonicTrainer(Trainer):
                 self.args, self.state, self.control
             )
         totals = torch.cat(scores)
-        metrics = summarize(totals, model.dist_head, grid)
-        return EvalLoopOutput(
-            predictions=np.empty(0),
-            label_ids=None,
-            metrics={f"{metric_key_prefix}_{key}": value for key, value in metrics.items()},
-            num_samples=len(totals),
-        )
+        return summarize(totals, model.dist_head, grid), len(totals)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -385,17 +594,18 @@ class HarmonicTrainer(Trainer):
         """Load the best checkpoint's exponent with its weights: they belong together."""
         if not self._load_part(self.state.best_model_checkpoint):
             super()._load_best_model()
-        if self.recipe.h_exp is not None and self.state.best_model_checkpoint is not None:
+        h_exp = self._head_callback.h_exp
+        if h_exp is not None and self.state.best_model_checkpoint is not None:
             best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
-            assert best.h_exp is not None, "the recipe anneals it"
+            assert best.h_exp is not None, "it is annealed"
             self.model.h_exp = best.h_exp
 
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if self.recipe.h_exp is not None:
-            self.model.h_exp = self.recipe.h_exp.end
+        if self._head_callback.h_exp is not None:
+            self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
 
@@ -412,6 +622,43 @@ class HarmonicTrainer(Trainer):
         model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+    def push_to_hub(  # ty: ignore[incompatible-method-override]
+        self, commit_message: str | None = None, *, revision: str | None = None
+    ) -> str:
+        """Save the model into the output folder and publish it in one commit, with its card.
+
+        Args:
+            commit_message: Of the commit; default: form and step.
+            revision: The branch; default: `hub_revision`, else main.
+
+        Returns:
+            The address of the commit; of other processes than the first, nothing.
+
+        Raises:
+            ValueError: Bad input; nothing was sent.
+            PushError: The Hub did not take it; the saved model is complete.
+        """
+        hub = self.run_config.hub
+        if hub.repo_id is None:
+            raise ValueError("hub_model_id: expected owner/name, got nothing")
+        finish_pushes(self.callback_handler.callbacks)
+        self.claim_output_folder()
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return ""
+        folder = Path(str(self.args.output_dir))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        to = replace(destination_of(hub), message=commit_message)
+        return push(folder, to if revision is None else replace(to, revision=revision))
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Look whether the Hub could be pushed to; the repo is made by the first push."""
+        if self.is_world_process_zero():
+            check_destination(destination_of(self.run_config.hub))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Leave it to `PushCallback`, which pushes what ours publishes."""
 
 
 def check_parallelism(args: TrainingArguments) -> None:

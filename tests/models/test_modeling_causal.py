@@ -208,7 +208,8 @@ def test_the_loss_is_that_of_the_next_tokens(bases):
     with torch.no_grad():
         logits = model(input_ids=ROWS).logits.double()
         outputs = model(input_ids=ROWS, labels=labels)
-    assert outputs.logits is None
+    assert torch.equal(outputs.logits.double(), logits)
+    assert model.train()(input_ids=ROWS, labels=labels).logits is None
     expected, count = 0.0, 0
     for row in range(2):
         for position in range(9):

@@ -102,16 +102,18 @@ def test_labelled_positions_alone_reach_the_head(bases, family):
         return head.nll(hidden_states, labels)
 
     model.loss_fn = loss_fn
-    output = model(**inputs)
+    output = model(**inputs, output_logits=False)
     assert output.logits is None
     assert seen == [int((inputs["labels"] != -100).sum())]
-    asked = model(**inputs, output_logits=True)
+    asked = model(**inputs)  # not in training mode
     labels = inputs["labels"]
     expected = torch.nn.functional.cross_entropy(asked.logits.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(asked.loss, output.loss)
     inputs.pop("labels")
     assert torch.equal(model(**inputs).logits, asked.logits)
+    assert model.train()(**batch()).logits is None
+    assert model(**batch(), output_logits=True).logits.shape == asked.logits.shape
 
 
 READER = """

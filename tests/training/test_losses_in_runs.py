@@ -185,6 +185,7 @@ def test_neighbors_found_anew_train_other_weights(make_yaml):
     for every in (None, 2):
         path = make_yaml(loss={**KNN, "refresh_every": every}, training={"save_strategy": "no"})
         trainer = prepare(load_run_config(path)).trainer
+        trainer.claimed = True  # both share the folder
         trainer.train()
         trained.append(trainer.model.dist_head.weight.detach())
     assert not torch.equal(*trained)

@@ -157,7 +157,7 @@ REFUSED = [
     (["hub.every_save=true"], "hub.every_save: expected push: true beside it, got false"),
     # transformers' arguments.
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
-    (["training.lr_scheduler_type=linear"], "the schedule section decides"),
+    (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),

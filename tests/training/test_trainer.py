@@ -23,6 +23,7 @@ def losses(trainer):
 
 def trained(path, *overrides):
     trainer = prepare(load_run_config(path, overrides)).trainer
+    trainer.claimed = True  # several of one test share the folder
     trainer.train()
     return trainer
 

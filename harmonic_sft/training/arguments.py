@@ -1,0 +1,413 @@
+"""HarmonicTrainingArguments: transformers' arguments, with those of head, loss and data."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from harmonic_sft.config import load_text, parse, to_plain
+from harmonic_sft.training.run_config import (
+    CLASSIFICATION,
+    DEFAULTS,
+    FORCED,
+    METRICS,
+    NOT_IN_HEAD,
+    PeftConfig,
+    RunConfig,
+    Task,
+)
+
+# What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
+NOT_IN_CONFIG = (
+    "hub_always_push",
+    "hub_model_id",
+    "hub_private_repo",
+    "hub_revision",
+    "hub_strategy",
+    "label_names",
+    "push_to_hub",
+    "resume_from_checkpoint",
+)
+SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # which a command line gives as text
+TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
+
+
+@dataclass
+class HarmonicTrainingArguments(TrainingArguments):
+    """Arguments of `HarmonicTrainer`: those of `transformers.TrainingArguments` and of the head.
+
+    Without further arguments they are the NeoBERT recipe: the last block and a `DistLayer` on the
+    unit sphere train, h_exp goes from -12 to -4, the learning rate of 2e-4 follows warmup, stable
+    and decay, and Adam's betas are 0.95. Where a field has a section in the YAML file it takes what
+    stands there: a name, a number, or a dictionary with the keys of the section; also as text, so
+    that `HfArgumentParser` can read it.
+
+    Raises:
+        ValueError: A value that the YAML file would not take either, by the name it has there.
+    """
+
+    learning_rate: float = field(
+        default=DEFAULTS["learning_rate"],
+        metadata={"help": "Peak learning rate. Source: NeoBERT recipe."},
+    )
+    adam_beta1: float = field(
+        default=DEFAULTS["adam_beta1"], metadata={"help": "Adam's beta 1. Source: NeoBERT recipe."}
+    )
+    adam_beta2: float = field(
+        default=DEFAULTS["adam_beta2"], metadata={"help": "Adam's beta 2. Source: NeoBERT recipe."}
+    )
+    logging_steps: float = field(
+        default=DEFAULTS["logging_steps"],
+        metadata={"help": "Optimizer steps between two log entries."},
+    )
+    save_total_limit: int | None = field(
+        default=DEFAULTS["save_total_limit"], metadata={"help": "Checkpoints that are kept."}
+    )
+    lr_scheduler_type: str = field(
+        default="warmup_stable_decay",
+        metadata={
+            "help": "Schedule of the learning rate. The default takes its phases from `schedule`; "
+            "any other one is transformers' own. Source: NeoBERT recipe."
+        },
+    )
+    remove_unused_columns: bool = field(
+        default=FORCED["remove_unused_columns"],
+        metadata={"help": "Has to be False: rows are tokenized by the trainer."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=FORCED["ddp_find_unused_parameters"],
+        metadata={"help": "Has to be False: frozen parameters are known."},
+    )
+    logging_nan_inf_filter: bool = field(
+        default=FORCED["logging_nan_inf_filter"],
+        metadata={"help": "Has to be False: the trainer stops at a loss that is not finite."},
+    )
+    include_num_input_tokens_seen: str | bool = field(
+        default=FORCED["include_num_input_tokens_seen"],
+        metadata={"help": "Has to be 'non_padding'."},
+    )
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.cuda.is_available, metadata={"help": "Default: where there is a GPU."}
+    )
+    gradient_checkpointing: bool | None = field(
+        default=False, metadata={"help": "Recompute every block that holds a graph."}
+    )
+
+    task: str | None = field(
+        default=None,
+        metadata={
+            "help": "masked_lm, causal_lm, sequence_classification or token_classification. "
+            "Default: what the model is; with a label_column, sequence_classification."
+        },
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "Revision of the model on the Hub; pin it."}
+    )
+    dtype: str = field(
+        default="float32", metadata={"help": "Precision of the frozen body: float32 or bfloat16."}
+    )
+    dropout: float | None = field(
+        default=None, metadata={"help": "Dropout of the trained blocks. Default: the model's own."}
+    )
+    from_scratch: bool = field(
+        default=False,
+        metadata={
+            "help": "Take only the model's shape; needs unfreeze=['*'], since all weights are "
+            "random."
+        },
+    )
+    pooling: str | None = field(
+        default=None, metadata={"help": "Sequence classification: mean (default) or cls."}
+    )
+    unfreeze: int | str | list[str] | dict[str, Any] = field(
+        default=1,
+        metadata={
+            "help": "What trains beside the head: a number of blocks from the top, or patterns of "
+            "parameter names of the backbone. Source: NeoBERT recipe, block 27 of 28."
+        },
+    )
+    head: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of a head, or a dictionary with its arguments, init and tie. Default: "
+            "dist, a DistLayer on the unit sphere; on one of our models that has been "
+            "loaded, its own."
+        },
+    )
+    h_exp: float | str | dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "Exponent on the squared distance: a number holds it, {'start': -12, 'end': "
+            "-4} anneals it. Default: that, or nothing for a head without an exponent; a "
+            "model that keeps its head keeps its exponent. Source: Baek et al. 2025, "
+            "arXiv:2502.01628, and NeoBERT recipe."
+        },
+    )
+    loss: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of a loss, a dictionary with its fields, or the loss. Default: harmonic,"
+            " or cross_entropy for a head without an exponent."
+        },
+    )
+    schedule: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "warmup_ratio (0.1), decay_ratio (0.2) and decay (cosine) of the learning "
+            "rate. A warmup_steps above 0 wins over the first."
+        },
+    )
+    context_length: int | None = field(
+        default=None,
+        metadata={"help": "Longest row, in tokens. Default: what the model takes, at most 1024."},
+    )
+    mask: float | str | dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "Masked tokens: their share, or probability (0.2), policy (mask_only) and "
+            "whole_word. Source: NeoBERT, Le Breton et al. 2025, arXiv:2502.19587."
+        },
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Fill rows with several documents that do not see each other."},
+    )
+    padding_free: bool = field(
+        default=False, metadata={"help": "Lay a batch out as one row instead of padding."}
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Round the length of a batch up to this."}
+    )
+    loss_on: str = field(
+        default="all", metadata={"help": "What is predicted: all, completion or assistant."}
+    )
+    text_column: str = field(
+        default="text", metadata={"help": "Column of the text, where the rows are plain text."}
+    )
+    label_column: str | None = field(
+        default=None, metadata={"help": "Classification: column of the labels. Default: labels."}
+    )
+    on_bad_row: str = field(
+        default="error",
+        metadata={"help": "What happens to a row that cannot be used: error or skip."},
+    )
+    dataset_num_proc: int | None = field(
+        default=None, metadata={"help": "Processes that tokenize. Default: this one."}
+    )
+    oom_fallback: bool = field(
+        default=True,
+        metadata={
+            "help": "Out of memory: continue with checkpointing, then with smaller micro-batches."
+        },
+    )
+    hub_form: str = field(
+        default="full",
+        metadata={
+            "help": "What is pushed: full, head (only what was trained) or peft (an adapter)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Let transformers settle its fields; then check ours."""
+        raw = {name: getattr(self, name) for name in _names()}
+        for name in SECTIONS:
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, load_text(value, name))
+        if self.loss is not None and not isinstance(self.loss, str | Mapping):
+            self.loss = to_plain(self.loss)
+        self.gradient_checkpointing = None
+        super().__post_init__()  # takes it for the old name of its own option
+        self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
+        if self.label_names is None:
+            self.label_names = ["labels"]  # label_positions are not
+        metric = str(self.metric_for_best_model).removeprefix("eval_")
+        if raw["greater_is_better"] is None and metric in METRICS:
+            self.greater_is_better = METRICS[metric]
+        # What was derived from a value is not what was asked for.
+        self._derived = {
+            name: (value, getattr(self, name))
+            for name, value in raw.items()
+            if getattr(self, name) is not value
+        }
+        is_labeled = self.label_column is not None
+        self.config_for(
+            "model", task=self.task or ("sequence_classification" if is_labeled else "masked_lm")
+        )
+
+    def config_for(
+        self,
+        base: str,
+        *,
+        task: str,
+        own_head: Mapping[str, Any] | None = None,
+        peft: PeftConfig | None = None,
+        is_stream: bool = False,
+        context_length: int = 1024,
+    ) -> RunConfig:
+        """Return what a YAML file would say of a run with these arguments.
+
+        Args:
+            base: Name of the model.
+            task: Of the model, where the arguments do not say.
+            own_head: Settings of the head that the model has and keeps unless `head` names one.
+            peft: LoRA.
+            is_stream: The training data are read while training.
+            context_length: Where the arguments do not say.
+
+        Raises:
+            ValueError: A value is wrong, or two do not go together.
+        """
+        head = self.head or "dist"
+        if self.head is None and own_head is not None:
+            head = {**_bare(own_head), "init": "base_head"}
+        head = {"name": head} if isinstance(head, str) else dict(head)
+        if task in CLASSIFICATION:
+            head = {"init": "class_means", **head}
+        h_exp = self.h_exp
+        if h_exp is None and _has_exponent(head):
+            kept = None if self.head else _exponent(own_head)
+            h_exp = kept or {"start": -12.0, "end": -4.0}
+        unfreeze: Any = self.unfreeze
+        if not isinstance(unfreeze, Mapping):
+            patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
+            is_number = isinstance(unfreeze, int)
+            unfreeze = {"last_blocks": unfreeze} if is_number else {"patterns": patterns}
+        masked = {"probability": self.mask} if isinstance(self.mask, int | float) else self.mask
+        data = {
+            "sources": [{"path": TRAIN_NAME, "column": self.text_column, "streaming": is_stream}],
+            "context_length": self.context_length or context_length,
+            "label_column": self.label_column or ("labels" if task in CLASSIFICATION else None),
+            "loss_on": self.loss_on,
+            "packing": self.packing,
+            "padding_free": self.padding_free,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "on_bad_row": self.on_bad_row,
+            "num_proc": self.dataset_num_proc,
+            "eval": {"documents": 0},
+        }
+        config: dict[str, Any] = {
+            "model": {
+                "base": base,
+                "revision": self.revision,
+                "task": task,
+                "from_scratch": self.from_scratch,
+                "pooling": self.pooling,
+                "dtype": self.dtype,
+                "dropout": self.dropout,
+                "unfreeze": unfreeze,
+            },
+            "head": head,
+            "h_exp": h_exp,
+            "peft": peft and to_plain(peft),
+            "loss": {"name": self.loss} if isinstance(self.loss, str) else self.loss,
+            "data": data if masked is None else {**data, "mask": masked},
+            "training": self._given(),
+            "schedule": self.schedule,
+            "oom_fallback": self.oom_fallback,
+            "hub": self._hub(),
+        }
+        if self.loss is None:
+            config["loss"] = {"name": "cross_entropy" if h_exp is None else "harmonic"}
+        return parse(RunConfig, config)
+
+    def _given(self) -> dict[str, Any]:
+        """Return the arguments of transformers that differ from the recipe."""
+        given = {}
+        for name in _names():
+            value = getattr(self, name)
+            if name in self._derived and self._derived[name][1] is value:
+                value = self._derived[name][0]
+            value = value.value if isinstance(value, Enum) else value
+            if name not in NOT_IN_CONFIG and value != _default(name):
+                given[name] = value
+        if str(given.get("metric_for_best_model")).removeprefix("eval_") not in METRICS:
+            given.pop("metric_for_best_model", None)  # the user's compute_metrics knows it
+        return {**given, "output_dir": self.output_dir}
+
+    def _hub(self) -> dict[str, Any]:
+        strategy = getattr(self.hub_strategy, "value", self.hub_strategy)
+        if self.push_to_hub and strategy not in ("every_save", "end"):
+            raise ValueError(f"hub_strategy: expected 'every_save' or 'end', got {strategy!r}")
+        return {
+            "push": self.push_to_hub,
+            "repo_id": self.hub_model_id,
+            "form": self.hub_form,
+            "private": bool(self.hub_private_repo),
+            "revision": self.hub_revision,
+            "every_save": self.push_to_hub and strategy == "every_save",
+        }
+
+
+def _names() -> list[str]:
+    """Name transformers' own arguments."""
+    return [one.name for one in fields(TrainingArguments) if one.init]
+
+
+def _default(name: str) -> Any:
+    found = HarmonicTrainingArguments.__dataclass_fields__[name]
+    if found.default_factory is not MISSING:
+        return found.default_factory()
+    return found.default.value if isinstance(found.default, Enum) else found.default
+
+
+def _bare(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out of a head's settings what other sections decide."""
+    return {
+        key: _bare(value) if key == "inner" and value is not None else value
+        for key, value in settings.items()
+        if key not in NOT_IN_HEAD
+    }
+
+
+def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | None:
+    """Return the exponent in a head's settings, as the h_exp section writes it."""
+    if settings is None:
+        return None
+    if settings.get("learn_h_exp"):
+        return {"start": settings["h_exp"], "schedule": "learned"}
+    return settings.get("h_exp") or _exponent(settings.get("inner"))
+
+
+def _has_exponent(head: Mapping[str, Any]) -> bool:
+    inner = head.get("inner")
+    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
+
+
+def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
+    """Return the arguments that train what a YAML file says.
+
+    Raises:
+        ValueError: transformers refuses a value.
+    """
+    model, data = run.model, run.data
+    plain: dict[str, Any] = to_plain(run)
+    return HarmonicTrainingArguments(
+        **{key: value for key, value in run.training.items() if key not in FORCED},
+        task=model.task,
+        revision=model.revision,
+        dtype=model.dtype,
+        dropout=model.dropout,
+        from_scratch=model.from_scratch,
+        pooling=model.pooling,
+        unfreeze=plain["model"]["unfreeze"],
+        head=plain["head"],
+        h_exp=plain["h_exp"],
+        loss=plain["loss"],
+        schedule=plain["schedule"],
+        context_length=data.context_length,
+        mask=None if model.task != "masked_lm" else plain["data"]["mask"],
+        packing=data.packing,
+        padding_free=data.padding_free,
+        pad_to_multiple_of=data.pad_to_multiple_of,
+        loss_on=data.loss_on,
+        label_column=data.label_column,
+        on_bad_row=data.on_bad_row,
+        dataset_num_proc=data.num_proc,
+        oom_fallback=run.oom_fallback,
+    )
+
+
+__all__ = ["EVAL_NAME", "TRAIN_NAME", "HarmonicTrainingArguments", "Task", "arguments_of"]

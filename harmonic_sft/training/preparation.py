@@ -1,0 +1,285 @@
+"""From what `HarmonicTrainer` is given to what it trains: model, tokenizer, rows, collator."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import datasets
+from accelerate import PartialState
+from peft import LoraConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
+
+from harmonic_sft.data import Source
+from harmonic_sft.data.batches import LabeledRows, MaskedRows
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.masking import EVAL_EPOCH
+from harmonic_sft.models import HarmonicHeadModel, Head, max_positions
+from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
+from harmonic_sft.training.loading import (
+    CLASSIFIERS,
+    MODELS,
+    check_frozen,
+    load_base_config,
+    load_model,
+    load_task_data,
+    load_tokenizer,
+    num_tokens,
+    prepare_model_,
+    with_padding,
+)
+from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
+
+DEFAULT_LENGTH = 1024  # longest row where the arguments do not say, in tokens
+RAW = (datasets.Dataset, datasets.IterableDataset)  # the trainer makes rows of them
+LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
+
+
+class Preparation:
+    """Makes models and rows as the arguments of a trainer say.
+
+    Args:
+        model: A name, a folder, one of our models, or a model of transformers.
+        args: Of the trainer.
+        peft_config: LoRA, ours or PEFT's.
+        tokenizer: None loads that of the model.
+        collator: Of rows that are left as they are; None makes rows and has a collator for them.
+        formatting_func: Makes a text of a row.
+        is_stream: The training data are read while training.
+
+    Raises:
+        ValueError: The model cannot be found, or does not fit the arguments.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: HarmonicTrainingArguments,
+        *,
+        peft_config: PeftConfig | LoraConfig | None,
+        tokenizer: Any,
+        collator: Any,
+        formatting_func: Callable[[dict[str, Any]], str] | None,
+        is_stream: bool,
+    ):
+        self.model, self.args, self._is_stream = model, args, is_stream
+        self._peft = _checked_lora(peft_config)
+        self._format = formatting_func
+        self._given_tokenizer = tokenizer
+        self._makes_rows = collator is None
+        self.collator = collator
+        self._labels: list[str] | None = None  # of a classifier
+        if isinstance(model, str):
+            self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
+        else:
+            self._base = model.config
+        if isinstance(model, HarmonicHeadModel) and args.head is not None:
+            raise ValueError(
+                f"head: expected nothing with a {type(model).__name__}, which has one, got "
+                f"{args.head!r}. Give the name of its base, or change its head before"
+            )
+        self.config = self.configure()
+
+    def configure(self) -> RunConfig:
+        """Return what a YAML file would say of the run, from the arguments as they are now."""
+        task = self.args.task or _task(self.model, self._base, self.args.label_column)
+        own_head = None
+        if self._base.model_type == "harmonic" and self.args.head is None:
+            is_loaded = isinstance(self.model, HarmonicHeadModel)
+            settings = self.model.dist_head.settings() if is_loaded else self._base.head
+            own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
+        longest = max_positions(self._base.get_text_config())
+        config = self.args.config_for(
+            self.model if isinstance(self.model, str) else self._name(),
+            task=task,
+            own_head=own_head,
+            peft=self._peft,
+            is_stream=self._is_stream,
+            context_length=min(longest, DEFAULT_LENGTH),
+        )
+        check_frozen(config, self._base)
+        return config
+
+    @property
+    def known_tokenizer(self) -> Any:
+        """The tokenizer that checkpoints are saved with, None where it is not known."""
+        is_known = self._given_tokenizer is not None or isinstance(self.model, str)
+        return self.tokenizer() if is_known else None
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, that of the model if none was given.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self._given_tokenizer is None:
+            if not isinstance(self.model, str) and not self._base.name_or_path:
+                raise ValueError(
+                    "processing_class: expected the model's tokenizer, got nothing, and the model "
+                    "has no name to load it by"
+                )
+            self._given_tokenizer = load_tokenizer(self.config.model)
+        return with_padding(self._given_tokenizer, self.config.model.task)
+
+    def train_rows(self, data: Any) -> Any:
+        """Tokenize, mask and pack a data set of the datasets library.
+
+        Args:
+            data: Left as it is if it is none, or if the trainer was given a collator.
+
+        Returns:
+            Rows with `input_ids` and `labels`.
+
+        Raises:
+            ValueError: Bad rows, or columns that are not known.
+        """
+        if isinstance(data, dict):
+            raise ValueError(
+                f"train_dataset: expected one data set, got the splits {sorted(data)}. Name one: "
+                f"data[{next(iter(data))!r}]"
+            )
+        if self._makes_rows and isinstance(data, RAW):
+            data = self._loaded(data, TRAIN_NAME, packing=self.config.data.packing).train
+        if isinstance(data, LabeledRows):
+            self._labels = data.names
+        return data
+
+    def eval_rows(self, data: Any) -> Any:
+        """Tokenize and mask a data set to evaluate on, or each one of a dictionary.
+
+        Every pass has the same masks, and rows are not packed; otherwise as `train_rows`.
+        """
+        if isinstance(data, dict):
+            return {name: self.eval_rows(part) for name, part in data.items()}
+        if not self._makes_rows or not isinstance(data, RAW):
+            return data
+        if isinstance(data, datasets.IterableDataset):
+            data = datasets.Dataset.from_list(list(data))
+        rows = self._loaded(data, EVAL_NAME, packing=False).train
+        if isinstance(rows, MaskedRows):
+            rows = MaskedRows(rows.rows, rows.masker, fixed_epoch=EVAL_EPOCH)
+        return rows
+
+    def _loaded(
+        self, data: datasets.Dataset | datasets.IterableDataset, name: str, *, packing: bool
+    ) -> LoadedData | LabeledData:
+        """Read all rows of a data set as the `data` section would."""
+        settings, column = self.config.data, self.args.text_column
+        if self._format is not None:
+            data = data.map(_formatted(self._format), remove_columns=data.column_names)
+            column = "text"
+        streaming = isinstance(data, datasets.IterableDataset)
+        source = Source(path=name, column=column, streaming=streaming)
+        config = self._base.get_text_config()
+        tokenizer = self.tokenizer()
+        with PartialState().main_process_first():  # one process fills the cache
+            loaded = load_task_data(
+                replace(settings, sources=[source], packing=packing),
+                self.config.model.task,
+                tokenizer=tokenizer,
+                vocab_size=num_tokens(self.config, config.vocab_size, tokenizer),
+                max_positions=max_positions(config),
+                seed=self.args.seed,
+                labels=self._labels,
+                documents={name: data},
+            )
+        self.collator = self.collator or loaded.collator
+        return loaded
+
+    def build(self, train: Any) -> tuple[HarmonicHeadModel, Head | None]:
+        """Load the model, put the head on it, freeze it and set the loss.
+
+        Args:
+            train: Training rows; None if nothing is trained.
+
+        Returns:
+            The model, and the head that its base predicted with, if that is known.
+        """
+        set_seed(self.args.seed)
+        if isinstance(self.model, HarmonicHeadModel):
+            if train is not None:
+                loss_fn = self.model.loss_fn
+                prepare_model_(self.model, self.config)
+                if self.args.loss is None:
+                    self.model.loss_fn = loss_fn
+            return self.model, None
+        model = None if isinstance(self.model, str) else self.model
+        needs_tokenizer = self.config.model.task == "causal_lm"
+        return load_model(
+            self.config,
+            self.tokenizer() if needs_tokenizer else None,
+            train=train,
+            collator=self.collator,
+            model=model,
+        )
+
+    def _name(self) -> str:
+        return self._base.name_or_path or type(self.model).__name__
+
+
+def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
+    """Tell from a model, or from its configuration, what it predicts."""
+    names = [*(config.architectures or []), type(model).__name__]
+    for task, model_class in MODELS.items():
+        if model_class.__name__ in names and (label_column is None or task in CLASSIFIERS):
+            return task
+    if label_column is not None:
+        return "sequence_classification"
+    if any(name.endswith("ForMaskedLM") for name in names):
+        return "masked_lm"
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return "causal_lm"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "neobert":
+        return "masked_lm"
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "causal_lm"
+    raise ValueError(
+        f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
+        "say which. Name it"
+    )
+
+
+def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
+    """Return PEFT's configuration as ours; refuse what has no counterpart."""
+    if not isinstance(peft_config, LoraConfig):
+        return peft_config
+    given = {name: getattr(peft_config, name) for name in LORA}
+    plain = LoraConfig(**given)
+    ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
+    different = [
+        name
+        for name, value in peft_config.to_dict().items()
+        if name not in ignored and value != plain.to_dict()[name]
+    ]
+    if different:
+        raise ValueError(
+            f"peft_config: expected no more than {list(LORA)}, got {different}. They could not be "
+            "merged into the published weights"
+        )
+    targets = given["target_modules"]
+    if isinstance(targets, set):
+        given["target_modules"] = sorted(targets)
+    blocks = given["layers_to_transform"]
+    if isinstance(blocks, int):
+        given["layers_to_transform"] = [blocks]
+    if targets is None:
+        del given["target_modules"]
+    return PeftConfig(**given)
+
+
+def _formatted(
+    formatting_func: Callable[[dict[str, Any]], str],
+) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    def text_of(row: Mapping[str, Any]) -> dict[str, str]:
+        text = formatting_func(dict(row))
+        if not isinstance(text, str):
+            raise ValueError(f"formatting_func: expected text, got {type(text).__name__}")
+        return {"text": text}
+
+    return text_of

@@ -1,0 +1,149 @@
+"""HarmonicTrainingArguments: the recipe by default, what is given honoured, or refused by name."""
+
+import json
+
+import pytest
+from transformers import HfArgumentParser
+
+from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
+from harmonic_sft.losses import KNNLabelSmoothingLoss
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.arguments import arguments_of
+
+QUIET = {"report_to": "none", "use_cpu": True}
+
+
+def config_of(**fields):
+    return HarmonicTrainingArguments("out", **QUIET, **fields).config_for("base", task="masked_lm")
+
+
+def test_the_defaults_are_the_neobert_recipe():
+    arguments = HarmonicTrainingArguments("out", **QUIET)
+    recipe = load_run_config("configs/neobert.yaml")
+    config = arguments.config_for("base", task="masked_lm")
+    assert (config.h_exp, config.schedule) == (recipe.h_exp, recipe.schedule)
+    assert (config.head, config.loss) == (recipe.head, recipe.loss)
+    assert config.data.mask == recipe.data.mask
+    assert config.model.unfreeze.last_blocks == recipe.model.unfreeze.last_blocks == 1
+    betas = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay")
+    assert [getattr(arguments, key) for key in betas] == [recipe.training[key] for key in betas]
+
+
+@pytest.mark.parametrize(
+    ("given", "start", "end"),
+    [
+        (None, -12.0, -4.0),
+        (-12.0, -12.0, -12.0),
+        ({"start": -8.0, "end": -6.0}, -8.0, -6.0),
+    ],
+)
+def test_a_number_holds_the_exponent_and_nothing_anneals_it(given, start, end):
+    h_exp = config_of(h_exp=given).h_exp
+    assert (h_exp.start, h_exp.end) == (start, end)
+
+
+def test_a_head_without_an_exponent_gets_none_and_cross_entropy():
+    config = config_of(head="linear")
+    assert config.h_exp is None
+    assert config.loss.name == "cross_entropy"
+
+
+def test_sections_take_what_the_yaml_file_takes():
+    config = config_of(
+        head={"name": "rotation", "inner": {"name": "dist", "unit_sphere": True}},
+        loss=KNNLabelSmoothingLoss(epsilon=0.2),
+        unfreeze=["*.layer.1.*"],
+        mask=0.3,
+        schedule={"decay": "linear"},
+        packing=True,
+    )
+    assert config.head_settings()["inner"]["h_exp"] == -12.0
+    assert config.loss == KNNLabelSmoothingLoss(epsilon=0.2)
+    assert config.model.unfreeze.patterns == ["*.layer.1.*"]
+    assert config.data.mask.probability == 0.3
+    assert config.data.packing
+    assert (config.schedule.decay, config.schedule.warmup_ratio) == ("linear", 0.1)
+
+
+def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
+    training = config_of(max_steps=7, eval_strategy="steps", eval_steps=2).training
+    assert training["max_steps"] == 7
+    assert training["eval_strategy"] == "steps"
+    assert "accelerator_config" not in training
+    assert "label_names" not in training
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bf16": True}, "training.bf16: expected nothing"),
+        ({"remove_unused_columns": True}, "training.remove_unused_columns: expected False"),
+        ({"head": "dits"}, "head.name: expected one of"),
+        ({"head": {"name": "dist", "sphere": True}}, "head.sphere: expected one of the known keys"),
+        ({"head": "linear", "h_exp": -4.0}, "h_exp: expected nothing for a linear head"),
+        ({"loss": "harmonic", "head": "linear"}, "loss harmonic: expected a dist head"),
+        ({"unfreeze": {"last_blocks": 1, "patterns": ["*"]}}, "expected this or patterns"),
+        ({"h_exp": 4.0}, "h_exp"),
+        (
+            {"lr_scheduler_type": "linear", "schedule": {"decay": "linear"}},
+            "schedule: expected nothing beside training.lr_scheduler_type",
+        ),
+        ({"push_to_hub": True}, "repo_id: expected owner/name"),
+        (
+            {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": "checkpoint"},
+            "hub_strategy: expected 'every_save' or 'end', got 'checkpoint'",
+        ),
+        (
+            {
+                "dtype": "bfloat16",
+                "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"},
+                "optim": "sgd",
+            },
+            "training.optim: expected adamw_torch for bfloat16 weights, got 'sgd'",
+        ),
+        (
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "metric_for_best_model": "loss",
+            },
+            "metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_at_once(fields, message):
+    with pytest.raises(ValueError, match=message):
+        HarmonicTrainingArguments("out", **QUIET, **fields)
+
+
+def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
+    path = make_yaml(
+        loss={"name": "knn_label_smoothing"}, training={"seed": 3, "optim": "adafactor"}
+    )
+    run = load_run_config(path)
+    again = arguments_of(run).config_for(run.model.base, task=run.model.task)
+    for section in ("model", "head", "h_exp", "loss", "schedule", "oom_fallback"):
+        assert getattr(again, section) == getattr(run, section)
+    defaults = HarmonicTrainingArguments("out", **QUIET)
+    left_out = {key for key in run.training if run.training[key] == getattr(defaults, key)}
+    assert again.training == {k: v for k, v in run.training.items() if k not in left_out} | {
+        key: again.training[key] for key in left_out & again.training.keys()
+    }
+    assert again.data.mask == run.data.mask
+
+
+def test_the_parser_of_transformers_and_reporters_read_them():
+    (arguments,) = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--max_steps", "5", "--packing", "--use_cpu", "--head", "cosine"]
+    )
+    assert (arguments.max_steps, arguments.packing, arguments.head) == (5, True, "cosine")
+    plain = json.loads(
+        HarmonicTrainingArguments("out", **QUIET, loss=WassersteinLoss()).to_json_string()
+    )
+    assert plain["loss"]["name"] == "wasserstein"
+
+
+def test_every_field_has_a_help():
+    fields = HarmonicTrainingArguments.__dataclass_fields__
+    own = HarmonicTrainingArguments.__annotations__
+    assert [name for name in own if not fields[name].metadata.get("help")] == []

@@ -1,0 +1,495 @@
+"""HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from peft import LoraConfig
+from transformers import (
+    AutoTokenizer,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    TrainingArguments,
+)
+
+from harmonic_sft import (
+    HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
+    HarmonicTrainer,
+    HarmonicTrainingArguments,
+    RunConfig,
+    train,
+)
+from harmonic_sft.training import load_run_config
+from harmonic_sft.training.run import prepare
+from tests.conftest import WORDS
+from tests.decoders import save_decoder
+from tests.training.test_causal_runs import save_tokenizer
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Return a function that makes arguments of a run of 4 steps."""
+
+    def make(name="run", **fields):
+        settings = {
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "context_length": 24,
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "report_to": "none",
+        }
+        return HarmonicTrainingArguments(str(tmp_path / name), **{**settings, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def texts(text_file):
+    return load_dataset("text", data_files=str(text_file), split="train")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = save_decoder("llama", tmp_path_factory.mktemp("decoder"))
+    save_tokenizer(folder)
+    return folder
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def rates(trainer):
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(
+    make_yaml, tiny_base, texts, arguments
+):
+    run = load_run_config(make_yaml(), ["data.eval.documents=0", "training.max_steps=4"])
+    from_yaml = prepare(run).trainer
+    from_yaml.train()
+    trainer = HarmonicTrainer(
+        model=str(tiny_base),
+        args=arguments(
+            "python",
+            per_device_train_batch_size=8,
+            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
+        ),
+        train_dataset=texts,
+    )
+    trainer.train()
+    assert losses(trainer) == losses(from_yaml)
+    expected = weights(from_yaml)
+    for name, weight in weights(trainer).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_nothing_is_held_out_and_evaluation_is_asked_for(tiny_base, texts, arguments):
+    trainer = HarmonicTrainer(str(tiny_base), arguments(), train_dataset=texts)
+    documents = {int(row["document"]) for row in trainer.train_dataset.rows}
+    assert len(documents) == len(texts)
+    assert trainer.eval_dataset is None
+    found = trainer.evaluate(texts.select(range(10)))
+    assert found["eval_tokens"] > 10
+    assert found == {**trainer.evaluate(texts.select(range(10))), **_times(found)}
+
+
+def _times(metrics):
+    return {key: metrics[key] for key in metrics if "runtime" in key or "per_second" in key}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_streams_and_packs_are_read_as_from_a_file(
+    make_yaml, tiny_base, texts, text_file, arguments, packing
+):
+    source = {"path": str(text_file), "streaming": True}
+    path = make_yaml(data={"sources": [source], "packing": packing, "eval": {"documents": 0}})
+    from_yaml = prepare(load_run_config(path, ["training.max_steps=4"])).trainer
+    from_yaml.train()
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(
+            "python",
+            packing=packing,
+            per_device_train_batch_size=8,
+            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
+        ),
+        train_dataset=texts.to_iterable_dataset(),
+        eval_dataset=texts.select(range(10)).to_iterable_dataset(),
+    )
+    trainer.train()
+    assert losses(trainer) == losses(from_yaml)
+    assert trainer.evaluate()["eval_tokens"] > 0
+
+
+CONVERSATIONS = {
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "w5 w6 w7"},
+            {"role": "assistant", "content": "w8 w9"},
+        ]
+    },
+    "prompt_completion": {"prompt": "w5 w6 w7", "completion": "w8 w9"},
+    "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} w2"
+    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "loss_on"),
+    [("messages", "assistant"), ("prompt_completion", "completion"), ("tokens", "all")],
+)
+def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss_on):
+    tokenizer = AutoTokenizer.from_pretrained(decoder)
+    tokenizer.chat_template = TEMPLATE
+    trainer = HarmonicTrainer(
+        str(decoder),
+        arguments(loss_on=loss_on, packing=True),
+        train_dataset=Dataset.from_list([CONVERSATIONS[form]] * 40),
+        processing_class=tokenizer,
+    )
+    assert trainer.model.is_causal
+    row = trainer.train_dataset[0]
+    scored = row["labels"][row["labels"] != -100]
+    assert set(scored.tolist()) <= ({7, 8} if form == "tokens" else {2, 8, 9})
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def test_labelled_rows_make_a_classifier(tiny_base, arguments):
+    generator = random.Random(0)
+    groups = {"early": WORDS[:30], "late": WORDS[30:60]}
+    rows = [
+        {"sentence": " ".join(generator.choices(words, k=6)), "kind": label}
+        for _ in range(40)
+        for label, words in groups.items()
+    ]
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(label_column="kind", text_column="sentence", h_exp=-12.0),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:20]),
+        compute_metrics=lambda found: {"right": (found[0].argmax(-1) == found[1]).mean()},
+    )
+    assert isinstance(trainer.model, HarmonicForSequenceClassification)
+    assert trainer.model.config.id2label == {0: "early", 1: "late"}
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_right"] == pytest.approx(metrics["eval_accuracy"])
+    assert trainer.predict(Dataset.from_list(rows[:6])).predictions.shape == (6, 2)
+
+
+def test_a_schedule_of_transformers_is_honoured(tiny_base, texts, arguments):
+    args = arguments(lr_scheduler_type="linear", warmup_steps=2)
+    trainer = HarmonicTrainer(str(tiny_base), args, train_dataset=texts)
+    trainer.train()
+    assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 5e-3])
+
+
+def test_warmup_steps_win_over_the_ratio(tiny_base, texts, arguments):
+    args = arguments(warmup_steps=2, schedule={"decay_ratio": 0.25})
+    trainer = HarmonicTrainer(str(tiny_base), args, train_dataset=texts)
+    trainer.train()
+    assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
+
+
+def test_another_optimizer_is_honoured(tiny_base, texts, arguments):
+    trainer = HarmonicTrainer(str(tiny_base), arguments(optim="adafactor"), train_dataset=texts)
+    trainer.train()
+    assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
+    given = HarmonicTrainer(
+        str(tiny_base),
+        arguments("other"),
+        train_dataset=texts,
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}),
+    )
+    given.train()
+    assert isinstance(given.optimizer.optimizer, torch.optim.SGD)
+
+
+def test_an_optimizer_has_to_hold_what_trains(tiny_base, texts, arguments):
+    model = BertForMaskedLM.from_pretrained(tiny_base)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizers: expected one that holds all that trains"):
+        HarmonicTrainer(
+            model,
+            arguments(),
+            train_dataset=texts,
+            processing_class=AutoTokenizer.from_pretrained(tiny_base),
+            optimizers=(optimizer, None),
+        )
+    ours = HarmonicForMaskedLM.from_base(str(tiny_base))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = HarmonicTrainer(
+        ours,
+        arguments(),
+        train_dataset=texts,
+        processing_class=AutoTokenizer.from_pretrained(tiny_base),
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+    assert rates(trainer) == [0.1] * 4
+
+
+def test_bfloat16_weights_keep_their_masters(tiny_base, texts, arguments):
+    args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"optimizers: expected none with torch\.bfloat16"):
+        HarmonicTrainer(
+            str(tiny_base),
+            args,
+            train_dataset=texts,
+            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}),
+        )
+
+
+def test_metrics_and_predictions_are_those_of_transformers(tiny_base, texts, arguments):
+    def metrics(found):
+        labels = found.label_ids
+        scored = labels != -100
+        return {"right": (found.predictions[scored] == labels[scored]).mean()}
+
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(),
+        train_dataset=texts,
+        eval_dataset={"first": texts.select(range(20)), "last": texts.select(range(100, 120))},
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    found = trainer.evaluate()
+    for name in ("first", "last"):
+        assert found[f"eval_{name}_right"] == pytest.approx(found[f"eval_{name}_accuracy"])
+    test = texts.select(range(3))
+    predicted = trainer.predict(test)
+    assert predicted.predictions.shape == predicted.label_ids.shape
+    assert predicted.predictions.dtype == np.int64
+    assert predicted.metrics["test_loss"] == pytest.approx(trainer.evaluate(test)["eval_loss"])
+
+
+def test_a_loss_function_of_the_user_sees_logits_and_labels(tiny_base, texts, arguments):
+    seen = []
+
+    def cross_entropy(outputs, labels, num_items_in_batch=None):
+        seen.append((outputs.logits.shape[:2], labels.shape))
+        total = torch.nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        return total / num_items_in_batch
+
+    options = {"train_dataset": texts}
+    trainer = HarmonicTrainer(
+        str(tiny_base), arguments(), compute_loss_func=cross_entropy, **options
+    )
+    trainer.train()
+    expected = HarmonicTrainer(str(tiny_base), arguments("other"), **options)
+    expected.train()
+    assert seen[0][0] == seen[0][1]
+    assert losses(trainer) == pytest.approx(losses(expected), rel=1e-5)
+
+
+def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(tiny_base, texts, arguments):
+    model = BertForMaskedLM.from_pretrained(tiny_base)
+    trainer = HarmonicTrainer(
+        model,
+        arguments(),
+        train_dataset=texts,
+        processing_class=AutoTokenizer.from_pretrained(tiny_base),
+    )
+    assert trainer.model.model.backbone is model.bert
+    by_name = HarmonicTrainer(str(tiny_base), arguments("other"), train_dataset=texts)
+    trainer.train()
+    by_name.train()
+    assert losses(trainer) == losses(by_name)
+    with pytest.raises(ValueError, match="model: expected a name with from_scratch or dropout"):
+        HarmonicTrainer(
+            model,
+            arguments("third", dropout=0.1),
+            train_dataset=texts,
+            processing_class=AutoTokenizer.from_pretrained(tiny_base),
+        )
+
+
+def test_a_decoder_of_transformers_is_taken_apart(decoder, texts, arguments):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(decoder)
+    rows = Dataset.from_dict({"text": ["w5 w6 w7 w8"] * 8})
+    options = {"train_dataset": rows, "processing_class": AutoTokenizer.from_pretrained(decoder)}
+    trainer = HarmonicTrainer(model, arguments(), **options)
+    trainer.train()
+    by_name = HarmonicTrainer(str(decoder), arguments("other"), **options)
+    by_name.train()
+    assert losses(trainer) == losses(by_name)
+
+
+def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path):
+    head = {"name": "dist", "h_exp": -7.0, "unit_sphere": False}
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head=head)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    options = {"train_dataset": texts, "processing_class": tokenizer}
+    trainer = HarmonicTrainer(model, arguments(), **options)
+    assert trainer.model is model
+    trainer.train()
+    assert model.h_exp == -7.0
+    assert [n for n, p in model.named_parameters() if p.requires_grad and ".layer.1." in n] == []
+    with pytest.raises(ValueError, match="head: expected nothing with a HarmonicForMaskedLM"):
+        HarmonicTrainer(model, arguments("other", head="linear"), **options)
+    trainer.save_model(str(tmp_path / "saved"))
+    again = HarmonicTrainer(str(tmp_path / "saved"), arguments("again"), train_dataset=texts)
+    assert again.model.h_exp == -7.0
+    assert torch.equal(again.model.dist_head.weight, model.dist_head.weight)
+    swapped = HarmonicTrainer(
+        str(tmp_path / "saved"), arguments("swapped", head="cosine"), train_dataset=texts
+    )
+    assert swapped.model.dist_head.settings()["name"] == "cosine"
+
+
+def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, arguments):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(),
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5),
+        rows,
+    )
+    assert trainer.train_dataset is rows
+    trainer.train()
+    assert len(losses(trainer)) == 4
+
+
+def test_a_formatting_function_makes_the_text(tiny_base, texts, arguments):
+    rows = Dataset.from_dict({"first": ["aa ab"] * 30, "second": ["ac"] * 30})
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(),
+        train_dataset=rows,
+        formatting_func=lambda row: f"{row['first']} {row['second']}",
+    )
+    assert len(trainer.train_dataset.rows[0]["input_ids"]) == 5
+    with pytest.raises(ValueError, match="formatting_func: expected text, got list"):
+        HarmonicTrainer(
+            str(tiny_base), arguments(), train_dataset=rows, formatting_func=lambda row: [1]
+        )
+
+
+def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(tiny_base, texts, arguments):
+    trainer = HarmonicTrainer(
+        str(tiny_base),
+        arguments(unfreeze=0),
+        train_dataset=texts,
+        peft_config=LoraConfig(r=2, target_modules=["query"]),
+    )
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert len([name for name in trained if "lora_A" in name]) == 3
+    trainer.train()
+    with pytest.raises(
+        ValueError, match=r"peft_config: expected no more than .* got \['use_dora'\]"
+    ):
+        HarmonicTrainer(
+            str(tiny_base),
+            arguments("other"),
+            train_dataset=texts,
+            peft_config=LoraConfig(r=2, use_dora=True),
+        )
+
+
+def test_a_run_continues_from_its_last_checkpoint(tiny_base, texts, arguments):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = HarmonicTrainer(str(tiny_base), arguments("whole", **saving), train_dataset=texts)
+    whole.train()
+    stopped = HarmonicTrainer(str(tiny_base), arguments("run", **saving), train_dataset=texts)
+    stopped.train()
+    resumed = HarmonicTrainer(str(tiny_base), arguments("run", **saving), train_dataset=texts)
+    with pytest.raises(ValueError, match=r"training.output_dir: expected an empty folder"):
+        resumed.train()
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    assert losses(resumed) == losses(whole)
+    expected = weights(whole)
+    assert all(torch.equal(weight, expected[n]) for n, weight in weights(resumed).items())
+    fresh = HarmonicTrainer(str(tiny_base), arguments("fresh"), train_dataset=texts)
+    with pytest.raises(ValueError, match="resume_from_checkpoint: expected a whole checkpoint"):
+        fresh.train(resume_from_checkpoint=True)
+
+
+def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, arguments):
+    trainer = HarmonicTrainer(
+        str(tiny_base), arguments(), train_dataset=texts, eval_dataset=texts.select(range(20))
+    )
+    optuna = pytest.importorskip("optuna")
+    found = []
+
+    def objective(metrics):
+        found.append((trainer.model.h_exp, metrics["eval_loss"]))
+        return metrics["eval_loss"]
+
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("lr", [1e-2])},
+        compute_objective=objective,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    assert found[0] == found[1]
+    assert best.objective == found[0][1]
+    ours = HarmonicForMaskedLM.from_base(str(tiny_base))
+    fixed = HarmonicTrainer(
+        ours,
+        arguments(),
+        train_dataset=texts,
+        processing_class=AutoTokenizer.from_pretrained(tiny_base),
+    )
+    with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
+        fixed.hyperparameter_search(n_trials=1)
+
+
+def test_a_configuration_made_in_python_trains_like_its_file(make_yaml):
+    path = make_yaml()
+    run = load_run_config(path)
+    made = RunConfig(
+        model=run.model,
+        head=run.head,
+        h_exp=run.h_exp,
+        loss=run.loss,
+        data=run.data,
+        schedule=run.schedule,
+        training={
+            "output_dir": str(run.output_dir),
+            "per_device_train_batch_size": 8,
+            "max_steps": 2,
+            "use_cpu": True,
+            "report_to": "none",
+        },
+    )
+    assert train(made)["steps"] == 2
+
+
+def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments):
+    with pytest.raises(ValueError, match="args: expected HarmonicTrainingArguments, got Training"):
+        HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
+    with pytest.raises(ValueError, match="train_dataset: expected one data set, got the splits"):
+        HarmonicTrainer(str(tiny_base), arguments(), train_dataset=DatasetDict({"train": texts}))
+    model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
+    with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
+        HarmonicTrainer(model, arguments(), train_dataset=texts)
+    with pytest.raises(ValueError, match=r"train_dataset\.column: expected one of"):
+        HarmonicTrainer(str(tiny_base), arguments(text_column="txt"), train_dataset=texts)
+    config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
+    with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
+        train(config)
