@@ -85,7 +85,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         default=FORCED["logging_nan_inf_filter"],
         metadata={"help": "Has to be False: the trainer stops at a loss that is not finite."},
     )
-    include_num_input_tokens_seen: str | bool = field(
+    include_num_input_tokens_seen: str = field(  # ty: ignore[incompatible-mutable-override]
         default=FORCED["include_num_input_tokens_seen"],
         metadata={"help": "Has to be 'non_padding'."},
     )
@@ -321,7 +321,8 @@ class HarmonicTrainingArguments(TrainingArguments):
             if name in self._derived and self._derived[name][1] is value:
                 value = self._derived[name][0]
             value = value.value if isinstance(value, Enum) else value
-            if name not in NOT_IN_CONFIG and value != _default(name):
+            # A parser of command lines writes nothing in its own ways.
+            if name not in NOT_IN_CONFIG and (value or None) != (_default(name) or None):
                 given[name] = value
         if str(given.get("metric_for_best_model")).removeprefix("eval_") not in METRICS:
             given.pop("metric_for_best_model", None)  # the user's compute_metrics knows it

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import optuna
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
@@ -432,7 +433,6 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     trainer = HarmonicTrainer(
         str(tiny_base), arguments(), train_dataset=texts, eval_dataset=texts.select(range(20))
     )
-    optuna = pytest.importorskip("optuna")
     found = []
 
     def objective(metrics):
