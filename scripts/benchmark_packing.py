@@ -215,11 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         ],
     )
     if options.json is not None:
-        plan = fill_rate(lengths, pack(lengths, options.capacity), options.capacity)
+        packed = fill_rate(lengths, pack(lengths, options.capacity), options.capacity)
         payload = {
             "steps": options.steps,
             "capacity": options.capacity,
-            "plan_fill_rate": plan,
+            "pack_fill_rate": packed,
             "arms": results,
             "environment": environment(),
         }
