@@ -190,9 +190,9 @@ def compare(
     """
     finished: dict[str, list[Finished]] = {name: [] for name in family.rows}
     errors: dict[str, dict[str, str]] = {name: {} for name in family.rows}
-    plan = list(product(seeds, family.rows))  # every row with the first seed, then the second
-    for number, (seed, name) in enumerate(plan, start=1):
-        logger.info("%d of %d: %s, seed %d", number, len(plan), name, seed)
+    order = list(product(seeds, family.rows))  # every row with the first seed, then the second
+    for number, (seed, name) in enumerate(order, start=1):
+        logger.info("%d of %d: %s, seed %d", number, len(order), name, seed)
         try:
             run = configure(family, name, seed, output / f"{name}-{seed}", overrides)
             finished[name].append(Finished(run, finish(run)))

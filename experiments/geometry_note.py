@@ -117,9 +117,9 @@ def train_arms(
         By the arm's name, in the order of the seeds.
     """
     found: dict[str, list[Finished]] = {arm.name: [] for arm in arms}
-    plan = list(product(bench.seeds, arms))  # every arm with the first seed, then with the second
-    for number, (seed, arm) in enumerate(plan, start=1):
-        logger.info("%d of %d: %s, seed %d", number, len(plan), arm.name, seed)
+    order = list(product(bench.seeds, arms))  # every arm with the first seed, then with the second
+    for number, (seed, arm) in enumerate(order, start=1):
+        logger.info("%d of %d: %s, seed %d", number, len(order), arm.name, seed)
         folder = bench.family_runs / f"{arm.row}-{seed}"
         run = configure(bench.family, arm.row, seed, folder, arm.overrides)
         if run != configure(bench.family, arm.row, seed, folder):

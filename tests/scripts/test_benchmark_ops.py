@@ -66,7 +66,10 @@ def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
 @pytest.fixture
 def in_threads(monkeypatch):
     """Measure memory in this process: a fresh one takes seconds to import torch."""
-    pool = lambda count, mp_context: ThreadPoolExecutor(count)  # noqa: E731
+
+    def pool(count, mp_context):
+        return ThreadPoolExecutor(count)
+
     monkeypatch.setattr(benchmark_ops, "ProcessPoolExecutor", pool)
 
 
