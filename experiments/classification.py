@@ -2,7 +2,7 @@
 
 Every arm trains the last block of all-MiniLM-L6-v2 and its head for the same steps on the same
 rows. Prototypes start as the class means of the frozen features; the linear head both at random,
-as is usual, and from the same means. Measured are accuracy, the expected calibration error (ECE),
+as is usual, and from the same means. It measures accuracy, the expected calibration error (ECE),
 and the AUROC that tells rows in scope from rows out of it: by the distance to the nearest
 prototype, or by the highest probability for the linear heads (which have no distances), with the
 latter given for every head too. Out of scope are, for banking77, the last 20 of a random order of
