@@ -5,8 +5,8 @@
 Four arms take turns on the same batches: the demo (harmonic head, fused loss, labelled positions
 only), our linear head in the same place with the fused loss and with plain logits, and
 transformers' Trainer with BertForMaskedLM, whose head computes logits at every position. The same
-block is trained in all of them. The table has median
-seconds, the median of the ratios of neighboring steps, and the peak of memory that a step allocates.
+block is trained in all of them. The table has median seconds, the median of the ratios of
+neighboring steps, and the peak of memory that a step allocates.
 """
 
 import argparse
