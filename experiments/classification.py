@@ -2,7 +2,7 @@
 
 Every arm trains the last block of all-MiniLM-L6-v2 and its head for the same steps on the same
 rows. Prototypes start as the class means of the frozen features; the linear head both at random,
-as is usual, and from the same means. Measured are accuracy, the expected calibration error (ECE),
+as is usual, and from the same means. It measures accuracy, the expected calibration error (ECE),
 and the AUROC that tells rows in scope from rows out of it: by the distance to the nearest
 prototype, or by the highest probability for the linear heads (which have no distances), with the
 latter given for every head too. Out of scope are, for banking77, the last 20 of a random order of
@@ -93,7 +93,11 @@ def main(name: str, arguments: Sequence[str]) -> None:
     columns = ["task", "head and loss", *METRICS.values()]
     show_table(f"Mean +- standard deviation over {options.seeds} seeds", columns, cells)
     sizes = {
-        task.name: {part: len(getattr(task, part)) for part in ("train", "test", "out_of_scope")}
+        task.name: {
+            "train": len(task.train),
+            "test": len(task.test),
+            "out_of_scope": len(task.out_of_scope),
+        }
         for task in tasks
     }
     keep(name, {"arms": ARMS, "rows": sizes, "summary": summary, "runs": runs}, options.output)
@@ -161,7 +165,7 @@ def run_once(task: Task, arm: str, seed: int, overrides: Sequence[str] = ()) -> 
         for texts in ([row["text"] for row in task.test], task.out_of_scope)
     ]
     aurocs = {key: auroc(scores[0][key], scores[1][key]) for key in scores[0]}
-    chosen = "probability" if arm.startswith("linear") else "distance"
+    chosen = "probability" if model.dist_head.settings()["name"] == "linear" else "distance"
     final = results["final"]
     return {
         "task": task.name,

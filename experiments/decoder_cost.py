@@ -137,7 +137,7 @@ def stepper(model: Any) -> RowsStep:
 
 
 def unfreeze(model: nn.Module) -> list[nn.Parameter]:
-    """Train the last block and the head, by the plan."""
+    """Train only the last block and the head."""
     trained = (f"layers.{NUM_LAYERS - 1}.", "dist_head.", "lm_head.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in trained))

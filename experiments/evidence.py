@@ -6,6 +6,15 @@ from statistics import fmean, stdev
 from typing import Any
 
 UNDECIDED = "undecided"
+METRICS = {  # title, scale, digits
+    "loss": ("loss, nats", 1, 3),
+    "post_hoc_loss": ("best loss, nats", 1, 3),
+    "accuracy": ("accuracy, %", 100, 2),
+    "ece": ("ECE, %", 100, 2),
+    "post_hoc_ece": ("best ECE, %", 100, 2),
+    "error_cosine": ("error cosine", 1, 4),
+    "spearman_cosine": ("Spearman cosine", 1, 3),
+}
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:

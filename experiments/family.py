@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,8 +67,8 @@ class Finished(NamedTuple):
 def main(name: str, arguments: Sequence[str]) -> None:
     """Train every row of a family with every seed and compare what came out.
 
-    A finished run is not trained again, an interrupted one goes on. A run that fails does not stop
-    the others.
+    A finished run is not trained again, an interrupted one continues. A run that fails does not
+    stop the others.
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("file", type=Path, help=f"experiments/family.yaml, or another with {name}:")
@@ -79,9 +78,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     parser.add_argument("--wordsim", type=Path, help="TSV files of human ratings of word pairs")
     options = parser.parse_intermixed_args(arguments)
-    family = read_family(options.file, name)
-    if options.rows is not None:
-        family = choose(family, options.rows)
+    family = read_family(options.file, name, options.rows)
     ratings = {} if options.wordsim is None else _read_ratings(options.wordsim)
     results = compare(
         family,
@@ -96,35 +93,27 @@ def main(name: str, arguments: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected every run to finish, got errors in {failed}")
 
 
-def read_family(path: Path, name: str) -> Family:
-    """Read one section of a family's file.
+def read_family(path: Path, name: str, rows: Sequence[str] | None = None) -> Family:
+    """Read one section of a family's file, or some of its rows.
 
     Raises:
-        ValueError: No such file or section, or a key that is not known.
+        ValueError: No such file, section or row, or a key that is not known.
     """
     sections = read_yaml(path)
     if name not in sections:
         raise ValueError(f"{path}: expected a section {name!r}, got {list(sections)}")
     family = parse(Family, sections[name])
-    return replace(family, base=str(path.parent / family.base))
-
-
-def choose(family: Family, names: Sequence[str]) -> Family:
-    """Return the family with these rows only.
-
-    Raises:
-        ValueError: A row that it does not have.
-    """
-    for name in names:
-        if name not in family.rows:
-            raise ValueError(f"rows: expected some of {list(family.rows)}, got {name!r}")
-    return replace(family, rows={name: family.rows[name] for name in names})
+    for row in rows or []:
+        if row not in family.rows:
+            raise ValueError(f"rows: expected some of {list(family.rows)}, got {row!r}")
+    chosen = {row: family.rows[row] for row in rows or family.rows}
+    return Family(base=str(path.parent / family.base), rows=chosen)
 
 
 def configure(
     family: Family, row: str, seed: int, folder: Path, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Return the run of a row with one seed in one folder, where it goes on if it was begun.
+    """Return the run of a row with one seed in one folder; it continues what is there.
 
     Args:
         family: The base and its rows.
@@ -201,13 +190,13 @@ def compare(
     """
     finished: dict[str, list[Finished]] = {name: [] for name in family.rows}
     errors: dict[str, dict[str, str]] = {name: {} for name in family.rows}
-    plan = list(product(seeds, family.rows))  # every row with the first seed, then the second
-    for number, (seed, name) in enumerate(plan, start=1):
-        logger.info("%d of %d: %s, seed %d", number, len(plan), name, seed)
+    order = list(product(seeds, family.rows))  # every row with the first seed, then the second
+    for number, (seed, name) in enumerate(order, start=1):
+        logger.info("%d of %d: %s, seed %d", number, len(order), name, seed)
         try:
             run = configure(family, name, seed, output / f"{name}-{seed}", overrides)
             finished[name].append(Finished(run, finish(run)))
-        except Exception as error:  # whatever it is, the other runs go on
+        except Exception as error:  # whatever it is, the other runs continue
             logger.warning("%s, seed %d failed: %s", name, seed, error)
             errors[name][f"seed {seed}"] = f"{type(error).__name__}: {error}"
         release_memory()

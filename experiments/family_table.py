@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.evidence import (
+    METRICS,
     paired_difference,
     show_difference,
     show_spread,
@@ -31,15 +32,6 @@ START_NOTE = (
     "padding left out, until its loss is that of the base with its own head before any training; "
     "linear between evaluations."
 )
-COMPARED = {  # title, scale, digits
-    "loss": ("loss, nats", 1, 3),
-    "post_hoc_loss": ("best loss, nats", 1, 3),
-    "accuracy": ("accuracy, %", 100, 2),
-    "ece": ("ECE, %", 100, 2),
-    "post_hoc_ece": ("best ECE, %", 100, 2),
-    "error_cosine": ("error cosine", 1, 4),
-    "spearman_cosine": ("Spearman cosine", 1, 3),
-}
 
 
 def largest_set(rows: Sequence[Row]) -> str | None:
@@ -134,7 +126,7 @@ def _is_plain(row: Row) -> bool:
 def _values(row: Row, rated: str | None) -> dict[str, list[float]]:
     """Return what is compared of a row, one value for each seed."""
     found = {**row["metrics"], **row["word_similarity"].get(rated, {})}
-    return {key: found[key]["values"] for key in COMPARED if key in found}
+    return {key: found[key]["values"] for key in METRICS if key in found}
 
 
 def _tokens(results: dict[str, Any]) -> float | None:
@@ -174,14 +166,14 @@ def _cells(row: Row, rated: str | None, num_seeds: int, width: int) -> list[str 
 
 def _show_differences(results: dict[str, Any]) -> None:
     rows = [row for row in results["rows"] if "difference" in row]
-    keys = [key for key in COMPARED if any(key in row["difference"] for row in rows)]
+    keys = [key for key in METRICS if any(key in row["difference"] for row in rows)]
     table = []
     for row in rows:
-        found = [(row["difference"].get(key), COMPARED[key]) for key in keys]
+        found = [(row["difference"].get(key), METRICS[key]) for key in keys]
         cells = [d and show_difference(d, scale=scale, digits=n) for d, (_, scale, n) in found]
         table.append((row["name"], *cells))
     title = f"Difference to {results['compared_with']}"
-    show_table(title, ["", *(COMPARED[key][0] for key in keys)], table)
+    show_table(title, ["", *(METRICS[key][0] for key in keys)], table)
     logger.info(DIFFERENCE_NOTE)
 
 

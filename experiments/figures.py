@@ -316,6 +316,29 @@ def draw_sweep(payload: Payload, out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
+def draw_benchmark_ops(payload: Payload, out_png: Path) -> Path:
+    """Draw the time of each loss next to the baseline's, in a panel for each size.
+
+    Raises:
+        ValueError: No measured size, or matplotlib is not installed.
+    """
+    rows = payload.get("rows")
+    if not rows:
+        raise ValueError(f"rows: expected at least one measured size, got {rows!r}")
+    groups = {name: arm["group"] for row in rows for name, arm in row["arms"].items()}
+    names = [name for group in ("peer", "ours") for name in groups if groups[name] == group]
+    figure = new_figure(width=3.0 + 2.6 * len(rows), height=1.5 + 0.28 * len(names))
+    panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    for axes, row in zip(panels, rows, strict=True):
+        _draw_ratios(axes, row, names)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.supxlabel(f"time relative to: {payload['baseline']}", fontsize="medium")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper right", ncols=3, frameon=False)
+    return save_figure(figure, out_png, grid="x")
+
+
 FIGURES: dict[str, Callable[[Payload, Path], Path]] = {
     "family": draw_family,
     "causal_family": draw_family,
@@ -328,6 +351,7 @@ FIGURES: dict[str, Callable[[Payload, Path], Path]] = {
     "refresh": draw_refresh,
     "subwords": draw_subwords,
     "sweep": draw_sweep,
+    "benchmark_ops": draw_benchmark_ops,
 }
 
 
@@ -433,3 +457,21 @@ def _draw_tokens(axes: "Axes", row: Row) -> None:
 def _arrivals(row: Row) -> str:
     arrived = sum(epoch is not None for epoch in row["test_epochs"])
     return f"{row['num_heads']}\n{arrived} of {len(row['test_epochs'])}"
+
+
+def _draw_ratios(axes: "Axes", row: Row, names: list[str]) -> None:
+    """Draw the arms of one size; a name that was not measured there stays without a bar."""
+    arms = row["arms"]
+    for group, color, label in [("peer", TRAINING, "others"), ("ours", CURRENT, "this package")]:
+        chosen = [name for name in names if name in arms and arms[name]["group"] == group]
+        ratios = [arms[name]["median_ratio"] for name in chosen]
+        places = [names.index(name) for name in chosen]
+        bars = axes.barh(places, ratios, height=0.62, color=color, label=label)
+        axes.bar_label(bars, fmt="{:.2f}", padding=3, fontsize="small")
+    if row["floor"] is not None:
+        ratio = arms[row["floor"]]["median_ratio"]
+        label = "matrix products alone"
+        axes.axvline(ratio, color=REFERENCE, linestyle="--", linewidth=1.2, label=label)
+    sizes = [f"{row[key]:,}" for key in ("num_tokens", "hidden_size", "vocab_size")]
+    axes.set_title(" x ".join(sizes), fontsize="medium")
+    axes.margins(x=0.18)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from experiments.evidence import (
+    METRICS,
     UNDECIDED,
     paired_difference,
     show_difference,
@@ -50,17 +51,12 @@ TRANSPORTED = "dist_wasserstein"
 BOTH = "rotation_wasserstein"
 CALIBRATED = (LINEAR, PLAIN, "rotation_dist", TRANSPORTED, BOTH)
 COUNTED = (LINEAR, PLAIN, BOTH, SMOOTHED)
+CALIBRATION = ("ece", "post_hoc_ece")
 EPSILONS = (0.02, 0.05, 0.1, 0.2, 0.4)
 LAMBDAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 NUM_POINTS = 10  # evaluations of a curve, checkpoints of a drift
 NUM_NEIGHBORS = 10
-METRICS = {  # title, scale, digits
-    "post_hoc_loss": ("post-hoc loss, nats", 1, 3),
-    "accuracy": ("accuracy, %", 100, 2),
-    "ece": ("ECE, %", 100, 2),
-    "post_hoc_ece": ("post-hoc ECE, %", 100, 2),
-    "error_cosine": ("error cosine", 1, 4),
-}
+COMPARED = ("post_hoc_loss", "accuracy", "ece", "post_hoc_ece", "error_cosine")
 Row = dict[str, Any]
 Payload = dict[str, Any]
 Table = tuple[list[str], list[list[str | int | float | None]]]
@@ -92,7 +88,7 @@ class Arm(NamedTuple):
 
 
 def main(name: str, arguments: Sequence[str]) -> None:
-    """Run one part of the geometry note; what is trained goes on where it stopped."""
+    """Run one part of the geometry note; a run that was interrupted continues."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--part", choices=list(PARTS), required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="default: 42 43 44")
@@ -121,9 +117,9 @@ def train_arms(
         By the arm's name, in the order of the seeds.
     """
     found: dict[str, list[Finished]] = {arm.name: [] for arm in arms}
-    plan = list(product(bench.seeds, arms))  # every arm with the first seed, then with the second
-    for number, (seed, arm) in enumerate(plan, start=1):
-        logger.info("%d of %d: %s, seed %d", number, len(plan), arm.name, seed)
+    order = list(product(bench.seeds, arms))  # every arm with the first seed, then with the second
+    for number, (seed, arm) in enumerate(order, start=1):
+        logger.info("%d of %d: %s, seed %d", number, len(order), arm.name, seed)
         folder = bench.family_runs / f"{arm.row}-{seed}"
         run = configure(bench.family, arm.row, seed, folder, arm.overrides)
         if run != configure(bench.family, arm.row, seed, folder):
@@ -151,27 +147,18 @@ def calibration(bench: Bench) -> Payload:
     """Compare the calibration of rows of the family.
 
     Returns:
-        `rows`, each with `name`, the spread of `ece` and `post_hoc_ece`, and the paired
-        differences to the two plain arms.
+        `rows`, each with `name`, and `ece` and `post_hoc_ece` as `compare_to_plain` makes them.
     """
     runs = train_arms(bench, [Arm(name, name) for name in CALIBRATED])
     errors = {
-        name: {key: _finals(runs[name], key) for key in ("ece", "post_hoc_ece")}
-        for name in CALIBRATED
+        key: compare_to_plain({name: _finals(runs[name], key) for name in CALIBRATED})
+        for key in CALIBRATION
     }
-    rows = [
-        {
-            "name": name,
-            **{key: spread(values) for key, values in found.items()},
-            "against": {
-                plain: {key: paired_difference(found[key], errors[plain][key]) for key in found}
-                for plain in (LINEAR, PLAIN)
-                if plain != name
-            },
-        }
-        for name, found in errors.items()
-    ]
-    return {"rows": rows}
+    return {
+        "rows": [
+            {"name": name, **{key: errors[key][name] for key in CALIBRATION}} for name in CALIBRATED
+        ]
+    }
 
 
 def tokens(bench: Bench) -> Payload:
@@ -180,8 +167,7 @@ def tokens(bench: Bench) -> Payload:
     Returns:
         `levels`, in nats, which every run reaches, the lowest first; `rows`, each with `name`,
         `curves` (one for each seed: `tokens`, all that the model has read but padding, and
-        `losses`) and `reached`, one for each level: spread, and paired differences to the two
-        plain arms.
+        `losses`) and `reached`, for each level what `compare_to_plain` makes of the tokens.
     """
     interval = max(1, _max_steps(bench) // NUM_POINTS)
     overrides = ("training.eval_strategy=steps", f"training.eval_steps={interval}")
@@ -192,24 +178,31 @@ def tokens(bench: Bench) -> Payload:
     }
     levels = common_levels([curve["losses"] for found in curves.values() for curve in found])
     counts = [
-        {name: [_count(curve, level) for curve in curves[name]] for name in COUNTED}
+        compare_to_plain(
+            {name: [_count(curve, level) for curve in curves[name]] for name in curves}
+        )
         for level in levels
     ]
-    rows: list[Row] = []
-    for name in COUNTED:
-        reached = [
-            {
-                **spread(found[name]),
-                "against": {
-                    plain: paired_difference(found[name], found[plain])
-                    for plain in (LINEAR, PLAIN)
-                    if plain != name
-                },
-            }
-            for found in counts
-        ]
-        rows.append({"name": name, "curves": curves[name], "reached": reached})
+    rows = [
+        {"name": name, "curves": found, "reached": [count[name] for count in counts]}
+        for name, found in curves.items()
+    ]
     return {"levels": levels, "rows": rows}
+
+
+def compare_to_plain(values: dict[str, list[float]]) -> dict[str, Row]:
+    """Return the spread of every arm's values, and `against`, differences to the two plain arms."""
+    return {
+        name: {
+            **spread(found),
+            "against": {
+                plain: paired_difference(found, values[plain])
+                for plain in (LINEAR, PLAIN)
+                if plain != name
+            },
+        }
+        for name, found in values.items()
+    }
 
 
 def loss_curve(history: Sequence[dict[str, float]]) -> dict[str, list[float]]:
@@ -318,13 +311,13 @@ def add_differences(rows: Sequence[Row]) -> None:
     """Give every row but the first the paired differences of its metrics to the first."""
     for row in rows[1:]:
         row["difference"] = {
-            key: paired_difference(row[key]["values"], rows[0][key]["values"]) for key in METRICS
+            key: paired_difference(row[key]["values"], rows[0][key]["values"]) for key in COMPARED
         }
 
 
 def _metrics(runs: Sequence[Finished]) -> Row:
     """Return the spread of every metric over the seeds of one arm."""
-    return {key: spread(_finals(runs, key)) for key in METRICS}
+    return {key: spread(_finals(runs, key)) for key in COMPARED}
 
 
 def _finals(runs: Sequence[Finished], key: str) -> list[float]:
@@ -397,16 +390,13 @@ def _overhead_table(payload: Payload) -> Table:
 
 
 def _calibration_table(payload: Payload) -> Table:
-    keys = ("ece", "post_hoc_ece")
-    columns = ["", *(METRICS[key][0] for key in keys)]
-    columns += [f"{METRICS[key][0]} - {plain}" for plain in (LINEAR, PLAIN) for key in keys]
-    rows = []
-    for row in payload["rows"]:
-        cells = [row["name"], *(show_spread(row[key], scale=100) for key in keys)]
-        for plain in (LINEAR, PLAIN):
-            found = row["against"].get(plain)
-            cells += [found and show_difference(found[key], scale=100) for key in keys]
-        rows.append(cells)
+    columns = [""]
+    for key in CALIBRATION:
+        columns += [METRICS[key][0], f"- {LINEAR}", f"- {PLAIN}"]
+    rows = [
+        [row["name"], *(cell for key in CALIBRATION for cell in _cells(row[key], scale=100))]
+        for row in payload["rows"]
+    ]
     return columns, rows
 
 
@@ -414,15 +404,20 @@ def _tokens_table(payload: Payload) -> Table:
     columns = ["tokens to"]
     for level in payload["levels"]:
         columns += [f"{level:.2f} nats", f"- {LINEAR}", f"- {PLAIN}"]
-    rows = []
-    for row in payload["rows"]:
-        cells = [row["name"]]
-        for reached in row["reached"]:
-            against = [reached["against"].get(plain) for plain in (LINEAR, PLAIN)]
-            cells.append(show_spread(reached, digits=0))
-            cells += [found and show_difference(found, digits=0) for found in against]
-        rows.append(cells)
+    rows = [
+        [row["name"], *(cell for found in row["reached"] for cell in _cells(found, digits=0))]
+        for row in payload["rows"]
+    ]
     return columns, rows
+
+
+def _cells(found: Row, *, scale: float = 1, digits: int = 2) -> list[str | None]:
+    """Return in words what `compare_to_plain` made for one arm."""
+    cells = [show_spread(found, scale=scale, digits=digits)]
+    for plain in (LINEAR, PLAIN):
+        difference = found["against"].get(plain)
+        cells.append(difference and show_difference(difference, scale=scale, digits=digits))
+    return cells
 
 
 def _refresh_table(payload: Payload) -> Table:
@@ -439,12 +434,13 @@ def _metrics_table(payload: Payload) -> Table:
     rows = []
     for row in payload["rows"]:
         cells = [row["name"]]
-        for key, (_, scale, digits) in METRICS.items():
+        for key in COMPARED:
+            _, scale, digits = METRICS[key]
             verdict = row.get("difference", {}).get(key, {}).get("verdict", UNDECIDED)
             mark = "" if verdict == UNDECIDED else f" ({verdict})"
             cells.append(f"{show_spread(row[key], scale=scale, digits=digits)}{mark}")
         rows.append(cells)
-    return ["", *(title for title, _, _ in METRICS.values())], rows
+    return ["", *(METRICS[key][0] for key in COMPARED)], rows
 
 
 def _subwords_table(payload: Payload) -> Table:

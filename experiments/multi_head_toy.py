@@ -176,13 +176,11 @@ def _row(setting: Setting, num_heads: int, seeds: Sequence[int], num_epochs: int
     """
     model, losses = train(setting, num_heads, seeds, num_epochs)
     shares, coordinates = principal_components(model.embedding.detach())
-    percents = torch.round(100 * shares, decimals=3)  # [S, 2]
-    totals = percents.sum(-1).tolist()
+    percents = torch.round(100 * shares.sum(-1), decimals=3).tolist()  # [S]
     row = {
         "num_heads": num_heads,
-        "mean_percent": round(fmean(totals), 3),
-        "percent": [round(total, 3) for total in totals],
-        "first_component_percent": percents[:, 0].tolist(),
+        "mean_percent": round(fmean(percents), 3),
+        "percent": percents,
         "excess_loss": torch.round(losses.double() - BAYES_LOSS, decimals=6).tolist(),
     }
     if num_heads in (NUM_HEADS[0], NUM_HEADS[-1]):

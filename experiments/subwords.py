@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("word", "piece", "character", "special")
-MARK = "##"  # WordPiece's sign of a piece that goes on with a word
+MARK = "##"  # WordPiece's sign of a piece that continues a word
 
 
 def token_kind(token: str) -> str:

@@ -99,41 +99,6 @@ def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str
     return save_figure(figure, out_png, grid="x")
 
 
-def plot_loss_benchmark(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
-    """Draw the time of each loss next to the baseline's, in a panel for each size.
-
-    Args:
-        results: What `scripts/benchmark_ops.py` wrote, or its payload: `baseline` (a name) and
-            `rows`, each with `num_tokens`, `hidden_size`, `vocab_size`, `arms` (by name `group`,
-            "ours", "peer" or "floor", and `median_ratio`) and `floor`, the fastest floor's name
-            or None.
-        out_png: The picture. Its folder is made if it does not exist.
-
-    Returns:
-        The path of the picture.
-
-    Raises:
-        ValueError: No row, or matplotlib is not installed.
-    """
-    payload = _payload(results)
-    rows = payload.get("rows")
-    if not rows:
-        raise ValueError(f"rows: expected at least one measured size, got {rows!r}")
-    arms = {name: arm["group"] for row in rows for name, arm in row["arms"].items()}
-    names = [name for group in ("peer", "ours") for name in arms if arms[name] == group]
-    figure = new_figure(width=3.0 + 2.6 * len(rows), height=1.5 + 0.28 * len(names))
-    panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
-    for axes, row in zip(panels, rows, strict=True):
-        _draw_ratios(axes, row, names)
-    panels[0].set_yticks(range(len(names)), names)
-    panels[0].set_ylim(len(names) - 0.4, -0.6)
-    figure.supxlabel(f"time relative to: {payload['baseline']}", fontsize="medium")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
-    )
-    return save_figure(figure, out_png, grid="x")
-
-
 def _payload(results: str | Path | dict[str, Any]) -> dict[str, Any]:
     return results if isinstance(results, dict) else read_results(results)
 
@@ -197,21 +162,3 @@ def _draw_bars(
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     axes.bar_label(bars, texts, padding=4, fontsize="small", bbox=background)
     axes.margins(x=0.14)
-
-
-def _draw_ratios(axes: "Axes", row: dict[str, Any], names: list[str]) -> None:
-    """Draw the arms of one size; a name that was not measured there stays without a bar."""
-    arms = row["arms"]
-    for group, color, label in [("peer", TRAINING, "others"), ("ours", CURRENT, "this package")]:
-        chosen = [name for name in names if name in arms and arms[name]["group"] == group]
-        ratios = [arms[name]["median_ratio"] for name in chosen]
-        places = [names.index(name) for name in chosen]
-        bars = axes.barh(places, ratios, height=0.62, color=color, label=label)
-        axes.bar_label(bars, fmt="{:.2f}", padding=3, fontsize="small")
-    if row.get("floor") is not None:
-        ratio = arms[row["floor"]]["median_ratio"]
-        label = "matrix products alone"
-        axes.axvline(ratio, color=REFERENCE, linestyle="--", linewidth=1.2, label=label)
-    sizes = [f"{row[key]:,}" for key in ("num_tokens", "hidden_size", "vocab_size")]
-    axes.set_title(" x ".join(sizes), fontsize="medium")
-    axes.margins(x=0.18)

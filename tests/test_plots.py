@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from harmonic_sft.plots import plot_comparison, plot_loss_benchmark, plot_run
+from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import write_results
 
 HISTORY = [
@@ -24,29 +24,6 @@ FINALS = [
     {"run": "demo", "final": {"loss": 6.26, "post_hoc_loss": 5.13, "accuracy": 0.254}},
     {"run": "linear", "final": {"loss": 4.15, "accuracy": 0.281}, "unigram_loss": 6.31},
 ]
-BENCHMARK = {
-    "baseline": "full",
-    "rows": [
-        {
-            "num_tokens": 1638,
-            "hidden_size": 768,
-            "vocab_size": 30522,
-            "floor": "products",
-            "arms": {
-                "ours": {"group": "ours", "median_ratio": 0.45},
-                "full": {"group": "peer", "median_ratio": 1.0},
-                "products": {"group": "floor", "median_ratio": 0.43},
-            },
-        },
-        {
-            "num_tokens": 256,
-            "hidden_size": 4096,
-            "vocab_size": 32000,
-            "floor": None,
-            "arms": {"full": {"group": "peer", "median_ratio": 1.0}},
-        },
-    ],
-}
 
 
 @pytest.fixture
@@ -134,24 +111,6 @@ def test_a_comparison_of_plain_runs_needs_no_post_hoc_loss(tmp_path, figures):
 def test_a_comparison_needs_final_numbers(tmp_path, results, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plot_comparison(results, tmp_path / "comparison.png")
-
-
-def test_a_loss_benchmark_has_a_panel_per_size_and_the_floor_as_a_line(tmp_path, figures):
-    path = plot_loss_benchmark(BENCHMARK, tmp_path / "new" / "ops.png")
-    assert imread(path).shape[:2] > (200, 800)
-    first, second = figures[0].axes
-    assert [text.get_text() for text in first.get_yticklabels()] == ["full", "ours"]
-    assert [bar.get_width() for bar in first.patches] == [1.0, 0.45]
-    assert [line.get_xdata()[0] for line in first.get_lines()] == [0.43]
-    assert [bar.get_width() for bar in second.patches] == [1.0]
-    assert not second.get_lines()
-    assert first.get_title() == "1,638 x 768 x 30,522"
-
-
-@pytest.mark.parametrize("payload", [{}, {"rows": []}])
-def test_a_loss_benchmark_without_rows_is_refused(tmp_path, payload):
-    with pytest.raises(ValueError, match="rows: expected at least one measured size, got "):
-        plot_loss_benchmark(payload, tmp_path / "ops.png")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -72,12 +72,14 @@ def test_auroc_is_that_of_scikit_learn():
 def test_three_steps_write_table_figures_and_picture(data, tiny_base, capsys, monkeypatch):
     arms = {name: ARMS[name] for name in ("linear, cross-entropy", "distance, harmonic")}
     monkeypatch.setattr(classification, "ARMS", arms)
+    tasks = load_tasks(data)[:1]
+    monkeypatch.setattr(classification, "load_tasks", lambda folder: tasks)
     output = data / "out"
     options = ["--seeds", "1", "--output", str(output), f"model.base={tiny_base}"]
     assert main(["classification", str(data), "training.max_steps=3", *options]) == 0
     found = read_results(output / "classification.json")
     assert [(row["task"], row["arm"]) for row in found["summary"]] == [
-        (task, arm) for task in ("banking77", "SST-2") for arm in arms
+        ("banking77", arm) for arm in arms
     ]
     for run in found["runs"]:
         assert 0 <= run["scope_auroc"] <= 1

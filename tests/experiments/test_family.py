@@ -1,4 +1,4 @@
-"""A family is trained, compared and gone on with; what fails is a row of its own."""
+"""A family is trained, compared and continued; a run that fails is a row without metrics."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import yaml
 from experiments import family
 from experiments.__main__ import main
 from experiments.evidence import spread
-from experiments.family import FILE, choose, configure, read_family
+from experiments.family import FILE, configure, read_family
 from harmonic_sft.results import read_results
 
 RATINGS = "word1\tword2\tscore\naa\tab\t5\naa\tba\t3\nbb\tzd\t2\ncc\tdd\t1\nnot one\taa\t9\n"
@@ -62,7 +62,7 @@ def test_rows_hold_mean_and_spread_over_seeds(command, family_runs, capsys):
     ]
 
 
-def test_a_run_that_fails_is_a_row_and_the_others_go_on(family_file, tmp_path, capsys):
+def test_a_run_that_fails_is_a_row_and_the_others_continue(family_file, tmp_path, capsys):
     base = str(family_file.parent / "base.yaml")
     linear = read_family(family_file, "family").rows["linear_ce"]
     rows = {
@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_is_refused(family_file, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"expected a section 'mine', got \['family'\]"):
         read_family(family_file, "mine")
     with pytest.raises(ValueError, match=r"rows: expected some of .*'linear_ce'.*, got 'dist'"):
-        choose(read_family(family_file, "family"), ["dist"])
+        read_family(family_file, "family", ["dist"])
     assert main(["family", str(family_file), "--wordsim", str(tmp_path)]) == 1
     assert "wordsim: expected a folder with TSV files" in capsys.readouterr().err
 

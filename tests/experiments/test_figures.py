@@ -108,3 +108,26 @@ def test_parts_of_the_note_show_their_numbers(draw):
     panels = draw("sweep").axes
     assert [tick.get_text() for tick in panels[0].get_xticklabels()][:2] == ["0", "0.02"]
     assert [tick.get_text() for tick in panels[4].get_xticklabels()][:2] == ["0", "0.01"]
+
+
+def test_a_benchmark_has_a_panel_per_size_and_bare_products_as_a_line(draw):
+    payload = read_results(FILES["benchmark_ops"])
+    (row,) = payload["rows"]
+    arms = row["arms"]
+    other = {**row, "floor": None, "arms": {payload["baseline"]: arms[payload["baseline"]]}}
+    first, second = draw("benchmark_ops", {**payload, "rows": [row, other]}).axes
+    names = [name for name in arms if name != row["floor"]]  # others, then ours, as measured
+    assert [text.get_text() for text in first.get_yticklabels()] == names
+    ratios = [arms[name]["median_ratio"] for name in names]
+    assert [bar.get_width() for bar in first.patches] == ratios
+    assert [line.get_xdata()[0] for line in first.get_lines()] == [
+        arms[row["floor"]]["median_ratio"]
+    ]
+    assert [bar.get_width() for bar in second.patches] == [1.0]
+    assert not second.get_lines()
+    assert first.get_title() == "1,638 x 768 x 30,522"
+
+
+def test_a_benchmark_without_rows_is_refused(draw):
+    with pytest.raises(ValueError, match="rows: expected at least one measured size, got "):
+        draw("benchmark_ops", {"rows": []})

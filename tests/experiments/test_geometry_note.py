@@ -49,11 +49,11 @@ def test_calibration_compares_rows_of_the_family(run_part, family_runs, tmp_path
     assert list(rows) == list(names)
     results = read_results(family_runs / "rotation_dist-42" / "results" / "train.json")
     assert rows["rotation_dist"]["ece"]["values"] == [results["final"]["ece"]]
-    against = rows["rotation_dist"]["against"]["linear_ce"]["ece"]["mean"]
+    against = rows["rotation_dist"]["ece"]["against"]["linear_ce"]["mean"]
     means = [rows[name]["ece"]["mean"] for name in ("rotation_dist", "linear_ce")]
     assert against == pytest.approx(means[0] - means[1])
-    assert "linear_ce" not in rows["linear_ce"]["against"]
-    assert "ECE, % - dist_harmonic" in printed
+    assert "linear_ce" not in rows["linear_ce"]["ece"]["against"]
+    assert "best ECE, %" in printed
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # all are rows themselves
 
 
@@ -87,19 +87,18 @@ def test_neighbors_are_followed_at_every_refresh(run_part, tmp_path):
 
 
 def test_the_sweep_takes_every_weight_and_the_plain_arm(run_part, monkeypatch, tmp_path):
-    monkeypatch.setattr(geometry_note, "EPSILONS", (0.1, 0.4))
+    monkeypatch.setattr(geometry_note, "EPSILONS", (0.1,))
     monkeypatch.setattr(geometry_note, "LAMBDAS", (1.0,))
     payload, printed = run_part("sweep")
     assert [(row["name"], row["knob"], row["value"]) for row in payload["rows"]] == [
         ("dist_harmonic", None, 0.0),
         ("epsilon_0.1", "epsilon", 0.1),
-        ("epsilon_0.4", "epsilon", 0.4),
         ("lambda_1", "lambda", 1.0),
     ]
-    assert len({row["post_hoc_loss"]["mean"] for row in payload["rows"]}) == 4  # all are used
+    assert len({row["post_hoc_loss"]["mean"] for row in payload["rows"]}) == 3  # all are used
     trained = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert trained == {"epsilon_0.4-42", "lambda_1-42"}  # 0.1 is a row of the family
-    assert "epsilon_0.4" in printed
+    assert trained == {"lambda_1-42"}  # epsilon 0.1 is a row of the family
+    assert "lambda_1" in printed
 
 
 def test_subwords_are_described_before_and_after_training(run_part):
@@ -130,7 +129,7 @@ def test_a_curve_has_the_evaluations_alone_and_none_twice():
 def test_a_table_of_metrics_marks_what_is_decided():
     def row(name, losses):
         values = {"mean": sum(losses) / 2, "std": 0.5, "values": losses}
-        return {"name": name, **dict.fromkeys(geometry_note.METRICS, values)}
+        return {"name": name, **dict.fromkeys(geometry_note.COMPARED, values)}
 
     rows = [row("none", [1.0, 2.0]), row("some", [1.5, 2.5]), row("more", [1.0, 3.0])]
     add_differences(rows)

@@ -14,6 +14,10 @@ def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
     payload = read_results(tmp_path / f"{name}.json")
     assert payload["experiment"] == name
     assert (payload["num_seeds"], payload["num_epochs"]) == (2, 3)
+    groups = payload.get("settings", [payload])
+    for rows in (group["rows"] for group in groups):
+        assert rows[0]["num_heads"] == 1
+        assert all(len(row["percent"]) == 2 for row in rows)
     assert payload["environment"]["versions"]["torch"]
     assert imread(tmp_path / f"{name}.png").shape[:2] > (400, 1000)
 

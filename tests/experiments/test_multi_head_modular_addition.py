@@ -18,8 +18,6 @@ from experiments.multi_head_modular_addition import (
     train,
 )
 from experiments.stacked import StackedMLP, seeded_generators
-from harmonic_sft.losses import LOSSES
-from harmonic_sft.models import build_head
 
 
 def test_labels_are_sums_modulo_31_and_seeds_have_examples_of_their_own():
@@ -40,19 +38,6 @@ def test_over_half_of_the_test_examples_are_trained_on():
         training = {tuple(pair) for pair in one[:800]}
         shares.append(fmean(tuple(pair) in training for pair in one[800:]))
     assert fmean(shares) == pytest.approx(1 - (1 - 1 / 961) ** 800, abs=0.02)
-
-
-def test_losses_are_those_of_the_product():
-    generators = seeded_generators([0, 1])
-    pairs, labels = draw_examples(generators)
-    model = StackedMLP(generators, vocab_size=31, num_inputs=2, hidden_size=16)
-    losses = token_losses(model, pairs, labels, num_heads=4)
-    settings = {"num_heads": 4, "inner": {"name": "linear", "bias": False}}
-    head = build_head({"name": "multi_head", **settings}, hidden_size=16, vocab_size=31)
-    for seed, hidden_states in enumerate(model(pairs)):
-        head.initialize_(model.embedding[seed].detach())
-        expected = LOSSES["cross_entropy"]()(head, hidden_states, labels[seed])
-        torch.testing.assert_close(losses[seed], expected)
 
 
 def test_seeds_trained_together_are_those_trained_alone():

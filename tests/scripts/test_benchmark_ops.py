@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from scripts import benchmark_ops, benchmark_ops_arms
-from scripts.benchmark_ops import applies
 from scripts.benchmark_ops_arms import (
     ARMS,
     BASELINE,
@@ -66,7 +66,10 @@ def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
 @pytest.fixture
 def in_threads(monkeypatch):
     """Measure memory in this process: a fresh one takes seconds to import torch."""
-    pool = lambda count, mp_context: ThreadPoolExecutor(count)  # noqa: E731
+
+    def pool(count, mp_context):
+        return ThreadPoolExecutor(count)
+
     monkeypatch.setattr(benchmark_ops, "ProcessPoolExecutor", pool)
 
 
@@ -99,32 +102,34 @@ def test_memory_and_contention_are_measured_in_fresh_processes(capsys):
     assert "slowdown / 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("head", ["linear", "euclidean", "sphere"])
-def test_arms_of_a_head_make_the_same_gradients(head):
+@pytest.mark.parametrize(
+    ("head", "label_smoothing"),
+    [("linear", 0.0), ("euclidean", 0.0), ("sphere", 0.0), ("linear", 0.1), ("euclidean", 0.1)],
+)
+def test_arms_of_a_head_make_the_same_gradients(head, label_smoothing):
     inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.float32)
-    names = [name for name in ON_CPU if applies(ARMS[name], head) and ARMS[name].h_exp == -14]
-    exact = benchmark_ops.exact_gradient(head, -14, inputs) / 20
+    hidden_states = inputs.hidden_states.detach().double().requires_grad_()
+    states, prototypes = hidden_states, inputs.prototypes.detach().double()
+    if head == "sphere":
+        states, prototypes = F.normalize(states), F.normalize(prototypes)
+    logits = states @ prototypes.T
+    if head != "linear":
+        squared = (states[:, None] - prototypes).square().sum(-1)
+        logits = -14 * (squared + 1e-6).log()
+    loss = F.cross_entropy(logits, inputs.labels, label_smoothing=label_smoothing)
+    (exact,) = torch.autograd.grad(loss, hidden_states)
+    names = [
+        name
+        for name in ON_CPU
+        if (ARMS[name].head, ARMS[name].label_smoothing) == (head, label_smoothing)
+        and ARMS[name].accurate
+        and ARMS[name].h_exp == -14
+    ]
+    assert names
     for name in names:
         found = gradients(build_step(name, CPU), inputs)[0].double()
         tolerance = 1e-2 if "bfloat16" in name else 1e-4
         assert (found - exact).norm() < tolerance * exact.norm(), name
-
-
-@pytest.mark.parametrize("head", ["linear", "euclidean"])
-def test_arms_with_smoothing_make_the_same_gradients(head):
-    inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.float32)
-    names = [n for n in ON_CPU if ARMS[n].head == head and ARMS[n].label_smoothing == 0.1]
-    hidden_states = inputs.hidden_states.detach().double().requires_grad_()
-    logits = hidden_states @ inputs.prototypes.double().T
-    if head == "euclidean":
-        differences = hidden_states[:, None] - inputs.prototypes.double()
-        logits = -14 * (differences.square().sum(-1) + 1e-6).log()
-    loss = torch.nn.functional.cross_entropy(logits, inputs.labels, label_smoothing=0.1)
-    (exact,) = torch.autograd.grad(loss, hidden_states)
-    assert names
-    for name in names:
-        found = gradients(build_step(name, CPU), inputs)[0].double()
-        assert (found - exact).norm() < 1e-5 * exact.norm(), name
 
 
 def test_bare_products_are_those_of_the_gradients():
@@ -137,7 +142,7 @@ def test_bare_products_are_those_of_the_gradients():
     torch.testing.assert_close(weight_gradient, scores.T @ hidden_states, rtol=1e-4, atol=1e-3)
 
 
-def test_a_failing_arm_is_reported_and_the_others_go_on(monkeypatch, capsys):
+def test_a_failing_arm_is_reported_and_the_others_continue(monkeypatch, capsys):
     def fail(device):
         raise RuntimeError("no compiler")
 
