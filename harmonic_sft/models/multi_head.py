@@ -118,7 +118,7 @@ class MultiHead(SphereHead):
                 self.weight.copy_(self.prototypes)
 
     def reset_parameters(self) -> None:
-        """Draw the inner head anew."""
+        """Draw the inner head again."""
         self.inner.reset_parameters()
 
     def settings(self) -> dict[str, Any]:

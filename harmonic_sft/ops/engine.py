@@ -73,7 +73,7 @@ class Softmax:
     """One softmax of a call: over all columns of hidden states and prototypes, or over a slice.
 
     Args:
-        arguments: What is asked.
+        arguments: Of the call.
         stage: Of the loss.
         columns: The slice.
         gradients: Of the whole call.

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harmonic_sft.models.head import NEAR, inverse_norms
+from harmonic_sft.models.head import NEAR
+from harmonic_sft.models.unit_rows import inverse_norms, unit_rows
 
 # A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
 # left of the distances after it would have lost its digits.
@@ -150,7 +151,7 @@ def build_geometry(
     inverse = None
     if kind == "sphere":
         inverse = inverse_norms(prototypes).to(dtype)
-        sample = torch.nn.functional.normalize(sample, dim=-1)
+        sample = unit_rows(sample)
     center, energy = sample.mean(0), sample.square().sum(-1).mean()
     share = center.square().sum()
     if centered is None:

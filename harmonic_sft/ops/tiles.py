@@ -52,7 +52,7 @@ class TorchTiles:
     smoothing, and e itself for the gradient of a bias or of the points of a transport.
 
     Args:
-        arguments: What is asked.
+        arguments: Of the call.
         geometry: Of the prototypes `[V, D]` that this softmax compares with.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
         second: The stage's second weights, or None.

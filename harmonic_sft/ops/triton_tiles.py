@@ -37,7 +37,7 @@ class TritonTiles:
     float32. The statistics are taken of them, then the coefficients.
 
     Args:
-        arguments: What is asked.
+        arguments: Of the call.
         geometry: Of the prototypes `[V, D]`.
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
