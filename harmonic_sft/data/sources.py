@@ -206,13 +206,12 @@ def _load_files(
     source: Source, splits: Mapping[str, Sequence[str]], name: str
 ) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    shards = {}
-    for split in _split_names(source, splits, name):
+    names, shards = _split_names(source, splits, name), {}
+    for split in names:
         _check_kinds(splits[split], name)
         shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
             raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
-    names = _split_names(source, splits, name)
     is_part = "[" in source.split
     if source.streaming and is_part:
         raise ValueError(

@@ -110,10 +110,6 @@ class DistLayer(SphereHead):
         exponent = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
         return DistanceLogits(*vectors, exponent, sphere, self.eps)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        return distance_logits(self.lazy_logits(hidden_states), None)
-
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the harmonic loss of each label.
 

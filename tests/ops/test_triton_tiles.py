@@ -205,6 +205,7 @@ print(*sorted(set(names)))
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """Without one: to PTX, with the shapes and types the launch functions really pass."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
