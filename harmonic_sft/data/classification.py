@@ -61,10 +61,10 @@ def load_labeled_data(
         config: The `data:` part of the configuration, with a `label_column`.
         task: Whether a row has one label, or is a list of words with one each. A word's label is
             that of its first token; its other tokens are not scored.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of the choice of evaluation rows.
+        seed: Chooses the evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
 

@@ -75,10 +75,10 @@ def load_data(
 
     Args:
         config: The `data:` part of the configuration.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
+        seed: Decides the masks, the evaluation documents and the order of a stream.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
 

@@ -115,7 +115,7 @@ def numbered_rows(documents: Dataset | FileRows, name: str) -> Iterator[Row]:
     """Yield rows with their `document` number; bad ones have that of the next one.
 
     Args:
-        documents: Of `load_documents`.
+        documents: What `load_documents` returned.
         name: Where the source stands in the configuration, for error messages.
 
     Raises:
@@ -155,10 +155,10 @@ def check_column(
     """Refuse a column that is not there or, judging by the first row, holds no text.
 
     Args:
-        documents: Of `load_documents`.
+        documents: What `load_documents` returned.
         first: Its first row.
         column: Name of the column.
-        name: Of the setting that says so, for error messages.
+        name: The setting that names the column, for error messages.
         is_text: Whether it must hold text.
 
     Raises:

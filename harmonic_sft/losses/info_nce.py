@@ -74,6 +74,6 @@ class InfoNCELoss:
         with torch.autocast(hidden_states.device.type, enabled=False):
             states = unit_rows(at_least_float32(lazy.hidden_states))
             if not len(labels):
-                return states.sum(-1)  # of nothing: the fused loss wants at least one class
+                return states.sum(-1)  # empty: the fused loss wants at least one class
             points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]
             return linear_cross_entropy(self.scale * states, points, targets)

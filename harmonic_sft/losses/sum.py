@@ -86,7 +86,7 @@ class WeightedSum:
     """`SumLoss` with prepared terms.
 
     Args:
-        weights: Of the terms.
+        weights: Factors of the terms.
         losses: The terms, prepared.
     """
 

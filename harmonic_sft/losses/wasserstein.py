@@ -73,7 +73,7 @@ class Transport:
     """`WassersteinLoss` on its ground.
 
     Args:
-        top_k: As there.
+        top_k: As in `WassersteinLoss`.
         fixed: `[V, D]`, the ground points; None takes the head's prototypes, with gradients.
     """
 

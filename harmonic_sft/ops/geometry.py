@@ -22,7 +22,7 @@ class Geometry:
 
     Attributes:
         kind: "linear", "euclidean" or "sphere".
-        dtype: Of all arithmetic, float32 or better.
+        dtype: All arithmetic is done in it, float32 or better.
         prototypes: `[V, D]`, raw.
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
@@ -139,7 +139,7 @@ def build_geometry(
         kind: "linear", "euclidean" or "sphere".
         prototypes: `[V, D]`.
         eps: Added to the squared distance.
-        dtype: Of the inputs.
+        dtype: The inputs' dtype.
         centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
             them, which would halt a GPU.
     """

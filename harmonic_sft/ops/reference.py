@@ -21,9 +21,9 @@ def reference_cross_entropy(
     """Return the loss `[N]` and its metrics by their definitions; see `distance_cross_entropy`.
 
     Args:
-        lazy: Of N hidden states over V classes.
+        lazy: Logits of N hidden states over V classes.
         labels: `[N]`, or `[N, K]` with soft targets.
-        options: As there.
+        options: As in `distance_cross_entropy`.
 
     Raises:
         ValueError: h_exp is not below 0.

@@ -21,7 +21,7 @@ class CrossEntropy:
     """Cross-entropy with hard or soft targets, label smoothing and z-loss.
 
     Args:
-        arguments: Of the call.
+        arguments: The arguments of the call.
         labels: `[N, K]`, -1 where padded or repeated.
         target: `[N, K]`, probabilities of the labels.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
