@@ -221,6 +221,21 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
+def exact_nll(lazy: AffineLogits | DistanceLogits, labels: Tensor) -> Tensor:
+    """Return log1p(others / label) `[N]`, with distances of `labels` `[N]` by direct difference."""
+    labels = labels.unsqueeze(-1)  # [N, 1]
+    is_distance = isinstance(lazy, DistanceLogits)
+    logits = distance_logits(lazy, labels) if is_distance else dense_logits(lazy)  # [N, V]
+    return label_nll(logits, labels)
+
+
+def mixture_nll(losses: Tensor) -> Tensor:
+    """Return the loss `[N]` of the mean of M distributions, whose own losses are `[M, N]`."""
+    # Both terms are at least 0, so that none of their digits cancel.
+    least = losses.detach().amin(0)
+    return least - torch.log1p(torch.expm1(least - losses).mean(0))
+
+
 def distance_logits(lazy: DistanceLogits, labels: Tensor | None) -> Tensor:
     """Return `[N, V]` logits; distances of `labels` `[N, 1]` are taken by direct difference."""
     with torch.autocast(lazy.hidden_states.device.type, enabled=False):
