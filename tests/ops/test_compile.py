@@ -105,7 +105,7 @@ def test_a_compiled_reduction_gives_the_same_gradients(reduction, kind):
         else:
             sphere = kind == "sphere"
             loss = distance_cross_entropy(
-                *(hidden_states, prototypes, labels), h_exp=-3.0, unit_sphere=sphere
+                hidden_states, prototypes, labels, h_exp=-3.0, unit_sphere=sphere
             )
         return loss.mean() if reduction == "mean" else (loss * weights).sum()
 

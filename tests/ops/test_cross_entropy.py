@@ -87,8 +87,10 @@ class Inputs:
         bias = normal(num_classes)
         learned = bias.clone().requires_grad_()
         hard = {
-            **{"token_weights": token_weights, "class_bias": learned},
-            **{"label_smoothing": 0.1, "z_loss": 0.01},
+            "token_weights": token_weights,
+            "class_bias": learned,
+            "label_smoothing": 0.1,
+            "z_loss": 0.01,
         }
         settings = {
             "token_weights": {"token_weights": token_weights},

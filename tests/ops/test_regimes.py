@@ -178,7 +178,8 @@ def test_many_near_copies_that_rounding_swallows_stay_finite(unit_sphere, h_exp,
     hidden_states = prototypes[10] + 1e-5 * torch.randn(9, 40, generator=generator)
     leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
     loss = distance_cross_entropy(
-        *(*leaves, torch.arange(9) + 8),
+        *leaves,
+        torch.arange(9) + 8,
         h_exp=h_exp,
         unit_sphere=unit_sphere,
         options=LossOptions(gradients=gradients),

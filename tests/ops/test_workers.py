@@ -32,7 +32,9 @@ def loss_of(hidden_states, prototypes, labels, kind="sphere", **settings):
     if kind == "linear":
         return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
     return distance_cross_entropy(
-        *(hidden_states, prototypes, labels),
+        hidden_states,
+        prototypes,
+        labels,
         h_exp=-3.5,
         unit_sphere=kind == "sphere",
         options=options,
