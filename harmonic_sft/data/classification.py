@@ -1,5 +1,6 @@
 """Texts with a class, or tokens with one each: rows and their labels."""
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,16 +103,14 @@ def load_labeled_data(
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
-    settings: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "context_length": config.context_length,
-        "task": task,
-    }
-    train_rows = _encode(train, "training", names, **settings)
+    encode = functools.partial(
+        _encode, names=names, tokenizer=tokenizer, context_length=config.context_length, task=task
+    )
+    train_rows = encode(train, "training")
     counted = np.concatenate([np.atleast_1d(values) for values in train_rows.labels])
     return LabeledData(
         train=train_rows,
-        eval=_encode(held_out, "evaluation", names, **settings),
+        eval=encode(held_out, "evaluation"),
         collator=PaddingCollator(
             pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
         ),
@@ -204,8 +203,8 @@ def _check_labels(rows: Sequence[_Row], names: Sequence[str]) -> None:
 def _encode(
     rows: Sequence[_Row],
     what: str,
-    names: Sequence[str],
     *,
+    names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     task: Task,
