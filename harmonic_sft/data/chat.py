@@ -76,7 +76,7 @@ class ConversationWriter:
     whitespace after it. A special token that a message spells is tokenized as text.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         loss_on: `all` scores every token, `assistant` all turns of the assistant (content, tool
             calls, end of turn), `completion` only those of the completion.
     """

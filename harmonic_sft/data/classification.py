@@ -1,5 +1,6 @@
 """Texts with a class, or tokens with one each: rows and their labels."""
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,10 +63,10 @@ def load_labeled_data(
         config: The `data:` part of the configuration, with a `label_column`.
         task: Whether a row has one label, or is a list of words with one each. A word's label is
             that of its first token; its other tokens are not scored.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of the choice of evaluation rows.
+        seed: Chooses the evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
         documents: Data sets already at hand, by the path of the source that stands for them.
@@ -104,16 +105,14 @@ def load_labeled_data(
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
-    settings: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "context_length": config.context_length,
-        "task": task,
-    }
-    train_rows = _encode(train, "training", names, **settings)
+    encode = functools.partial(
+        _encode, names=names, tokenizer=tokenizer, context_length=config.context_length, task=task
+    )
+    train_rows = encode(train, "training")
     counted = np.concatenate([np.atleast_1d(values) for values in train_rows.labels])
     return LabeledData(
         train=train_rows,
-        eval=_encode(held_out, "evaluation", names, **settings),
+        eval=encode(held_out, "evaluation"),
         collator=PaddingCollator(
             pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
         ),
@@ -211,8 +210,8 @@ def _check_labels(rows: Sequence[_Row], names: Sequence[str]) -> None:
 def _encode(
     rows: Sequence[_Row],
     what: str,
-    names: Sequence[str],
     *,
+    names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     task: Task,

@@ -107,11 +107,11 @@ def encode(
 
     Args:
         rows: A batch; tokenized in one call.
-        row_format: Of all the rows.
+        row_format: The format that all rows have.
         tokenizer: A fast one.
         loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
             masks of pretokenized rows count too.
-        column: Of the text, for the format `text`.
+        column: Name of the text's column, for the format `text`.
         word_ids: Whether to number the words, for masks of whole words.
 
     Returns:

@@ -75,8 +75,8 @@ def inspect_data(
     Of a stream only the first `STREAM_ITEMS` items are read, and every title says so.
 
     Args:
-        data: Of the run.
-        tokenizer: Of the model.
+        data: The run's data sets.
+        tokenizer: The model's tokenizer.
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
         batch_size: Rows, or packs, that are padded together; None: those of a step.
         seed_row: Number of the row, or pack, that is shown.
@@ -138,9 +138,9 @@ def sample_text(
 
     Args:
         row: What `masker` takes.
-        epoch: Whose masks are shown.
-        masker: Of the run.
-        tokenizer: Of the model.
+        epoch: The epoch whose masks are shown.
+        masker: The run's masker.
+        tokenizer: The model's tokenizer.
 
     Returns:
         Special tokens in `<>`, predicted ones in `[]`, context in `()`, and the text in between.

@@ -76,10 +76,10 @@ def load_data(
 
     Args:
         config: The `data:` part of the configuration.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
+        seed: Decides the masks, the evaluation documents and the order of a stream.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
         documents: Data sets already at hand, by the path of the source that stands for them.
@@ -106,20 +106,19 @@ def load_data(
         _open(config, index, tokenizer, ends_text=ends_text, given=documents.get(source.path))
         for index, source in enumerate(config.sources)
     ]
-    collator = PaddingCollator(
+    collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
     )
-    shared: dict[str, Any] = {
-        "collator": PaddingFreeCollator() if config.padding_free else collator,
-        "bad_rows": bad_rows,
-    }
+    if config.padding_free:
+        collator = PaddingFreeCollator()
     if config.sources[0].streaming:
         streams = _logical_streams(opened, config, seed, bad_rows)
         streams, held_out = split_streams(streams, eval_documents=config.eval.documents)
         return LoadedData(
             train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
             eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
-            **shared,
+            collator=collator,
+            bad_rows=bad_rows,
         )
     rows = _table_rows(opened, config, bad_rows)
     rows, held_out, num_documents = split_table(
@@ -136,11 +135,12 @@ def load_data(
     return LoadedData(
         train=MaskedRows(rows, masker, packs=packs),
         eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
+        collator=collator,
         unigram_counts=counts,
         num_documents=num_documents,
         num_tokens=int(counts.sum()),
         fill_rate=rate,
-        **shared,
+        bad_rows=bad_rows,
     )
 
 

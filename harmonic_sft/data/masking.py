@@ -38,7 +38,7 @@ class RowMasker:
 
     Attributes:
         config: The `data.mask` part of the run's configuration.
-        seed: Of the masks.
+        seed: Part of the key of every mask.
         mask_token_id: Stands for what is hidden.
         special_tokens: `[V]` bool, true for ids that are never masked nor put in.
 
@@ -128,7 +128,7 @@ class NextTokenLabels:
     Stands where a `RowMasker` stands for an encoder.
 
     Attributes:
-        seed: Of the order of the rows; the labels do not depend on it.
+        seed: Orders the rows; the labels do not depend on it.
         special_tokens: `[V]` bool; they are predicted too.
     """
 

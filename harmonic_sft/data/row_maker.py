@@ -53,7 +53,7 @@ def check_tokenizer(
     """Refuse a tokenizer or a length that the model cannot take.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
         context_length: Longest row that will be made, in tokens.
@@ -98,8 +98,8 @@ class RowMaker:
         name: Where the source stands in the configuration.
         source: Its number.
         row_format: Format of its documents.
-        column: Of the text.
-        tokenizer: Of the model.
+        column: Name of the text's column.
+        tokenizer: The model's tokenizer.
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
         word_ids: Whether rows number their words.
@@ -126,7 +126,7 @@ class RowMaker:
         """Return the rows of documents, which have a `document` number.
 
         Args:
-            documents: Of the source; they may be bad rows of a file.
+            documents: Rows of the source; some may be bad rows of a file.
             bad_rows: Where documents that make no row are reported.
 
         Raises:
@@ -205,7 +205,7 @@ def tokenize_table(
     """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
 
     Args:
-        documents: Of the source.
+        documents: All rows of the source.
         maker: Makes its rows, and says which ValueError there may be.
         bad_rows: Where documents that make no row are reported; those of an earlier run too.
         num_proc: Processes to tokenize in; None is this one, best below some million words.

@@ -124,7 +124,7 @@ def numbered_rows(documents: Dataset | FileRows, name: str) -> Iterator[Row]:
     """Yield rows with their `document` number; bad ones have that of the next one.
 
     Args:
-        documents: Of `load_documents`.
+        documents: What `load_documents` returned.
         name: Where the source stands in the configuration, for error messages.
 
     Raises:
@@ -164,10 +164,10 @@ def check_column(
     """Refuse a column that is not there or, judging by the first row, holds no text.
 
     Args:
-        documents: Of `load_documents`.
+        documents: What `load_documents` returned.
         first: Its first row.
         column: Name of the column.
-        name: Of the setting that says so, for error messages.
+        name: The setting that names the column, for error messages.
         is_text: Whether it must hold text.
 
     Raises:
@@ -215,13 +215,12 @@ def _load_files(
     source: Source, splits: Mapping[str, Sequence[str]], name: str
 ) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    shards = {}
-    for split in _split_names(source, splits, name):
+    names, shards = _split_names(source, splits, name), {}
+    for split in names:
         _check_kinds(splits[split], name)
         shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
             raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
-    names = _split_names(source, splits, name)
     is_part = "[" in source.split
     if source.streaming and is_part:
         raise ValueError(

@@ -36,7 +36,7 @@ class Snapshot(TypedDict):
         skipped: Rows of the source that it had left out, each counted in the first pass alone, and
             those found while opening the sources not at all.
         reasons: The first of these that were not blank, those of the window included.
-        sources: Of every source: `epoch`, documents read in it, and the library's own state.
+        sources: The `epoch` of every source, the documents read in it, the library's own state.
     """
 
     rows: int
@@ -145,13 +145,13 @@ class LogicalStream:
 
     Args:
         sources: This stream's part of every source.
-        number: Of the stream.
-        weights: Of the sources in a mixture; None reads them in turn, each once in a pass.
-        make_rows: Of every source.
+        number: The stream's number.
+        weights: The sources' shares of a mixture; None reads them in turn, each once in a pass.
+        make_rows: What makes rows, for every source.
         bad_rows: Where `hold_out` reports what makes no row.
         window: Documents.
-        seed: Of shuffling and mixing.
-        capacity: Of a packed row, in tokens; None keeps rows as they are.
+        seed: Decides how rows are shuffled and sources mixed.
+        capacity: Longest packed row, in tokens; None keeps rows as they are.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.eval.calibration import NUM_BINS, calibration_gaps
 from harmonic_sft.models import Head
 
 # Exponents tried after training; the loss is convex in the exponent, so no minimum between the ends
@@ -22,6 +21,7 @@ STEEPER = (1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.3)
 INVERSE_TEMPERATURES = FLATTER + STEEPER
 
 CACHED_ROWS = 16
+NUM_BINS = 15  # of the calibration error, of equal width from 0 to 1
 
 
 def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
@@ -89,6 +89,28 @@ def score_rows(
     sums = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
     scores = torch.cat([sums, *(gap.float() for gap in gaps)], -1)  # [N, 3 + G + 15 G]
     return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
+
+
+def calibration_gaps(confidences: Tensor, correct: Tensor) -> Tensor:
+    """Return confidence minus correctness of every prediction, in the column of its bin.
+
+    Sums of these rows add up over batches and processes. Their sizes over the number of rows add
+    up to the expected calibration error: the mean distance of confidence and accuracy of a bin.
+
+    Args:
+        confidences: `[N]`, probability of the predicted class.
+        correct: `[N]`, whether it was the right one.
+
+    Returns:
+        `[N, 15]`, 0 outside the bin of the row.
+
+    Source:
+        Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Eq. 3, of the
+        most probable class.
+    """
+    bins = (confidences * NUM_BINS).long().clamp(0, NUM_BINS - 1)  # [N]
+    gaps = confidences - correct.to(confidences.dtype)
+    return F.one_hot(bins, NUM_BINS) * gaps.unsqueeze(-1)
 
 
 def _log_normalizers(logits: Tensor, scales: Sequence[float]) -> Tensor:

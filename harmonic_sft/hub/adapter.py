@@ -32,8 +32,8 @@ def write_adapter(
         folder: A saved harmonic model. With LoRA its adapter is copied; else whole modules are
             read from its weights, without loading the rest.
         target: Where the two files go; made if it does not exist.
-        config: Of the model; says what was trained.
-        metadata: Of the weights' file.
+        config: The model's configuration, which says what was trained.
+        metadata: Goes into the header of the weights' file.
 
     Raises:
         ValueError: The weights lack a trained parameter.
@@ -78,8 +78,8 @@ def save_peft(
         tensors: By their names in the file.
         folder: Made if it does not exist.
         base: Name of the base. Of a local path only the last component is written.
-        revision: Of the base on the Hub.
-        metadata: Of the weights' file.
+        revision: The base's revision on the Hub.
+        metadata: Goes into the header of the weights' file.
     """
     config.base_model_name_or_path = public_base(base, revision)
     config.revision = revision

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +24,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.unit_rows import unit_rows
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
@@ -134,8 +134,7 @@ def linear_head(head: Head) -> LinearHead:
     if isinstance(lazy, AffineLogits):
         bias = lazy.bias
     elif lazy.unit_sphere:
-        # The same floor as in the head's own forward pass: a row of zeros stays one.
-        weight = F.normalize(weight, dim=-1, eps=1e-12)
+        weight = unit_rows(weight)
     else:
         bias = -weight.square().sum(-1) / 2
     if bias is not None and is_scaled:

@@ -28,7 +28,7 @@ HEAD_KINDS = {
     "multi_head": "a mean of several softmaxes",
 }
 MAX_LOG_ROWS = 12
-# Of `training`: about this machine and its accounts, not about what was trained.
+# Keys of `training` about this machine and its accounts, not about what was trained.
 PRIVATE_SETTINGS = re.compile(
     r"output_dir|logging_dir|run_name|report_to|project|trackio_|hub_|push_to_hub|resume_from"
     r"|disable_tqdm|log_level|.*token$"
@@ -87,7 +87,7 @@ def model_card(
     """Write the model card; what is not known is left out.
 
     Args:
-        config: Of the published model.
+        config: The published model's configuration.
         repo_id: owner/name of the repo.
         form: `full`, `head` or `peft`: the whole model, what was trained, or an adapter.
         run: The content of the run's `run.yaml`.

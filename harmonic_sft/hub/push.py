@@ -81,7 +81,7 @@ class Destination:
     Attributes:
         repo_id: owner/name.
         form: See `stage`.
-        private: Of a repo that is made.
+        private: Whether a new repo is private.
         revision: A branch, made if it does not exist; None is main.
         force: Push also over a model of another architecture.
         message: Of the commit; None names form and step.

@@ -25,7 +25,7 @@ class TrainedFolder:
 
     Attributes:
         path: The folder with the weights.
-        config: Of the model.
+        config: The model's configuration.
         run: The content of `run.yaml`.
         results: The content of `results/train.json`, None before the run's end.
         step: Optimizer steps behind the weights, None if unknown.

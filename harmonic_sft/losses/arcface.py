@@ -58,19 +58,9 @@ class ArcFaceLoss:
         """
         return by_chunks(self._dense, head, hidden_states, labels)
 
-    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
-        """Return one loss per token from its logits.
-
-        Args:
-            logits: `[N, V]`, of `head`, without a margin.
-            head: A `CosineHead`: gives the scale.
-            labels: `[N]`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(head, CosineHead), "prepare has checked it"
-        labels = labels.unsqueeze(-1)  # [N, 1]
+        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
         cosines = logits.gather(-1, labels) / head.scale
         sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
         turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
@@ -78,6 +68,3 @@ class ArcFaceLoss:
         turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
         own = head.scale * turned
         return label_nll(logits, labels, own)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        return self.from_logits(head(hidden_states), head, labels)

@@ -51,24 +51,11 @@ class CosFaceLoss:
         """
         return by_chunks(self._dense, head, hidden_states, labels)
 
-    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
-        """Return one loss per token from its logits.
-
-        Args:
-            logits: `[N, V]`, of `head`, without a margin.
-            head: A `CosineHead`: gives the scale.
-            labels: `[N]`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(head, CosineHead), "prepare has checked it"
-        labels = labels.unsqueeze(-1)  # [N, 1]
+        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
         own = logits.gather(-1, labels) - head.scale * self.margin
         return label_nll(logits, labels, own)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        return self.from_logits(head(hidden_states), head, labels)
 
 
 def check_is_cosine(head: Head, loss: str) -> None:

@@ -58,22 +58,9 @@ class CrossEntropyLoss:
         options = LossOptions(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         return chunked_loss(logits, labels, options=options, impl=self.impl).loss
 
-    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
-        """Return one loss per token from its logits.
-
-        Args:
-            logits: `[N, V]`, of `head`.
-            head: Not looked at.
-            labels: `[N]`.
-
-        Returns:
-            `[N]`, in nats.
-        """
-        smoothing = self.label_smoothing
-        loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        return loss + self.z_loss * logits.logsumexp(-1).square() if self.z_loss else loss
-
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         if self.is_plain:
             return head.nll(hidden_states, labels)
-        return self.from_logits(head(hidden_states), head, labels)
+        logits, smoothing = head(hidden_states), self.label_smoothing
+        loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return loss + self.z_loss * logits.logsumexp(-1).square() if self.z_loss else loss

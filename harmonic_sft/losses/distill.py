@@ -71,7 +71,7 @@ class Distillation:
         body: The old body, or None if it is the one that is trained on top of.
 
     Attributes:
-        weight: Of the divergence now, from 0 to 1.
+        weight: Factor of the divergence now, from 0 to 1.
     """
 
     def __init__(self, loss: DistillLoss, teacher: Head, body: nn.Module | None = None):

@@ -57,7 +57,3 @@ class HarmonicLoss:
             `[N]`, in nats.
         """
         return CrossEntropyLoss(impl=self.impl)(head, hidden_states, labels)
-
-    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
-        """Return one loss per token `[N]`, in nats, from its logits `[N, V]`."""
-        return CrossEntropyLoss().from_logits(logits, head, labels)

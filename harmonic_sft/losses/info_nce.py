@@ -3,7 +3,6 @@
 from typing import Literal, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
 from harmonic_sft.models.head import at_least_float32
+from harmonic_sft.models.unit_rows import unit_rows
 from harmonic_sft.ops import linear_cross_entropy
 
 
@@ -72,8 +72,8 @@ class InfoNCELoss:
         assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         with torch.autocast(hidden_states.device.type, enabled=False):
-            states = F.normalize(at_least_float32(lazy.hidden_states), dim=-1)
+            states = unit_rows(at_least_float32(lazy.hidden_states))
             if not len(labels):
-                return states.sum(-1)  # of nothing: the fused loss wants at least one class
-            points = F.normalize(lazy.weight[candidates].to(states.dtype), dim=-1)  # [U, D]
+                return states.sum(-1)  # empty: the fused loss wants at least one class
+            points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]
             return linear_cross_entropy(self.scale * states, points, targets)

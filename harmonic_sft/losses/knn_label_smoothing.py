@@ -33,8 +33,8 @@ class KNNLabelSmoothingLoss:
     """Cross-entropy with a share of the target on the nearest prototypes of the label.
 
     The target of label y is (1 - epsilon) at y and epsilon * q_j at its nearest prototypes j,
-    q_j proportional to exp(scale * <e_j, e_y>), e normalized. The table of q is made by
-    `prepare`, and made anew every `refresh_every` steps.
+    q_j proportional to exp(scale * <e_j, e_y>), e normalized. `prepare` makes the table
+    of q, and it is made again every `refresh_every` steps.
 
     Source:
         Label smoothing: Szegedy et al. 2016, arXiv:1512.00567, whose target is uniform.
@@ -47,7 +47,7 @@ class KNNLabelSmoothingLoss:
         10.0, ge=0, allow_inf_nan=False, description="1 / temperature of the neighbors' cosines"
     )
     refresh_every: int | None = Field(
-        None, ge=1, description="Steps after which neighbors are found anew; null is never"
+        None, ge=1, description="Steps after which neighbors are found again; null is never"
     )
     impl: Impl = Field(
         "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
@@ -77,7 +77,7 @@ class KNNLabelSmoothingLoss:
 
 
 class NeighborSmoothing:
-    """`KNNLabelSmoothingLoss` with its table, which `refresh` makes anew in place.
+    """`KNNLabelSmoothingLoss` with its table, which `refresh` replaces.
 
     Args:
         loss: The settings.
@@ -98,7 +98,7 @@ class NeighborSmoothing:
         self.refresh(head)
 
     def refresh(self, head: Head) -> None:
-        """Make the table anew from the head's prototypes as they are now."""
+        """Make the table again from the head's prototypes as they are now."""
         loss = self.loss
         self.table = find_neighbors(head.prototypes.detach(), loss.num_neighbors, scale=loss.scale)
 
@@ -120,23 +120,11 @@ class NeighborSmoothing:
         options = LossOptions(target_weights=weights)
         return chunked_loss(logits, targets, options=options, impl=self.loss.impl).loss
 
-    def from_logits(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
-        """Return one loss per token from its logits.
-
-        Args:
-            logits: `[N, V]`, of `head`.
-            head: Not looked at.
-            labels: `[N]`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(hidden_states)
         targets, weights = self._targets(labels)  # [N, 1 + K]
         costs = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets)
         return (weights.to(costs.dtype) * costs).sum(-1)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        return self.from_logits(head(hidden_states), head, labels)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the classes `[N, 1 + K]` of the target and their probabilities."""

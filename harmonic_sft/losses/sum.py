@@ -20,7 +20,7 @@ from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss, Neigh
 from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LossFunction
 
-# Every loss that stands by itself, by name.
+# Every loss but sums and distillation, by name.
 TERMS = {
     "cross_entropy": CrossEntropyLoss,
     "harmonic": HarmonicLoss,
@@ -86,7 +86,7 @@ class WeightedSum:
     """`SumLoss` with prepared terms.
 
     Args:
-        weights: Of the terms.
+        weights: Factors of the terms.
         losses: The terms, prepared.
     """
 
@@ -141,7 +141,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def refresh_intervals(loss: Any) -> list[int]:
-    """Return after how many steps the tables of a loss of `LOSSES` are to be made anew."""
+    """Return after how many steps the tables of a loss of `LOSSES` are made again."""
     losses = [term.loss for term in loss.terms] if isinstance(loss, SumLoss) else [loss]
     tables = [part for part in losses if isinstance(part, KNNLabelSmoothingLoss)]
     return [table.refresh_every for table in tables if table.refresh_every is not None]

@@ -32,39 +32,15 @@ def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tens
         the open question of the geometry note, whether the KL divergence of preference training
         can be a Wasserstein expectation.
     """
-    gained, given_up, points = _residuals(policy_logits, reference_logits, prototypes)
+    wide = torch.promote_types(policy_logits.dtype, torch.float32)
+    with torch.autocast(policy_logits.device.type, enabled=False):
+        policy = policy_logits.to(wide).softmax(-1)
+        reference = reference_logits.detach().to(wide).softmax(-1)
+    change, points = policy - reference, prototypes.detach().to(wide)
+    gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
     moved = gained.sum(-1)  # [N], the total variation
     squares = points.square().sum(-1)  # [V]
     # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
     inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
     cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
     return (gained + given_up) @ squares - 2 * cross
-
-
-def mean_shift(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tensor) -> Tensor:
-    """Return a lower bound of the same distance: the squared distance of the mean prototypes.
-
-    It is the Wasserstein expectation E_{y ~ r} W2 ** 2(p, Dirac at y) without what either has by
-    itself, and 0 also for distributions that differ but have one mean.
-
-    Args:
-        policy_logits: `[N, V]`; gradients flow through them.
-        reference_logits: `[N, V]`; none do.
-        prototypes: `[V, D]`; none do.
-
-    Returns:
-        `[N]`, in squared units of the prototypes.
-    """
-    gained, given_up, points = _residuals(policy_logits, reference_logits, prototypes)
-    return ((gained - given_up) @ points).square().sum(-1)
-
-
-def _residuals(
-    policy_logits: Tensor, reference_logits: Tensor, prototypes: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(policy_logits.dtype, torch.float32)
-    with torch.autocast(policy_logits.device.type, enabled=False):
-        policy = policy_logits.to(wide).softmax(-1)
-        reference = reference_logits.detach().to(wide).softmax(-1)
-    change = policy - reference
-    return change.clamp_min(0), (-change).clamp_min(0), prototypes.detach().to(wide)

@@ -11,6 +11,7 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, dense_logits
+from harmonic_sft.models.unit_rows import inverse_norms
 from harmonic_sft.ops import by_chunks, chunked_loss
 
 
@@ -72,7 +73,7 @@ class Transport:
     """`WassersteinLoss` on its ground.
 
     Args:
-        top_k: As there.
+        top_k: As in `WassersteinLoss`.
         fixed: `[V, D]`, the ground points; None takes the head's prototypes, with gradients.
     """
 
@@ -99,11 +100,11 @@ class Transport:
             `[N]`, in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
         logits = head.lazy_logits(hidden_states)
-        if self.top_k is not None and isinstance(logits, AffineLogits | DistanceLogits):
-            return by_chunks(self._sparse, head, hidden_states, labels, shared=[self.ground(head)])
-        if not isinstance(logits, AffineLogits | DistanceLogits):
-            return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
-        return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
+        is_whole = isinstance(logits, AffineLogits | DistanceLogits)
+        if is_whole and self.top_k is None:
+            return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
+        loss_fn = self._sparse if is_whole else self._dense
+        return by_chunks(loss_fn, head, hidden_states, labels, shared=[self.ground(head)])
 
     def with_cross_entropy(
         self,
@@ -127,21 +128,8 @@ class Transport:
         second = (self.ground(head), None, None)
         return chunked_loss(logits, labels, stage="transport", second=second, mix=mix).loss
 
-    def from_logits(
-        self, logits: Tensor, head: Head, labels: Tensor, *, ground: Tensor | None = None
-    ) -> Tensor:
-        """Return one loss per token from its logits.
-
-        Args:
-            logits: `[N, V]`, of `head`.
-            head: Gives the prototypes.
-            labels: `[N]`.
-            ground: What `ground(head)` returned, if it is there already.
-
-        Returns:
-            `[N]`, in squared units of the prototypes.
-        """
-        ground = self.ground(head) if ground is None else ground
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
+        logits = head(hidden_states)  # [N, V]
         if self.top_k is None:
             points = ground.to(logits.dtype)
             squares, targets = points.square().sum(-1), points[labels]
@@ -152,9 +140,6 @@ class Transport:
         columns = logits.detach().topk(self.top_k).indices  # [N, K]
         columns = torch.cat([labels.unsqueeze(-1), columns], -1)
         return _truncated_cost(logits.gather(-1, columns), F.embedding(columns, ground), columns)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
-        return self.from_logits(head(hidden_states), head, labels, ground=ground)
 
     def _sparse(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
         assert self.top_k is not None, "all classes are dense"
@@ -172,9 +157,13 @@ def logits_at(logits: AffineLogits | DistanceLogits, columns: Tensor) -> Tensor:
         states = at_least_float32(logits.hidden_states).unsqueeze(1)  # [N, 1, D]
         points = F.embedding(columns, logits.weight).to(states.dtype)  # [N, K, D]
         if isinstance(logits, DistanceLogits):
+            undirected = 0  # the squared norms that vectors without a direction lack
             if logits.unit_sphere:
-                states, points = F.normalize(states, dim=-1), F.normalize(points, dim=-1)
-            return logits.h_exp * torch.log(_squared_gaps(points, states) + logits.eps)
+                scales = [inverse_norms(side) for side in (states, points)]  # [N, 1], [N, K]
+                undirected = (scales[0] == 0).to(states.dtype) + (scales[1] == 0)
+                states, points = states * scales[0].unsqueeze(-1), points * scales[1].unsqueeze(-1)
+            squared = _squared_gaps(points, states) + undirected
+            return logits.h_exp * torch.log(squared + logits.eps)
         found = torch.bmm(points, states.transpose(1, 2)).squeeze(-1)
         return found if logits.bias is None else found + logits.bias.to(found.dtype)[columns]
 

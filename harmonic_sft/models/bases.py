@@ -80,7 +80,7 @@ def load_base(
         name: A folder or a name on the Hub; also one of our own checkpoints.
         revision: A revision on the Hub.
         head_class: What loads a checkpoint of its own kind with the head; None leaves heads alone.
-        dtype: Of the backbone.
+        dtype: The backbone's dtype.
         dropout: Probability of every dropout of the backbone; None is the base's own.
         is_causal: Load a decoder, with the head that it was published with.
 
@@ -164,7 +164,7 @@ def random_base(
     Args:
         name: A folder or a name on the Hub, of which the configuration alone is read.
         revision: A revision on the Hub.
-        dtype: Of the backbone.
+        dtype: The backbone's dtype.
         dropout: Probability of every dropout; None is the one in the configuration.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -225,7 +225,7 @@ def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) 
     """Refuse a base whose weights are quantized in a way that could not be loaded again.
 
     Args:
-        name: Of the base.
+        name: The base's name.
         config: Its configuration.
         is_causal: It is to be a decoder.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .head import DistanceLogits, SphereHead, at_least_float32, distance_logits, label_nll
+from .head import DistanceLogits, SphereHead, at_least_float32, exact_nll
 from .unit_rows import unit_rows
 
 Metric = Literal["euclidean", "mahalanobis"]
@@ -110,10 +110,6 @@ class DistLayer(SphereHead):
         exponent = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
         return DistanceLogits(*vectors, exponent, sphere, self.eps)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        return distance_logits(self.lazy_logits(hidden_states), None)
-
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the harmonic loss of each label.
 
@@ -127,8 +123,7 @@ class DistLayer(SphereHead):
         Returns:
             `[N]`, in nats.
         """
-        labels = labels.unsqueeze(-1)  # [N, 1]
-        return label_nll(distance_logits(self.lazy_logits(hidden_states), labels), labels)
+        return exact_nll(self.lazy_logits(hidden_states), labels)
 
     def reset_parameters(self) -> None:
         """Draw prototypes of norm 1 on average; the exponent is the one given."""

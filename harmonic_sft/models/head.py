@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .unit_rows import unit_rows
+from .unit_rows import TINY, inverse_norms, unit_rows
 
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
-TINY = 1e-12  # norms up to which a vector has no direction
 
 
 class AffineLogits(NamedTuple):
@@ -111,7 +110,7 @@ class Head(nn.Module, ABC):
         """Return what rebuilds this head through `build_head`, ready for JSON."""
 
     def reset_parameters(self) -> None:
-        """Draw this head's own parameters anew, through `transformers.initialization`."""
+        """Draw this head's own parameters again, through `transformers.initialization`."""
         init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
@@ -185,7 +184,7 @@ class SphereHead(Head):
         """Scale every prototype back to norm 1; nothing to do off the sphere."""
         if self.unit_sphere:
             norms = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True)
-            self.weight.div_(norms.clamp_min(1e-12))
+            self.weight.div_(norms.clamp_min(TINY))
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -222,6 +221,21 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
+def exact_nll(lazy: AffineLogits | DistanceLogits, labels: Tensor) -> Tensor:
+    """Return log1p(others / label) `[N]`, with distances of `labels` `[N]` by direct difference."""
+    labels = labels.unsqueeze(-1)  # [N, 1]
+    is_distance = isinstance(lazy, DistanceLogits)
+    logits = distance_logits(lazy, labels) if is_distance else dense_logits(lazy)  # [N, V]
+    return label_nll(logits, labels)
+
+
+def mixture_nll(losses: Tensor) -> Tensor:
+    """Return the loss `[N]` of the mean of M distributions, whose own losses are `[M, N]`."""
+    # Both terms are at least 0, so that none of their digits cancel.
+    least = losses.detach().amin(0)
+    return least - torch.log1p(torch.expm1(least - losses).mean(0))
+
+
 def distance_logits(lazy: DistanceLogits, labels: Tensor | None) -> Tensor:
     """Return `[N, V]` logits; distances of `labels` `[N, 1]` are taken by direct difference."""
     with torch.autocast(lazy.hidden_states.device.type, enabled=False):
@@ -229,13 +243,6 @@ def distance_logits(lazy: DistanceLogits, labels: Tensor | None) -> Tensor:
         weight = lazy.weight.to(hidden_states.dtype)
         squared = squared_distances(hidden_states, weight, labels, unit_sphere=lazy.unit_sphere)
         return lazy.h_exp * torch.log(squared + lazy.eps)  # [N, V]
-
-
-def inverse_norms(vectors: Tensor) -> Tensor:
-    """Return 1 / |v| of the last axis, `[...]`, and 0 for a vector of no direction (norm 1e-12)."""
-    dtype = torch.promote_types(vectors.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
-    return norms.masked_fill(norms <= TINY, torch.inf).reciprocal()
 
 
 def squared_distances(

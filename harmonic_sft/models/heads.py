@@ -28,8 +28,14 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
     """Build a head from `{"name": ..., fields...}`, the inverse of `Head.settings`.
 
     Raises:
-        ValueError: The name is not in `HEADS`, or a field is not one of that head's.
+        ValueError: The name is not in `HEADS`, a field is not one of that head's, or there is no
+            dimension or no class.
     """
+    if min(hidden_size, vocab_size) < 1:
+        raise ValueError(
+            "head: expected at least one dimension and one class, "
+            f"got hidden_size {hidden_size} and vocab_size {vocab_size}"
+        )
     fields = dict(settings)
     name = fields.pop("name", None)
     if name not in HEADS:

@@ -265,8 +265,8 @@ def _complete_state_dict(
     Args:
         name: A folder or a name on the Hub.
         config: Its configuration, with the base's name and revision.
-        where: Of `HUB_OPTIONS` and `PLACE_OPTIONS`, for the checkpoint.
-        hub: Of `HUB_OPTIONS`, for its base.
+        where: Values of `HUB_OPTIONS` and `PLACE_OPTIONS`, for the checkpoint.
+        hub: Values of `HUB_OPTIONS`, for its base.
 
     Raises:
         ValueError: The base cannot be fetched, or is not the model that was trained on.

@@ -61,7 +61,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             init: `random`, or `base_head`: the weights of the head of a base that is itself such a
                 model. For class means call `dist_head.initialize_` with them.
             pooling: What stands for a whole text; see `HarmonicConfig`.
-            dtype: Of the backbone; the head is float32.
+            dtype: The backbone's dtype; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
 
         Raises:

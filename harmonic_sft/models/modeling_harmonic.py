@@ -85,7 +85,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         """Build the model around a loaded base, with a new head in evaluation mode.
 
         Args:
-            base: Of `load_base`.
+            base: What `load_base` returned.
             head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
             embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
             keep_head: Give the head all weights of the base's own.
@@ -181,8 +181,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         mean, which is close to everything: a distance head would give it much probability.
 
         Args:
-            args: Of `PreTrainedModel.resize_token_embeddings`.
-            kwargs: As well.
+            args: Arguments of `PreTrainedModel.resize_token_embeddings`.
+            kwargs: Its keyword arguments.
         """
         num_before = len(self.dist_head.weight)
         embeddings = super().resize_token_embeddings(*args, **kwargs)
@@ -233,7 +233,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
                 `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
                 weights, if it is of the same name (`linear` on a published decoder).
             tie: Share the head's weight with the input embeddings.
-            dtype: Of the backbone; the head is float32.
+            dtype: The backbone's dtype; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
 
         Raises:

@@ -56,7 +56,7 @@ def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         states: `[..., D / H]`, queries or keys.
         cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`, as `sin`.
-        sin: Of the same angles.
+        sin: The sines of the same angles.
 
     Returns:
         The shape and the dtype of `states`; computed in float32.
@@ -367,13 +367,13 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         """Predict the tokens, and score the prediction if there are labels.
 
         Args:
-            input_ids: As in `NeoBERTModel`, and all others but the next.
-            attention_mask: See there.
+            input_ids: As in `NeoBERTModel`.
+            attention_mask: As in `NeoBERTModel`.
             token_type_ids: Ignored.
-            position_ids: See there.
-            inputs_embeds: See there.
+            position_ids: As in `NeoBERTModel`.
+            inputs_embeds: As in `NeoBERTModel`.
             labels: `[B, T]`, -100 where nothing is to be predicted.
-            **kwargs: See there; also `num_items_in_batch`, which divides the summed loss.
+            **kwargs: As in `NeoBERTModel`; `num_items_in_batch` divides the summed loss.
 
         Returns:
             `logits` `[B, T, V]`, and with labels `loss`, the mean cross-entropy in nats.

@@ -12,9 +12,8 @@ from .head import (
     MixtureLogits,
     SphereHead,
     at_least_float32,
-    dense_logits,
-    distance_logits,
-    label_nll,
+    exact_nll,
+    mixture_nll,
 )
 from .unit_rows import unit_rows
 
@@ -106,10 +105,7 @@ class MultiHead(SphereHead):
             `[N]`, in nats.
         """
         parts = self.lazy_logits(hidden_states).parts
-        losses = torch.stack([_nll(part, labels) for part in parts])  # [M, N]
-        # Both terms are at least 0, so that none of their digits cancel.
-        least = losses.detach().amin(0)
-        return least - torch.log1p(torch.expm1(least - losses).mean(0))
+        return mixture_nll(torch.stack([exact_nll(part, labels) for part in parts]))
 
     def renormalize_(self) -> None:
         """Scale every slice of every prototype back to norm 1; nothing to do off the sphere."""
@@ -118,7 +114,7 @@ class MultiHead(SphereHead):
                 self.weight.copy_(self.prototypes)
 
     def reset_parameters(self) -> None:
-        """Draw the inner head anew."""
+        """Draw the inner head again."""
         self.inner.reset_parameters()
 
     def settings(self) -> dict[str, Any]:
@@ -140,11 +136,3 @@ class MultiHead(SphereHead):
         """Return `[N, D]` with every slice at norm 1, in float32 or better."""
         slices = vectors.reshape(-1, vectors.shape[1] // self.num_heads)  # [N * M, D / M]
         return unit_rows(at_least_float32(slices)).view_as(vectors)
-
-
-def _nll(lazy: AffineLogits | DistanceLogits, labels: Tensor) -> Tensor:
-    """Return log1p(others / label) `[N]`, with the label's distance by direct difference."""
-    labels = labels.unsqueeze(-1)  # [N, 1]
-    is_distance = isinstance(lazy, DistanceLogits)
-    logits = distance_logits(lazy, labels) if is_distance else dense_logits(lazy)  # [N, V]
-    return label_nll(logits, labels)

@@ -100,7 +100,7 @@ class RotationHead(Head):
         self.inner.renormalize_()
 
     def reset_parameters(self) -> None:
-        """Draw the inner head anew and set R to I."""
+        """Draw the inner head again and set R to I."""
         self.inner.reset_parameters()
         init.zeros_(self.skew)
 

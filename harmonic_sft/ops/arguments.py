@@ -14,7 +14,7 @@ class Arguments(NamedTuple):
         hidden_states: `[N, D]`.
         prototypes: `[V, D]`.
         class_bias: `[V]` or None.
-        h_exp: Of no axis, below 0; unused by a linear head. A tensor, since a graph of
+        h_exp: Below 0, without an axis; unused by a linear head. A tensor, since a graph of
             torch.compile would hold a number fast and be compiled again when it changes.
         second_weight: `[V, E]` or None: the teacher's weight, or the points of the transport.
         labels: `[N]`, or `[N, K]` with `target_weights`.
@@ -32,7 +32,7 @@ class Arguments(NamedTuple):
         needs: Which of the first five arguments get gradients.
         early: Make the gradients in the forward pass.
         with_metrics: Also measure `TokenMetrics`.
-        gradient_dtype: Of the operands of the gradient products; None is float32 or better.
+        gradient_dtype: What the gradient products multiply in; None is float32 or better.
         impl: "chunked" or "triton".
     """
 

@@ -11,8 +11,8 @@ from harmonic_sft.models import Head
 from harmonic_sft.ops.engine import chunk_slices
 from harmonic_sft.ops.operator import is_uniform
 
-# Of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over all
-# prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
+# The size of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over
+# all prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
 CPU_BYTES = 2**25
 DEVICE_BYTES = 2**28
 TokenLoss = Callable[..., Tensor]

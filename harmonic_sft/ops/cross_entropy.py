@@ -100,9 +100,9 @@ def linear_cross_entropy(
         hidden_states: `[N, D]`.
         prototypes: `[V, D]`, the weight of the output layer.
         labels: As in `distance_cross_entropy`.
-        reduction: As there.
-        options: As there.
-        impl: As there.
+        reduction: As in `distance_cross_entropy`.
+        options: As in `distance_cross_entropy`.
+        impl: As in `distance_cross_entropy`.
 
     Returns:
         `[N]`, or of no axis, in nats, float32 or better.
@@ -192,7 +192,7 @@ def chunked_loss(
     """Call the operator: any loss that has a row-wise stage, chunk by chunk.
 
     Args:
-        logits: Of N hidden states over V classes, with their own bias.
+        logits: What the logits of N hidden states over V classes are made of, with their own bias.
         labels: `[N]`, or `[N, K]` with `options.target_weights`.
         stage: A key of `STAGES`; a mixture has its own.
         second: Weight, states and bias of the stage's second loss: see `Arguments`.

@@ -29,7 +29,7 @@ class Gradients:
 
     Args:
         arguments: Their shapes.
-        dtype: Of the sums.
+        dtype: What the gradients are summed in.
         wanted: Make any at all.
 
     Attributes:
@@ -73,10 +73,10 @@ class Softmax:
     """One softmax of a call: over all columns of hidden states and prototypes, or over a slice.
 
     Args:
-        arguments: What is asked.
-        stage: Of the loss.
+        arguments: The arguments of the call.
+        stage: The loss's row-wise stage.
         columns: The slice.
-        gradients: Of the whole call.
+        gradients: Where the gradients of the whole call are summed.
         workers: Share the tiles.
     """
 
@@ -256,10 +256,10 @@ def backward(
 
     Args:
         arguments: As in `forward`.
-        log_normalizers: From the forward pass, as `log_probs` and `saved`.
-        log_probs: Likewise.
-        saved: Likewise.
-        upstream: Of the losses.
+        log_normalizers: As in the forward pass's `Results`.
+        log_probs: `label_log_probs` there.
+        saved: As there.
+        upstream: Gradients of the losses.
     """
     with _arithmetic(arguments) as workers:
         stage = _build_stage(arguments)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harmonic_sft.models.head import NEAR, inverse_norms
+from harmonic_sft.models.head import NEAR
+from harmonic_sft.models.unit_rows import inverse_norms, unit_rows
 
 # A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
 # left of the distances after it would have lost its digits.
@@ -21,7 +22,7 @@ class Geometry:
 
     Attributes:
         kind: "linear", "euclidean" or "sphere".
-        dtype: Of all arithmetic, float32 or better.
+        dtype: All arithmetic is done in it, float32 or better.
         prototypes: `[V, D]`, raw.
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
@@ -138,7 +139,7 @@ def build_geometry(
         kind: "linear", "euclidean" or "sphere".
         prototypes: `[V, D]`.
         eps: Added to the squared distance.
-        dtype: Of the inputs.
+        dtype: The inputs' dtype.
         centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
             them, which would halt a GPU.
     """
@@ -150,7 +151,7 @@ def build_geometry(
     inverse = None
     if kind == "sphere":
         inverse = inverse_norms(prototypes).to(dtype)
-        sample = torch.nn.functional.normalize(sample, dim=-1)
+        sample = unit_rows(sample)
     center, energy = sample.mean(0), sample.square().sum(-1).mean()
     share = center.square().sum()
     if centered is None:

@@ -107,10 +107,8 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 def _check_options(
     hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions
 ) -> None:
-    num_tokens, vocab_size = (
-        hidden_states.shape[0],
-        prototypes.shape[0],
-    )  # len() fixes a symbolic size
+    # len() would fix a symbolic size.
+    num_tokens, vocab_size = hidden_states.shape[0], prototypes.shape[0]
     soft = options.target_weights
     if soft is None:
         if list(labels.shape) != [num_tokens]:

@@ -17,8 +17,8 @@ class GradientProducts:
     drop out.
 
     Args:
-        geometry: Of the prototypes `[V, D]`.
-        dtype: Of the operands of the products.
+        geometry: How the prototypes `[V, D]` are compared.
+        dtype: What the operands of the products are converted to.
         workers: Share the tiles.
         hidden_states: Whether their gradient is wanted.
         prototypes: `[V, D]`, where their gradient is accumulated; None if nobody wants it.

@@ -5,7 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from harmonic_sft.models.head import AffineLogits, DistanceLogits, dense_logits, distance_logits
+from harmonic_sft.models.head import (
+    AffineLogits,
+    DistanceLogits,
+    dense_logits,
+    distance_logits,
+    label_nll,
+)
 from harmonic_sft.ops.options import LossOptions, TokenMetrics
 
 
@@ -15,9 +21,9 @@ def reference_cross_entropy(
     """Return the loss `[N]` and its metrics by their definitions; see `distance_cross_entropy`.
 
     Args:
-        lazy: Of N hidden states over V classes.
+        lazy: Logits of N hidden states over V classes.
         labels: `[N]`, or `[N, K]` with soft targets.
-        options: As there.
+        options: As in `distance_cross_entropy`.
 
     Raises:
         ValueError: h_exp is not below 0.
@@ -52,10 +58,8 @@ def loss_from_logits(
     weights = weights.to(logits.dtype) * (labels >= 0)  # [N, K]
     labels = labels.clamp_min(0)
     log_normalizer = logits.logsumexp(-1)  # [N]
-    if labels.shape[1] == 1:  # log1p(others / label) stays accurate when p is close to 1
-        others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
-        margin = others - logits.gather(-1, labels)
-        costs = torch.logaddexp(margin, torch.zeros_like(margin))  # [N, 1]
+    if labels.shape[1] == 1:
+        costs = label_nll(logits, labels).unsqueeze(-1)  # [N, 1]
     else:
         costs = log_normalizer.unsqueeze(-1) - logits.gather(-1, labels)
     costs = costs.masked_fill(weights == 0, 0)

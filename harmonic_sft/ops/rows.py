@@ -48,7 +48,7 @@ def normalize(chunk: Chunk, statistics: TileStatistics) -> tuple[Tensor, Tensor]
         torch.cat([log_others, labels[:, :k], labels[:, k + 1 :]], 1).logsumexp(1)
         for k in range(count)
     ]
-    # Of everything but the label, so that 1 - p keeps its digits where p is close to 1.
+    # The sum leaves out the label, so that 1 - p keeps its digits where p is close to 1.
     margin = torch.stack(rests, 1) - labels
     log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
     log_probs = log_probs.where(chunk.columns[:, :count] >= 0, -torch.inf)

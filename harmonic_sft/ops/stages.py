@@ -11,6 +11,7 @@ With p the softmax of a token's logits, t its target and q, c what the second lo
 import torch
 from torch import Tensor
 
+from harmonic_sft.models.head import mixture_nll
 from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
 from harmonic_sft.ops.geometry import Geometry, build_geometry
 from harmonic_sft.ops.rows import log_moments
@@ -21,7 +22,7 @@ class CrossEntropy:
     """Cross-entropy with hard or soft targets, label smoothing and z-loss.
 
     Args:
-        arguments: What is asked.
+        arguments: The arguments of the call.
         labels: `[N, K]`, -1 where padded or repeated.
         target: `[N, K]`, probabilities of the labels.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
@@ -128,10 +129,7 @@ class Mixture(CrossEntropy):
         self, chunks: list[Chunk], statistics: list[TileStatistics], rows: list[Rows]
     ) -> Tensor:
         """Return the loss of each token `[T]`, before its weight."""
-        losses = torch.stack([-row.log_probs.squeeze(1) for row in rows])  # [M, T]
-        # Both terms are at least 0, so that none of their digits cancel.
-        least = losses.amin(0)
-        return least - torch.log1p(torch.expm1(least - losses).mean(0))
+        return mixture_nll(torch.stack([-row.log_probs.squeeze(1) for row in rows]))
 
     def set_factors(self, chunks: list[Chunk], rows: list[Rows], outer: Tensor) -> None:
         """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""

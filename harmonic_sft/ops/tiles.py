@@ -34,7 +34,7 @@ class SecondWeights(Protocol):
 
         Args:
             tile: Its classes.
-            tokens: Of the chunk.
+            tokens: The chunk's tokens.
             probs: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
         """
         ...
@@ -52,8 +52,8 @@ class TorchTiles:
     smoothing, and e itself for the gradient of a bias or of the points of a transport.
 
     Args:
-        arguments: What is asked.
-        geometry: Of the prototypes `[V, D]` that this softmax compares with.
+        arguments: The arguments of the call.
+        geometry: How the prototypes `[V, D]` of this softmax are compared.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
         second: The stage's second weights, or None.
         points: Takes the gradient of the points of a transport, or None.

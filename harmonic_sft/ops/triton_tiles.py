@@ -37,8 +37,8 @@ class TritonTiles:
     float32. The statistics are taken of them, then the coefficients.
 
     Args:
-        arguments: What is asked.
-        geometry: Of the prototypes `[V, D]`.
+        arguments: The arguments of the call.
+        geometry: How the prototypes `[V, D]` are compared.
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
     """

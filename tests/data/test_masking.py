@@ -70,15 +70,6 @@ def test_share_of_masked_tokens_is_the_probability(ordinary_ids, probability):
     assert abs(share - probability) < three_sigma(probability, len(labels))
 
 
-def test_masked_tokens_are_labels_and_all_others_stay(ordinary_ids):
-    input_ids, labels = mask(ordinary_ids)
-    masked = labels != IGNORE_INDEX
-    assert input_ids.dtype == labels.dtype == np.int64
-    assert (input_ids[masked] == MASK_TOKEN_ID).all()
-    assert (labels[masked] == ordinary_ids[masked]).all()
-    assert (input_ids[~masked] == ordinary_ids[~masked]).all()
-
-
 @pytest.mark.parametrize("position", range(5))
 def test_every_part_of_the_key_changes_the_mask(ordinary_ids, position):
     other = tuple(part + (index == position) for index, part in enumerate(KEY))
@@ -240,11 +231,6 @@ def test_ids_without_a_token_and_added_special_tokens_are_special(byte_tokenizer
     assert not special[plain]
     assert special[-7:].all()
     assert special[:-7].sum() == len(tokenizer.all_special_ids) + 1
-
-
-def test_whole_words_need_rows_with_words(ordinary_ids):
-    with pytest.raises(AssertionError, match="word_ids"):
-        mask(ordinary_ids, whole_word=True)
 
 
 @pytest.mark.parametrize(

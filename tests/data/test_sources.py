@@ -184,7 +184,7 @@ def test_what_save_to_disk_wrote_is_a_source(tmp_path, streaming):
 
 
 @pytest.mark.parametrize("stop", [0, 6, 7])
-def test_stopped_stream_goes_on_with_the_next_row(tmp_path, stop):
+def test_stopped_stream_continues_with_the_next_row(tmp_path, stop):
     rows = [{"text": f"document {index}"} for index in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
     stream = load(path=f"{tmp_path}/a.parquet", streaming=True)

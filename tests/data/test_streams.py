@@ -226,7 +226,7 @@ def test_no_number_of_processes_or_workers_changes_the_order(count, processes, w
     ("count", "mixture", "capacity"),
     [(1, "turns", None), (3, "weights", None), (3, "turns", 9), (1, "weights", 9)],
 )
-def test_run_stopped_after_any_row_goes_on_with_the_same_rows(count, mixture, capacity):
+def test_run_stopped_after_any_row_continues_with_the_same_rows(count, mixture, capacity):
     settings = {
         "count": count,
         "weights": MIXTURES[mixture],
@@ -528,7 +528,7 @@ def read_lines(reader):
 
 
 @pytest.mark.parametrize("stop", range(8))
-def test_bad_lines_are_told_once_also_by_a_reader_that_goes_on(lines, stop):
+def test_bad_lines_are_told_once_also_by_a_reader_that_continues(lines, stop):
     first, second = open_lines(lines), open_lines(lines)
     told = [row[PLACE] for _ in range(stop) for row in first.next()[0] if BAD in row]
     second.load(json.loads(json.dumps(first.state())))

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torchmetrics.functional.classification import multiclass_calibration_error
 
-from harmonic_sft.eval import (
-    expected_calibration_error,
-    post_hoc_grid,
-    score_rows,
-    summarize,
-    unigram_loss,
-)
+from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
+from harmonic_sft.eval.scoring import calibration_gaps
 from harmonic_sft.models import DistLayer, LinearHead
 
 B, T, D, V = 4, 6, 16, 30
 TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
+
+
+def calibration_error(probs, labels):
+    return float(multiclass_calibration_error(probs, labels, V, n_bins=15, norm="l1"))
 
 
 def batch():
@@ -28,12 +28,13 @@ def batch():
     return torch.randn(B, T, D), labels
 
 
-@pytest.mark.parametrize("head", [DistLayer(D, V), LinearHead(D, V)], ids=["dist", "linear"])
-def test_metrics_equal_a_loop_over_tokens(head):
+@pytest.mark.parametrize("head_class", [DistLayer, LinearHead])
+def test_metrics_equal_a_loop_over_tokens(head_class):
     states, labels = batch()
+    head = head_class(D, V)
     grid = post_hoc_grid(head, (-5.0,))
     metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    losses, hits, cosines, confidences = [], [], [], []
+    losses, hits, cosines, probs = [], [], [], []
     for b in range(B):
         for t in range(T):
             if labels[b, t] != -100:
@@ -41,15 +42,15 @@ def test_metrics_equal_a_loop_over_tokens(head):
                 losses.append(F.cross_entropy(logits, labels[b, t][None]).item())
                 predicted, label = int(logits.argmax()), int(labels[b, t])
                 hits.append(predicted == label)
-                confidences.append(logits.softmax(-1).max().item())
+                probs.append(logits.softmax(-1)[0])
                 if predicted != label:
                     one, other = TABLE[predicted].double(), TABLE[label].double()
                     cosines.append(float(one @ other / one.norm() / other.norm()))
     assert metrics["tokens"] == len(losses)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(np.mean(hits))
-    assert metrics["error_cosine"] == pytest.approx(np.mean(cosines), rel=1e-5)
-    ece = expected_calibration_error(torch.tensor(confidences), torch.tensor(hits))
+    assert metrics["error_cosine"] == pytest.approx(np.mean(cosines), rel=1e-5, abs=1e-6)
+    ece = calibration_error(torch.stack(probs), labels[labels != -100])
     assert metrics["ece"] == pytest.approx(ece, rel=1e-5)
 
 
@@ -66,13 +67,18 @@ def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
         by_hand[value] = other.nll(states[scored], labels[scored]).mean().item()
     best = min(by_hand, key=by_hand.__getitem__)
     other.h_exp = best
-    confidences, predicted = other(states[scored]).softmax(-1).max(-1)
-    ece = expected_calibration_error(confidences, predicted == labels[scored])
+    ece = calibration_error(other(states[scored]).softmax(-1), labels[scored])
     assert metrics["post_hoc_ece"] == pytest.approx(ece, rel=1e-4)
     assert metrics["post_hoc_h_exp"] == best
     assert metrics["post_hoc_loss"] == pytest.approx(by_hand[best], rel=1e-5)
     assert metrics["h_exp"] == grid[0] == -12.0
     assert len(grid) == len(set(grid))
+
+
+def test_certainty_belongs_to_the_last_bin():
+    gaps = calibration_gaps(torch.tensor([0.0, 0.05, 1.0]), torch.tensor([False, True, False]))
+    assert [row.nonzero().flatten().tolist() for row in gaps] == [[], [0], [14]]
+    torch.testing.assert_close(gaps.sum(-1), torch.tensor([0.0, -0.95, 1.0]))
 
 
 def test_the_best_exponent_of_long_hidden_states_is_within_the_grid():

@@ -1,7 +1,6 @@
 """Trained folders to publish."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,28 +9,10 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from harmonic_sft.training import load_run_config
-from harmonic_sft.training.run import train
 from tests.elsewhere import Elsewhere
 from tests.hub_server import HubServer
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory, tiny_base, run_settings):
-    """The output folder of a run on a local base, with checkpoints 3 and 6."""
-    folder = tmp_path_factory.mktemp("finished")
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(run_settings(tiny_base, folder / "run")))
-    train(load_run_config(path))
-    return folder / "run"
-
-
-@pytest.fixture
-def run_copy(finished_run, tmp_path):
-    """A copy that a test may break."""
-    return shutil.copytree(finished_run, tmp_path / "copy")
 
 
 @pytest.fixture

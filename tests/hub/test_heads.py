@@ -87,9 +87,8 @@ def test_every_head_loads_where_this_package_is_not(base, tmp_path, elsewhere):
     assert {path.name for path in (tmp_path / "models").iterdir()} <= set(found)
 
 
-@pytest.mark.parametrize("name", PARTIAL)
-def test_what_was_trained_completes_its_base(base, tmp_path, name):
-    model = trained(base, VARIANTS[name], dtype=torch.bfloat16)
+def test_what_was_trained_completes_its_base_in_16_bits(base, tmp_path):
+    model = trained(base, VARIANTS["rotation of multi_head"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "full")
     write_partial(tmp_path / "full", tmp_path / "part")
     found = HarmonicForMaskedLM.from_pretrained(tmp_path / "part")

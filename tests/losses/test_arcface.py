@@ -52,19 +52,6 @@ def test_without_a_margin_it_is_the_cross_entropy():
     torch.testing.assert_close(found, CrossEntropyLoss()(head, states, labels))
 
 
-def test_gradcheck():
-    head, states, labels = problem()
-
-    def loss(hidden_states, weight, log_scale):
-        swapped = {"weight": weight, "log_scale": log_scale}
-        with torch.nn.utils.stateless._reparametrize_module(head, swapped):
-            logits = head(hidden_states)
-            return ArcFaceLoss().from_logits(logits, head, labels[1:])
-
-    inputs = (states[1:], head.weight, head.log_scale)
-    assert torch.autograd.gradcheck(loss, [x.detach().requires_grad_() for x in inputs])
-
-
 def test_only_a_cosine_head_has_the_angles():
     head = build_head({"name": "dist"}, hidden_size=D, vocab_size=V)
     with pytest.raises(ValueError, match="loss arcface: expected a cosine head, got dist"):

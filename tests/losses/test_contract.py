@@ -100,13 +100,15 @@ def test_one_loss_for_each_token_in_float32_or_better(name, variant, dtype):
 
 
 @pairs
-@pytest.mark.parametrize("case", ["at the prototypes", "far away", "no tokens"])
+@pytest.mark.parametrize("case", ["at the prototypes", "far away", "zero", "no tokens"])
 def test_losses_and_gradients_are_finite(name, variant, case):
     loss, head, states, labels = build(name, variant)
     if case == "at the prototypes":
         states = head.prototypes.detach()[labels].clone()
     elif case == "far away":
         states = 1e4 * states
+    elif case == "zero":  # without a direction
+        states = 0 * states
     else:
         states, labels = states[:0], labels[:0]
     losses = loss(head, states.requires_grad_(), labels)
@@ -114,6 +116,8 @@ def test_losses_and_gradients_are_finite(name, variant, case):
     found = [g for g in gradients(losses, head, states) if g is not None]
     assert found
     assert all(g.isfinite().all() for g in found)
+    if case == "zero":
+        assert all(g.abs().max() < 1e4 for g in found)
 
 
 @pairs
@@ -160,15 +164,6 @@ def test_gradients_are_those_of_finite_differences(name, variant):
                 source.add_(step * direction)
             sides.append(loss(head, states, labels).sum())
     torch.testing.assert_close(slope, (sides[0] - sides[1]) / 2e-6, rtol=1e-5, atol=1e-6)
-
-
-@pairs
-def test_from_logits_agrees(name, variant):
-    loss, head, states, labels = build(name, variant)
-    if SETTINGS[name]["name"] in ("info_nce", "distill", "sum"):
-        return
-    found = loss.from_logits(head(states), head, labels)
-    torch.testing.assert_close(found, loss(head, states, labels), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -140,7 +140,7 @@ def test_the_old_body_gives_the_teacher_its_hidden_states(parts, softcap):
     expected = 0.6 * (q.exp() * (q - p)).sum(-1) - 0.4 * (target * p).sum(-1)
     torch.testing.assert_close(found, expected)
     with pytest.raises(ValueError, match="to have read these 7 tokens, got none"):
-        loss(head, hidden_states, labels)  # every batch is read anew
+        loss(head, hidden_states, labels)  # every batch is read once
     loss.anneal(0.5)
     loss.read({"input_ids": rows, "labels": rows})
     plain = CrossEntropyLoss()(head, hidden_states, labels)
@@ -181,42 +181,9 @@ def test_tiles_in_float32_against_float64(name):
         assert errors.median() < 1e-5
 
 
-def test_half_precision_hidden_states_and_none_at_all():
-    old, head, hidden_states, labels = large_parts(HEADS["sphere"], dtype=torch.float32)
-    loss = DistillLoss().prepare(old)
-    half = hidden_states.detach().bfloat16().requires_grad_()
-    found = loss(head, half, labels)
-    torch.testing.assert_close(found, dense(loss, head, half.float(), labels), rtol=1e-4, atol=1e-3)
-    found.sum().backward()
-    assert half.grad.dtype == torch.bfloat16
-    head.zero_grad()
-    empty = loss(head, half[:0], labels[:0])
-    empty.sum().backward()
-    assert empty.shape == (0,)
-    assert not head.weight.grad.any()
-
-
-def test_without_gradients():
-    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
-    loss = DistillLoss().prepare(old)
-    with torch.no_grad():
-        found = loss(head, hidden_states, labels)
-        torch.testing.assert_close(found, dense(loss, head, hidden_states, labels))
-    assert not found.requires_grad
-
-
 def test_a_second_backward_pass_gives_the_same():
     old, head, hidden_states, labels = large_parts(HEADS["sphere"])
     loss = DistillLoss().prepare(old)
     total = loss(head, hidden_states, labels).mean()
     first = torch.autograd.grad(total, hidden_states, retain_graph=True)
     torch.testing.assert_close(*first, *torch.autograd.grad(total, hidden_states))
-
-
-def test_a_soft_capped_teacher_goes_densely():
-    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
-    capped = build_head({"name": "linear", "softcap": 2.0}, hidden_size=8, vocab_size=1700).double()
-    capped.load_state_dict(old.state_dict())
-    loss = DistillLoss().prepare(capped)
-    expected = dense(loss, head, hidden_states, labels)
-    torch.testing.assert_close(loss(head, hidden_states, labels), expected)

@@ -6,10 +6,9 @@ import mpmath
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM
 
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import CosineHead, HarmonicForMaskedLM, VonMisesFisherHead, build_head
+from harmonic_sft.models import CosineHead, VonMisesFisherHead, build_head
 from harmonic_sft.models.cosine_heads import DEBYE, log_normalizer
 
 D, V, N = 18, 30, 5
@@ -26,7 +25,7 @@ def make(name: str, num_classes: int = V) -> tuple[CosineHead | VonMisesFisherHe
     torch.manual_seed(0)
     head = build_head(HEADS[name], hidden_size=D, vocab_size=num_classes)
     with torch.no_grad():
-        head.weight.mul_(torch.rand(num_classes, 1) + 0.5)  # the forward pass normalizes by itself
+        head.weight.mul_(torch.rand(num_classes, 1) + 0.5)  # the forward pass normalizes them
         if name == "vmf_per_class":
             head.log_scale.add_(torch.randn(num_classes))
     return head, 3 * torch.randn(N, D), torch.randint(num_classes, (N,))
@@ -97,55 +96,6 @@ def test_the_polynomials_follow_their_recurrence():
         assert table == polynomial
 
 
-@heads
-def test_gradcheck(name):
-    head, states, labels = make(name, num_classes=4)
-    head.double()
-    names, parameters = zip(*head.named_parameters(), strict=True)
-
-    def loss(states, *values):
-        given = dict(zip(names, values, strict=True))
-        logits = torch.func.functional_call(head, given, (states,))
-        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-
-    inputs = (states.double().requires_grad_(), *parameters)
-    assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
-
-
-@heads
-def test_fused_gradients_are_those_of_the_dense_logits(name):
-    head, states, labels = make(name)
-    states.requires_grad_()
-    inputs = (states, *head.parameters())
-    dense = torch.autograd.grad(head.nll(states, labels).sum(), inputs)
-    fused = torch.autograd.grad(CrossEntropyLoss()(head, states, labels).sum(), inputs)
-    torch.testing.assert_close(fused, dense, rtol=1e-4, atol=1e-6)
-
-
-@heads
-@pytest.mark.parametrize("norm", [0.0, 1.0, 1e4])
-def test_losses_and_gradients_are_finite(name, norm):
-    head, _, labels = make(name)
-    states = (norm * head.weight.detach()[labels]).requires_grad_()
-    loss = head.nll(states, labels)
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    for tensor in (states, *head.parameters()):
-        assert tensor.grad.isfinite().all()
-
-
-@heads
-def test_logits_are_float32_under_autocast_and_in_16_bits(name):
-    head, states, _ = make(name)
-    expected = head(states)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(head(states), expected, rtol=0, atol=0)
-    head.to(torch.bfloat16)
-    assert {p.dtype for p in head.parameters()} == {torch.float32}
-    assert head(states.bfloat16()).dtype == torch.float32
-    assert head.double()(states.double()).dtype == torch.float64
-
-
 def test_prototypes_are_on_the_sphere():
     head, _, _ = make("cosine")
     torch.testing.assert_close(head.prototypes.norm(dim=-1), torch.ones(V))
@@ -174,13 +124,6 @@ def test_settings_rebuild_the_head(name):
         assert again.settings() == head.settings()
 
 
-@heads
-def test_a_head_of_meta_tensors_is_cheap_to_check(name):
-    with torch.device("meta"):
-        head = build_head(HEADS[name], hidden_size=2_882_880, vocab_size=2)
-    assert head.settings()["scale"] == 7.0
-
-
 def test_bad_settings_are_refused():
     for scale in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"scale: expected a number above 0, got {scale}"):
@@ -189,19 +132,3 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match=message):
         VonMisesFisherHead(15, V, per_class=True)
     assert VonMisesFisherHead(15, V).settings()["per_class"] is False
-
-
-@heads
-def test_a_saved_model_keeps_its_scale(name, tmp_path):
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    base = BertForMaskedLM(BertConfig(vocab_size=V, hidden_size=D, **sizes))
-    base.save_pretrained(tmp_path / "base")
-    model = HarmonicForMaskedLM.from_base(str(tmp_path / "base"), head=HEADS[name])
-    if model.dist_head.log_scale is not None:
-        torch.nn.init.normal_(model.dist_head.log_scale, 2.0)
-    model.save_pretrained(tmp_path / "saved")
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path / "saved")
-    assert again.dist_head.settings() == model.dist_head.settings()
-    inputs = {"input_ids": torch.arange(2, 12).view(2, 5), "attention_mask": torch.ones(2, 5)}
-    assert torch.equal(again(**inputs).logits, model(**inputs).logits)

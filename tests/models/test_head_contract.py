@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
 
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import HEADS, build_head
+from harmonic_sft.models import HEADS, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
 from tests.head_variants import VARIANTS, D, V
 
@@ -106,12 +107,16 @@ def test_gradients_are_finite_on_top_of_a_prototype(name):
 
 
 @every_head
-def test_gradients_are_finite_far_out(name):
+@pytest.mark.parametrize("norm", [0.0, 1e4])
+def test_gradients_are_finite_far_out_and_without_a_direction(name, norm):
     head, states, labels = make(name)
-    states = (1e4 * nn.functional.normalize(states, dim=-1)).requires_grad_()
+    states = (norm * nn.functional.normalize(states, dim=-1)).requires_grad_()
     losses = head.nll(states, labels)
     assert losses.isfinite().all()
-    assert all(gradient.isfinite().all() for gradient in gradients(losses, head, states))
+    found = gradients(losses, head, states)
+    assert all(gradient.isfinite().all() for gradient in found)
+    if norm == 0:
+        assert all(gradient.abs().max() < 1e4 for gradient in found)
 
 
 @every_head
@@ -209,6 +214,22 @@ def test_settings_are_checked_without_storage_whatever_the_width(name):
     with torch.device("meta"):
         head = build_head(VARIANTS[name], hidden_size=2_882_880, vocab_size=2)
     assert head.weight.shape == (2, 2_882_880)
+    assert head.settings()["name"] == VARIANTS[name]["name"]
+
+
+@pytest.mark.parametrize(
+    "name", ["dist mahalanobis off the sphere", "vmf per class", "l2", "power"]
+)
+def test_a_saved_model_keeps_its_head(name, tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
+    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone, head=VARIANTS[name])).eval()
+    model.dist_head = make(name)[0]
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    assert again.dist_head.settings() == model.dist_head.settings()
+    input_ids = torch.arange(2, 12).view(2, 5)
+    assert torch.equal(again(input_ids).logits, model(input_ids).logits)
 
 
 @every_head

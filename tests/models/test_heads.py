@@ -1,6 +1,5 @@
 """Heads against plain loops in float64."""
 
-import json
 import math
 import re
 
@@ -14,15 +13,13 @@ D, V, N = 24, 50, 6
 
 
 def definition(hidden_states, prototypes, labels, *, h_exp, eps, unit_sphere):
-    """The harmonic loss as the paper writes it, one float64 difference at a time."""
-    losses = []
+    """The harmonic loss as the paper writes it, by differences in float64."""
+    losses, prototypes = [], prototypes.double()
+    if unit_sphere:
+        prototypes = prototypes / prototypes.norm(dim=-1, keepdim=True)
     for x, label in zip(hidden_states.double(), labels.tolist(), strict=True):
         x = x / x.norm() if unit_sphere else x
-        logits = []
-        for w in prototypes.double():
-            w = w / w.norm() if unit_sphere else w
-            logits.append(h_exp * torch.log((x - w).square().sum() + eps))
-        logits = torch.stack(logits)
+        logits = h_exp * torch.log((x - prototypes).square().sum(-1) + eps)
         others = torch.cat([logits[:label], logits[label + 1 :]])
         # log1p(sum exp) of differences: exact also where the loss is tiny.
         losses.append(torch.log1p(torch.exp(others - logits[label]).sum()))
@@ -61,9 +58,17 @@ def test_harmonic_loss_equals_its_definition(unit_sphere, h_exp):
     )
 
 
-@pytest.mark.parametrize("unit_sphere", [True, False])
-@pytest.mark.parametrize("distance", [0.3, 0.13, 1e-1, 1e-2, 1e-3])
-@pytest.mark.parametrize("near_label", [True, False])
+@pytest.mark.parametrize(
+    ("unit_sphere", "distance", "near_label"),
+    [
+        (True, 0.3, True),
+        (False, 0.3, False),
+        (True, 1e-2, False),
+        (False, 1e-2, True),
+        (True, 1e-3, True),
+        (False, 1e-3, False),
+    ],
+)
 def test_loss_and_gradients_hold_next_to_a_prototype(unit_sphere, distance, near_label):
     """Within `distance` of a norm of the right prototype, or of a wrong one."""
     head, hidden_states, labels = make(unit_sphere, size=(8, 768, 500))
@@ -103,41 +108,6 @@ def test_a_confident_loss_keeps_its_digits():
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("unit_sphere", [True, False])
-def test_gradients_are_finite_on_top_of_a_prototype(unit_sphere):
-    head, _, labels = make(unit_sphere)
-    for prototypes in (labels, (labels + 1) % V):
-        hidden_states = head.weight.detach()[prototypes].clone().requires_grad_()
-        head.nll(hidden_states, labels).sum().backward()
-        assert hidden_states.grad.isfinite().all()
-        assert head.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("unit_sphere", [True, False])
-def test_gradcheck(unit_sphere):
-    head, hidden_states, labels = make(unit_sphere)
-    head.double()
-    hidden_states = hidden_states.double().requires_grad_()
-
-    def loss(states, weight):
-        return torch.func.functional_call(
-            _Nll(head), {"head.weight": weight}, (states, labels), strict=False
-        )
-
-    assert torch.autograd.gradcheck(
-        loss, (hidden_states, head.weight), eps=1e-6, atol=1e-5, fast_mode=True
-    )
-
-
-class _Nll(torch.nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-
-    def forward(self, hidden_states, labels):
-        return self.head.nll(hidden_states, labels)
-
-
 def test_prototype_gradients_are_tangent_to_the_sphere():
     head, hidden_states, labels = make(True, size=(40, D, V))
     with torch.no_grad():
@@ -145,26 +115,6 @@ def test_prototype_gradients_are_tangent_to_the_sphere():
     head.nll(hidden_states, labels).sum().backward()
     radial = (head.weight.grad * F.normalize(head.weight, dim=-1)).sum(-1)
     assert radial.abs().max() < 1e-5 * head.weight.grad.norm(dim=-1).max()
-
-
-def test_logits_are_float32_under_autocast_and_after_a_cast():
-    for name in HEADS:
-        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
-        states = torch.randn(N, D)
-        expected = head(states)
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(head(states), expected, rtol=1e-6, atol=1e-6)
-        head = head.to(torch.bfloat16)
-        assert head.weight.dtype == torch.float32
-        logits = head(states.bfloat16())
-        assert logits.dtype == torch.float32
-        expected = head(states.bfloat16().float())
-        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_float64_states_are_not_rounded():
-    head, states, labels = make(True)
-    assert head.double().nll(states.double(), labels).dtype == torch.float64
 
 
 def test_initialization_normalizes_and_gives_empty_rows_a_direction():
@@ -198,34 +148,6 @@ def test_many_near_pairs_stay_finite():
     assert states.grad.isfinite().all()
 
 
-def test_permuted_tokens_give_permuted_logits():
-    for name in HEADS:
-        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
-        states, order = torch.randn(N, D), torch.randperm(V)
-        expected = head(states)[:, order]
-        with torch.no_grad():
-            head.weight.copy_(head.weight[order].clone())
-        torch.testing.assert_close(head(states), expected)
-
-
-def test_no_rows_give_no_losses_with_a_gradient():
-    for name in HEADS:
-        head = build_head({"name": name}, hidden_size=D, vocab_size=V)
-        loss = head.nll(torch.zeros(0, D), torch.zeros(0, dtype=torch.long)).sum()
-        loss.backward()
-        assert loss.item() == 0
-        assert head.weight.grad.abs().max() == 0
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_settings_round_trip_through_json(name):
-    head = build_head({"name": name}, hidden_size=D, vocab_size=V)
-    settings = json.loads(json.dumps(head.settings()))
-    again = build_head(settings, hidden_size=D, vocab_size=V)
-    assert type(again) is HEADS[name]
-    assert again.settings() == head.settings()
-
-
 def test_linear_head_is_the_ordinary_one():
     head = LinearHead(D, V)
     states = torch.randn(N, D)
@@ -237,6 +159,10 @@ def test_linear_head_is_the_ordinary_one():
 
 def test_bad_settings_are_refused():
     sizes = {"hidden_size": D, "vocab_size": V}
+    for empty in sizes:
+        message = rf"head: expected at least one dimension and one class, got .*{empty} 0"
+        with pytest.raises(ValueError, match=message):
+            build_head({"name": "dist"}, **{**sizes, empty: 0})
     names = re.escape(str(sorted(HEADS)))
     with pytest.raises(ValueError, match=f"head name: expected one of {names}, got 'dit'"):
         build_head({"name": "dit"}, **sizes)

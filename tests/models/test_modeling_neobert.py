@@ -343,3 +343,98 @@ def test_bad_inputs_are_refused(load):
     boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="position_ids: expected one per token beside cu_seq_lens"):
         model(ids[:, :5], cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attention_mask: expected None beside packed"):
+        model(ids[:, :4], torch.ones(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+@both_attentions
+@torch.no_grad()
+def test_no_mask_is_a_mask_of_ones(load, attention):
+    model, inputs = load(attention), tensors("inputs_nopad")
+    without = model(input_ids=inputs["input_ids"]).logits
+    assert difference(without, model(**inputs).logits) < 1e-5
+    assert difference(without, tensors("outputs_nopad")["logits"]) < 1e-4
+
+
+@torch.no_grad()
+def test_masks_of_any_dtype_mean_the_same(load):
+    model, inputs = load(), tensors("inputs")
+    expected = model(**inputs).logits
+    for dtype in (torch.bool, torch.float32):
+        mask = inputs["attention_mask"].to(dtype)
+        assert torch.equal(model(inputs["input_ids"], attention_mask=mask).logits, expected)
+
+
+@both_attentions
+@torch.no_grad()
+def test_padding_changes_nothing_but_itself(load, attention):
+    model, inputs = load(attention), tensors("inputs")
+    padded = model(**inputs).logits
+    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        alone = model(inputs["input_ids"][row : row + 1, :length]).logits[0]
+        assert difference(padded[row, :length], alone) < 1e-5
+
+
+@torch.no_grad()
+def test_only_differences_of_positions_matter(load):
+    model, inputs = load(), tensors("inputs")
+    shifted = model(**inputs, position_ids=torch.arange(23)[None] + 40).logits
+    assert difference(shifted, model(**inputs).logits) < 1e-4
+
+
+def packed_and_padded(padding: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, slice]]]:
+    """The documents of the fixture in two rows: ids, positions, mask, and where each one lies."""
+    inputs = tensors("inputs")
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    rows = [[0, 1], [3, 2]]
+    width = max(sum(lengths[document] for document in row) for row in rows) + padding
+    input_ids, position_ids, mask = torch.zeros(3, 2, width, dtype=torch.long)
+    places = [(0, slice(0))] * 4
+    for row, documents in enumerate(rows):
+        start = 0
+        for document in documents:
+            place = slice(start, start + lengths[document])
+            input_ids[row, place] = inputs["input_ids"][document, : lengths[document]]
+            position_ids[row, place] = torch.arange(lengths[document])
+            mask[row, place] = 1
+            places[document] = (row, place)
+            start = place.stop
+        position_ids[row, start:] = torch.arange(width - start)
+    return input_ids, position_ids, mask, places
+
+
+@pytest.mark.parametrize(("attention", "with_mask"), [("sdpa", True), ("eager", False)])
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(load, attention, with_mask):
+    model = load(attention)
+    expected = model(**tensors("inputs")).logits
+    input_ids, position_ids, mask, places = packed_and_padded(padding=3)
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    if with_mask:
+        inputs["attention_mask"] = mask
+    logits = model(**inputs).logits
+    assert logits.isfinite().all()
+    for document, (row, place) in enumerate(places):
+        length = place.stop - place.start
+        assert difference(logits[row, place], expected[document, :length]) < 1e-5
+
+
+@torch.no_grad()
+def test_a_packed_row_may_be_longer_than_the_model(load):
+    model, input_ids = load(), tensors("inputs_nopad")["input_ids"]
+    position_ids = torch.arange(64).repeat(2)[None]
+    logits = model(input_ids.reshape(1, 128), position_ids=position_ids).logits
+    assert difference(logits.view(2, 64, -1), tensors("outputs_nopad")["logits"]) < 1e-4
+    with pytest.raises(ValueError, match="sequence length: expected at most 64 tokens"):
+        model(input_ids.reshape(1, 128), position_ids=torch.arange(128)[None])
+
+
+def test_packed_gradients_are_finite_with_padding(load):
+    model = load()
+    input_ids, position_ids, mask, _ = packed_and_padded(padding=3)
+    labels = input_ids.masked_fill(mask == 0, -100)
+    model(input_ids, attention_mask=mask, position_ids=position_ids, labels=labels).loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()

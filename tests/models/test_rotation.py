@@ -147,8 +147,12 @@ def test_reset_parameters_starts_again_at_the_identity():
 
 
 SIZES = {
-    **{"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"intermediate_size": 16, "max_position_embeddings": 16},
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
 }
 INPUTS = {"input_ids": torch.arange(5, 17).view(2, 6)}
 

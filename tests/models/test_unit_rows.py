@@ -15,9 +15,17 @@ def test_it_is_normalize_with_its_gradient():
     assert torch.autograd.gradcheck(unit_rows, (rows,))
 
 
-def test_a_row_of_zeros_stays_finite():
-    rows = torch.zeros(2, 3, requires_grad=True)
+def test_a_row_without_a_direction_is_zero_and_gets_no_gradient():
+    rows = torch.tensor([[0.0] * 3, [1e-13] * 3], requires_grad=True)
     unit = unit_rows(rows)
-    assert unit.tolist() == [[0.0] * 3] * 2
     unit.sum().backward()
-    assert rows.grad.isfinite().all()
+    assert unit.tolist() == rows.grad.tolist() == [[0.0] * 3] * 2
+
+
+def test_autocast_changes_no_gradient():
+    rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    upstream = torch.linspace(-1, 1, 28).view(7, 4)
+    (expected,) = torch.autograd.grad(unit_rows(rows), rows, upstream)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(unit_rows(rows), rows, upstream)
+    assert torch.equal(found, expected)

@@ -20,9 +20,8 @@ def problem(num_tokens=7):
     return head, states, torch.randint(V, (num_tokens,))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 100, None])
-@pytest.mark.parametrize("uniform", [True, False])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, None])
+@pytest.mark.parametrize(("uniform", "share"), [(True, True), (False, True), (True, False)])
 def test_chunks_give_the_loss_and_the_gradients_of_the_whole(rows, uniform, share):
     head, states, labels = problem()
     source = torch.randn(D, dtype=torch.float64, requires_grad=True)

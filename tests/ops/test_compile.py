@@ -93,8 +93,9 @@ def test_compiled_and_eager_give_the_same(option, kind):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduction", ["sum", "mean", "weights"])
+@pytest.mark.parametrize(
+    ("reduction", "kind"), [("sum", "euclidean"), ("mean", "sphere"), ("weights", "linear")]
+)
 def test_a_compiled_reduction_gives_the_same_gradients(reduction, kind):
     hidden_states, prototypes, labels = make_inputs()
     weights = {"sum": 1.0, "mean": 1 / 6, "weights": torch.linspace(-1, 2, 6)}[reduction]
@@ -105,7 +106,7 @@ def test_a_compiled_reduction_gives_the_same_gradients(reduction, kind):
         else:
             sphere = kind == "sphere"
             loss = distance_cross_entropy(
-                *(hidden_states, prototypes, labels), h_exp=-3.0, unit_sphere=sphere
+                hidden_states, prototypes, labels, h_exp=-3.0, unit_sphere=sphere
             )
         return loss.mean() if reduction == "mean" else (loss * weights).sum()
 

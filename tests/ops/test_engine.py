@@ -1,5 +1,6 @@
 """What the loop over chunks promises beyond agreement with dense logits."""
 
+import inspect
 import subprocess
 import sys
 
@@ -165,22 +166,28 @@ def test_bfloat16_products_are_made_where_a_processor_has_them(there, monkeypatc
     assert torch.equal(*found) == (not there)
 
 
-RUN = """
-import hashlib, torch
-from harmonic_sft.ops import distance_cross_entropy
-torch.set_num_threads(2)
-torch.manual_seed(0)
-x, w = torch.randn(300, 32, requires_grad=True), torch.randn(5000, 32, requires_grad=True)
-labels = torch.randint(5000, (300,))
-distance_cross_entropy(x, w, labels, h_exp=-11.7, reduction="sum").backward()
-print(hashlib.sha256(x.grad.numpy().tobytes() + w.grad.numpy().tobytes()).hexdigest())
-"""
+def digest():
+    import hashlib
+
+    import torch
+
+    from harmonic_sft.ops import distance_cross_entropy
+
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    x, w = torch.randn(300, 32, requires_grad=True), torch.randn(5000, 32, requires_grad=True)
+    labels = torch.randint(5000, (300,))
+    distance_cross_entropy(x, w, labels, h_exp=-11.7, reduction="sum").backward()
+    return hashlib.sha256(x.grad.numpy().tobytes() + w.grad.numpy().tobytes()).hexdigest()
 
 
 def test_processes_side_by_side_make_the_same_bits():
     """No clock decides: two processes that hinder each other."""
-    command = [sys.executable, "-c", RUN]
-    crowd = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    first, second = (process.communicate(timeout=300)[0] for process in crowd)
-    assert len(first.strip()) == 64
-    assert first == second
+    program = f"import harmonic_sft.ops\nprint()\n{inspect.getsource(digest)}\nprint(digest())"
+    command, threads = [sys.executable, "-u", "-c", program], torch.get_num_threads()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()  # it has been imported
+        mine = {digest() for _ in range(3)}
+        theirs = other.stdout.readline().strip()
+    torch.set_num_threads(threads)
+    assert mine == {theirs}

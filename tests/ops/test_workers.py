@@ -32,7 +32,9 @@ def loss_of(hidden_states, prototypes, labels, kind="sphere", **settings):
     if kind == "linear":
         return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
     return distance_cross_entropy(
-        *(hidden_states, prototypes, labels),
+        hidden_states,
+        prototypes,
+        labels,
         h_exp=-3.5,
         unit_sphere=kind == "sphere",
         options=options,
@@ -109,8 +111,11 @@ def test_one_worker_needs_no_pool():
     assert seen == [0]
 
 
+SETTINGS = [{}, {"gradients": "recompute", "label_smoothing": 0.1}]
+
+
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("settings", [{}, {"gradients": "recompute"}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_of_threads_hardly_changes_results(kind, settings):
     found = []
@@ -123,7 +128,7 @@ def test_the_number_of_threads_hardly_changes_results(kind, settings):
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradients": "recompute"}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_runs_are_equal_to_the_last_bit(kind, settings):
     for first, second in zip(run(kind, **settings), run(kind, **settings), strict=True):
