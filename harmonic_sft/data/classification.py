@@ -54,6 +54,7 @@ def load_labeled_data(
     max_positions: int,
     seed: int,
     labels: Sequence[str] | None = None,
+    eval_only: bool = False,
 ) -> LabeledData:
     """Load, split and tokenize the labeled rows of a run; a longer text is cut.
 
@@ -67,6 +68,7 @@ def load_labeled_data(
         seed: Of the choice of evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
+        eval_only: Evaluate on all rows of the sources.
 
     Returns:
         Training and evaluation sets, and the classes.
@@ -88,7 +90,9 @@ def load_labeled_data(
         for index, source in enumerate(config.sources)
         for row in _read(source, f"data.sources[{index}]", config.label_column, task, bad_rows)
     ]
-    if config.eval.source is not None:
+    if eval_only:
+        train = held_out = rows
+    elif config.eval.source is not None:
         train = rows
         held_out = _read(
             config.eval.source, "data.eval.source", config.label_column, task, bad_rows

@@ -70,6 +70,7 @@ def load_data(
     max_positions: int,
     seed: int,
     is_causal: bool = False,
+    eval_only: bool = False,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
 
@@ -81,6 +82,7 @@ def load_data(
         seed: Of the masks, of the choice of the evaluation documents, and of a stream's order.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
+        eval_only: Evaluate on all documents; those of streams are split all the same.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -118,9 +120,11 @@ def load_data(
             **shared,
         )
     rows = _table_rows(opened, config, bad_rows)
-    rows, held_out, num_documents = split_table(
-        rows, eval_documents=config.eval.documents, seed=seed
-    )
+    held_out, num_documents = rows, 0
+    if not eval_only:
+        rows, held_out, num_documents = split_table(
+            rows, eval_documents=config.eval.documents, seed=seed
+        )
     packs = rate = None
     if config.packing:
         lengths = row_lengths(rows)

@@ -164,6 +164,7 @@ def load_task_data(
     max_positions: int,
     seed: int,
     labels: list[str] | None = None,
+    eval_only: bool = False,
 ) -> LoadedData | LabeledData:
     """Load the data of a task.
 
@@ -175,12 +176,14 @@ def load_task_data(
         max_positions: Longest row the model takes, in tokens.
         seed: Of masks and order.
         labels: A classifier's classes; None is those of the data.
+        eval_only: Evaluate on all of the sources, holding nothing back to train on.
     """
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "max_positions": max_positions,
         "seed": seed,
+        "eval_only": eval_only,
     }
     if task == "sequence_classification" or task == "token_classification":
         return load_labeled_data(config, task=task, labels=labels, **shared)
