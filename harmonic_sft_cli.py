@@ -44,6 +44,7 @@ EXAMPLES = {
     "eval": """
         harmonic-sft eval runs/mine
         harmonic-sft eval runs/mine data=other.txt
+        harmonic-sft eval runs/mine data=other.txt --per-document losses.jsonl
     """,
     "compare": """
         harmonic-sft compare runs/demo runs/demo_linear
@@ -209,7 +210,18 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "eval", "evaluate a trained model")
     command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="data=PATH scores all of other data; more key=value pairs replace values of the run",
+    )
+    command.add_argument(
+        "--per-document",
+        type=Path,
+        metavar="FILE",
+        help="also write the loss of every document, one line of JSON each",
+    )
 
     command = _command(commands, "compare", "compare finished runs in one table")
     command.add_argument(

@@ -125,7 +125,7 @@ def _config(options: argparse.Namespace) -> None:
 def _eval(options: argparse.Namespace) -> None:
     from harmonic_sft.training.evaluation import evaluate_folder
 
-    evaluate_folder(options.folder, options.overrides)
+    evaluate_folder(options.folder, options.overrides, options.per_document)
 
 
 def _compare(options: argparse.Namespace) -> None:
