@@ -21,6 +21,7 @@ from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig, Head
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import HExpFit, apply_fit_, measure_swap
 from harmonic_sft.training.loading import load_model, load_run_data
@@ -302,7 +303,7 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
 
 
 def _data_results(ready: Ready) -> dict[str, Any]:
-    """Return what was left out, by all processes, and how full packed rows are."""
+    """Return what was left out, by all processes, how full packs are, and what is evaluated on."""
     trainer = ready.trainer
     found = [
         (stream, max(snapshot["skipped"], trainer.skipped.get(int(stream), 0)), snapshot["reasons"])
@@ -319,6 +320,7 @@ def _data_results(ready: Ready) -> dict[str, Any]:
         "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
         "fill_rate": ready.data.fill_rate,
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
+        "eval_sha256": fingerprint(ready.data.eval),
     }
 
 
