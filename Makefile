@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # "All" leaves out what needs a GPU, the network, or packages of its own.
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-.PHONY: demo demo-compare test test-all test-quantized check size clean
+.PHONY: demo demo-compare test test-all test-quantized wheel-test check size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -38,6 +38,11 @@ test-all: $(INSTALLED)
 
 test-quantized: $(INSTALLED) $(QUANTIZED)/.installed
 	PYTHONPATH="$(CURDIR)/$(QUANTIZED)" $(BIN)/python -m pytest -m quantized
+
+# Builds wheel and sdist, installs the wheel into an environment of its own that links torch and the
+# other requirements from .venv, and trains two steps of the demo there, in another folder.
+wheel-test: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 check: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files

@@ -1,12 +1,63 @@
 """The command `harmonic-sft`: its arguments, read before the package and PyTorch are imported."""
 
 import argparse
+import difflib
+import platform
 import sys
+import textwrap
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
+TASKS = ["masked_lm", "causal_lm", "sequence_classification", "token_classification"]
+EXAMPLES = {
+    "": """
+        harmonic-sft init                          list the shipped configurations
+        harmonic-sft train demo                    train one of them
+        harmonic-sft train --model roberta-base --dataset my.txt
+        harmonic-sft COMMAND --help                options and examples of one command
+    """,
+    "train": """
+        harmonic-sft train demo
+        harmonic-sft train my.yaml training.max_steps=100 h_exp.end=-8.0
+        harmonic-sft train my.yaml --dry-run
+        harmonic-sft train my.yaml resume=true
+        harmonic-sft train --model roberta-base --dataset my.txt h_exp=-12.0
+        harmonic-sft train --model roberta-base --dataset my.txt --head linear
+    """,
+    "init": """
+        harmonic-sft init
+        harmonic-sft init neobert > my.yaml
+    """,
+    "config": """
+        harmonic-sft config
+        harmonic-sft config data.mask
+        harmonic-sft config head.dist
+        harmonic-sft config training.learning_rate
+    """,
+    "data": """
+        harmonic-sft data my.yaml
+        harmonic-sft data my.yaml data.packing=true --row 3
+    """,
+    "eval": """
+        harmonic-sft eval runs/mine
+        harmonic-sft eval runs/mine data=other.txt
+        harmonic-sft eval runs/mine data=other.txt --per-document losses.jsonl
+    """,
+    "compare": """
+        harmonic-sft compare runs/demo runs/demo_linear
+        harmonic-sft compare runs/demo runs/demo_linear --figure comparison.png
+    """,
+    "push": """
+        harmonic-sft push runs/mine --repo-id me/mine
+        harmonic-sft push runs/mine --repo-id me/mine --form head --private
+    """,
+    "export": """
+        harmonic-sft export runs/mine --output mine-linear
+    """,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         _take_overrides(parser, options, rest)
     try:
+        if options.command == "init":
+            return _init(options.name)
+        if options.command == "train":
+            _check_flags(parser, options)
+        if "config" in options and options.config is not None:
+            options.config, options.shipped = _find_config(options.config)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    try:
         from harmonic_sft.cli import run_command
 
         return run_command(options)
@@ -30,6 +91,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resume = " Add resume=true to continue." if options.command == "train" else ""
         sys.stderr.write(f"\nInterrupted.{resume}\n")
         return INTERRUPTED
+
+
+def configurations() -> dict[str, Path]:
+    """Return the run files that come with the package by name, such as `causal/small_gpt`."""
+    here = Path(__file__).parent
+    installed = here / "harmonic_sft" / "configs"
+    folder = installed if installed.is_dir() else here / "configs"  # of a clone
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.yaml"))]
+    runs = [path for path in paths if path.parts[0] != "accelerate"]
+    return {path.with_suffix("").as_posix(): folder / path for path in runs}
+
+
+def _check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Take either a file or a model with data; without a file its place holds an override."""
+    if options.model is None and options.dataset is None:
+        if options.config is None:
+            parser.error("train: expected a file, or --model and --dataset, got neither")
+        for flag in ("head", "task", "output"):
+            if vars(options)[flag] is not None:
+                parser.error(f"train: expected --{flag} beside --model, got it beside a file")
+        return
+    if options.model is None or options.dataset is None:
+        parser.error("train: expected --model and --dataset together, got one of them")
+    if options.config is not None and "=" not in options.config:
+        parser.error(f"train: expected a file or --model, got both: {options.config}")
+    if options.config is not None:
+        options.overrides.insert(0, options.config)
+        options.config = None
+
+
+def _find_config(word: str) -> tuple[Path, dict[str, Path]]:
+    """Return the file that a word names, and where it is a shipped configuration all of these."""
+    if Path(word).is_file() or Path(word).suffix:
+        return Path(word), {}
+    shipped = configurations()
+    return _shipped(word, shipped), shipped
+
+
+def _shipped(name: str, shipped: dict[str, Path]) -> Path:
+    if name not in shipped:
+        nearest = difflib.get_close_matches(name, shipped, 1)
+        hint = f"Did you mean {nearest[0]!r}?" if nearest else "`harmonic-sft init` lists them"
+        raise ValueError(
+            f"config file: expected a file or a shipped configuration, got {name!r}. {hint}"
+        )
+    return shipped[name]
+
+
+def _init(name: str | None) -> int:
+    """Print a shipped configuration, or what there is."""
+    shipped = configurations()
+    if name is not None:
+        sys.stdout.write(_shipped(name, shipped).read_text(encoding="utf-8"))
+        return 0
+    width = 2 + max(map(len, shipped))
+    for known, path in shipped.items():
+        purpose = path.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
+        line = f"{known:{width}}{purpose}"
+        sys.stdout.write(f"{textwrap.fill(line, 80, subsequent_indent=' ' * width)}\n")
+    sys.stdout.write("\nPrint one:  harmonic-sft init NAME > my.yaml\n")
+    sys.stdout.write("Train one:  harmonic-sft train NAME\n")
+    return 0
 
 
 def _take_overrides(
@@ -43,35 +166,121 @@ def _take_overrides(
     options.overrides += rest
 
 
+def _version() -> str:
+    """Return what a bug report needs: this package, Python, PyTorch and transformers."""
+    found = []
+    for package in ("harmonic-sft", "torch", "transformers"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} (not installed)")
+    return f"{found[0]} ({', '.join(found[1:])}, Python {platform.python_version()})"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="harmonic-sft", description="Fine-tune models with a geometry-aware output head."
+        prog="harmonic-sft",
+        description="Fine-tune models with a geometry-aware output head.",
+        epilog=_examples(""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser("train", help="train the model that a YAML file describes")
-    _add_config(command)
+    command = _command(
+        commands, "train", "train the model of a YAML file, or of --model and --dataset"
+    )
+    _add_config(command, nargs="?")
+    _add_flags(command)
     command.add_argument(
         "--dry-run",
         action="store_true",
         help="print the configuration, the parameters and the memory they need, and train nothing",
     )
 
-    command = commands.add_parser("data", help="show the data of a run without loading its model")
+    command = _command(commands, "init", "list or print the configurations that are shipped")
+    command.add_argument("name", nargs="?", metavar="NAME", help="which one to print")
+
+    command = _command(commands, "config", "explain the keys of a configuration")
+    command.add_argument("key", nargs="?", metavar="KEY", help="a key, a section, or a name in it")
+
+    command = _command(commands, "data", "show the data of a run without loading its model")
     _add_config(command)
     command.add_argument("--row", type=int, default=0, help="which row to print; default: 0")
 
-    command = commands.add_parser("eval", help="evaluate a trained model")
+    command = _command(commands, "eval", "evaluate a trained model")
     command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="data=PATH scores all of other data; more key=value pairs replace values of the run",
+    )
+    command.add_argument(
+        "--per-document",
+        type=Path,
+        metavar="FILE",
+        help="also write the loss of every document, one line of JSON each",
+    )
 
-    command = commands.add_parser("compare", help="compare finished runs in one table")
+    command = _command(commands, "compare", "compare finished runs in one table")
     command.add_argument(
         "folders", nargs="+", type=Path, metavar="RUN", help="the output folder of a finished run"
     )
     command.add_argument("--figure", type=Path, help="also draw the comparison into this file")
 
-    command = commands.add_parser("push", help="publish a run on the Hub")
+    _add_push(_command(commands, "push", "publish a run on the Hub"))
+
+    command = _command(commands, "export", "convert a head to one that other engines know")
+    command.add_argument("folder", type=Path, metavar="RUN", help="the output folder of a run")
+    command.add_argument("--to", choices=["linear"], default="linear", help="the kind of head")
+    command.add_argument("--output", type=Path, help="a new folder; default: RUN-linear")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=_examples(name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--debug", action="store_true", help="show where an error comes from")
+    return command
+
+
+def _examples(name: str) -> str:
+    return f"examples:\n{textwrap.indent(textwrap.dedent(EXAMPLES[name]).strip(), '  ')}"
+
+
+def _add_config(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    command.add_argument(
+        "config", nargs=nargs, help="the YAML file of the run, or the name of a shipped one"
+    )
+    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+
+def _add_flags(command: argparse.ArgumentParser) -> None:
+    flags = command.add_argument_group(
+        "without a file",
+        "The NeoBERT recipe on any model and data; key=value pairs change it.",
+    )
+    flags.add_argument("--model", metavar="NAME", help="the base: a name on the Hub, or a folder")
+    flags.add_argument(
+        "--dataset", metavar="NAME_OR_PATH", help="a file, a folder, or a data set on the Hub"
+    )
+    flags.add_argument("--head", metavar="NAME", help="the output head; default: dist")
+    flags.add_argument(
+        "--task",
+        choices=TASKS,
+        metavar="TASK",
+        help="one of " + ", ".join(TASKS),
+    )
+    flags.add_argument("--output", metavar="DIR", help="default: runs/NAME-HEAD")
+
+
+def _add_push(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, metavar="RUN", help="an output folder or checkpoint")
     command.add_argument("--repo-id", required=True, metavar="OWNER/NAME", help="the repository")
     command.add_argument(
@@ -88,17 +297,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--force", action="store_true", help="replace a model of another kind in the repository"
     )
-
-    command = commands.add_parser("export", help="convert a head to one that other engines know")
-    command.add_argument("folder", type=Path, metavar="RUN", help="the output folder of a run")
-    command.add_argument("--to", choices=["linear"], default="linear", help="the kind of head")
-    command.add_argument("--output", type=Path, help="a new folder; default: RUN-linear")
-    return parser
-
-
-def _add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("config", type=Path, help="the YAML file of the run")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+import harmonic_sft._minimum  # noqa: F401  (before what an older transformers does not have)
 from harmonic_sft.models import (
     HEADS,
     CosineHead,

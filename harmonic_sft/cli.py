@@ -4,8 +4,15 @@ import argparse
 import logging
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging as transformers_logging
+
+if TYPE_CHECKING:
+    from harmonic_sft.training.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -19,29 +26,35 @@ def run_command(options: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_warning()
     try:
         COMMANDS[options.command](options)
-    except (ValueError, OSError) as error:
-        return _report(error)
-    except RuntimeError as error:
-        from harmonic_sft.hub import PushError
-        from harmonic_sft.training.callbacks import StoppedError
-
-        if not isinstance(error, PushError | StoppedError):
+    except (ValueError, OSError, RuntimeError) as error:
+        if options.debug or not _is_ours(error):
             raise
-        return _report(error)
+        rank = os.environ.get("RANK", "0")
+        where = f" in process {rank}" if rank != "0" else ""
+        sys.stdout.flush()  # tables that were printed before stand before the error
+        sys.stderr.write(f"error{where}: {error}\n")
+        return 1
     return 0
 
 
-def _report(error: Exception) -> int:
-    rank = os.environ.get("RANK", "0")
-    where = f" in process {rank}" if rank != "0" else ""
-    sys.stderr.write(f"error{where}: {error}\n")
-    return 1
+def _is_ours(error: Exception) -> bool:
+    """Whether an error speaks to the user; other RuntimeErrors are bugs."""
+    if not isinstance(error, RuntimeError):
+        return True
+    from harmonic_sft.hub import PushError
+    from harmonic_sft.training.callbacks import StoppedError
+
+    return isinstance(error, PushError | StoppedError)
 
 
 def _train(options: argparse.Namespace) -> None:
-    from harmonic_sft.training.run_config import load_run_config
+    from harmonic_sft.config import apply_overrides, parse
+    from harmonic_sft.training.run_config import RunConfig, load_run_config
 
-    run = load_run_config(options.config, options.overrides)
+    if options.config is None:
+        run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
+    else:
+        run = load_run_config(options.config, options.overrides)
     # Only now what takes seconds to import: a mistyped key is reported before.
     if options.dry_run:
         from harmonic_sft.training.preview import dry_run
@@ -50,7 +63,48 @@ def _train(options: argparse.Namespace) -> None:
     else:
         from harmonic_sft.training.run import train
 
+        if options.config is not None:
+            _make_base(run, options.shipped)
         train(run)
+
+
+def _make_base(run: "RunConfig", shipped: dict[str, Path]) -> None:
+    """Train the base of a shipped configuration first, where another shipped one makes it."""
+    from harmonic_sft.training.output_folder import check_output_folder
+    from harmonic_sft.training.run import train
+    from harmonic_sft.training.run_config import load_run_config
+
+    base = Path(run.model.base)
+    if base.parent != Path("runs") or base.name not in shipped or (base / "config.json").is_file():
+        return
+    check_output_folder(run)  # now, not after the minutes that the base takes
+    logger.info("The base %s does not exist yet. The shipped %s makes it first.", base, base.name)
+    train(load_run_config(shipped[base.name], ["resume=true"]))
+
+
+def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the file of a run without one would hold: the NeoBERT recipe."""
+    task, head = options.task or "masked_lm", options.head or "dist"
+    base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
+    classifies = task in ("sequence_classification", "token_classification")
+    label = {"label_column": "label" if task == "sequence_classification" else "labels"}
+    h_exp = {"h_exp": {"start": -12.0, "end": -12.0 if classifies else -4.0}}
+    return {
+        "model": {"base": options.model, "task": task},
+        "head": {"name": head, **({"init": "class_means"} if classifies else {})},
+        **(h_exp if head == "dist" else {}),
+        "loss": {"name": "harmonic" if head == "dist" else "cross_entropy"},
+        "data": {
+            "sources": [{"path": options.dataset}],
+            "context_length": 512,
+            "eval": {"documents": 64},
+            **(label if classifies else {}),
+        },
+        "training": {
+            "output_dir": options.output or f"runs/{base}-{head}",
+            "num_train_epochs": 1.0,
+        },
+    }
 
 
 def _data(options: argparse.Namespace) -> None:
@@ -62,10 +116,16 @@ def _data(options: argparse.Namespace) -> None:
     show_data(run, row=options.row)
 
 
+def _config(options: argparse.Namespace) -> None:
+    from harmonic_sft.training.key_help import explain
+
+    sys.stdout.write(f"{explain(options.key)}\n")
+
+
 def _eval(options: argparse.Namespace) -> None:
     from harmonic_sft.training.evaluation import evaluate_folder
 
-    evaluate_folder(options.folder, options.overrides)
+    evaluate_folder(options.folder, options.overrides, options.per_document)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -102,6 +162,7 @@ def _export(options: argparse.Namespace) -> None:
 
 COMMANDS = {
     "train": _train,
+    "config": _config,
     "data": _data,
     "eval": _eval,
     "compare": _compare,

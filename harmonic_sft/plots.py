@@ -110,7 +110,7 @@ def new_figure(width: float, height: float) -> "Figure":
     except ImportError as error:
         raise ValueError(
             "matplotlib: expected an installed package, got none. "
-            "Install it with: pip install 'harmonic-sft[plots]'"
+            "Install it with: pip install matplotlib"
         ) from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 

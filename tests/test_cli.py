@@ -1,16 +1,22 @@
 """The command line: exit codes, one-line errors, entry points, and what is imported when."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
-from harmonic_sft_cli import main
+import harmonic_sft
+from harmonic_sft.config import to_plain
+from harmonic_sft.training.run_config import RunConfig, load_run_config
+from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
+COMMANDS = ("train", "init", "config", "data", "eval", "compare", "push", "export")
 NO_TORCH = """
 import sys
 import harmonic_sft_cli
@@ -23,7 +29,9 @@ MISTYPED = """
 import sys, time
 import harmonic_sft
 begin = time.process_time()
-from harmonic_sft_cli import main
+from harmonic_sft.config import to_plain
+from harmonic_sft.training.run_config import RunConfig, load_run_config
+from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
 for override in ("modle.base=x", "data.mask.probabilty=0.1", "head.epss=1", "loss.impll=fused"):
     assert main(["train", sys.argv[1], override]) == 1
 print(time.process_time() - begin)
@@ -44,8 +52,148 @@ def test_help_names_the_commands_and_imports_no_torch():
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout
     done = run_python("-m", "harmonic_sft_cli", "--help")
-    for command in ("train", "data", "eval", "compare", "push", "export"):
+    for command in COMMANDS:
         assert f"\n    {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_help_has_examples_that_can_be_typed(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"] if command else ["--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    lines = [line.strip() for line in EXAMPLES[command].strip().splitlines()]
+    assert all(f"  {line}" in printed for line in lines)
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    for line in lines:
+        words = shlex.split(line.partition("   ")[0].partition(" > ")[0])
+        assert words.pop(0) == "harmonic-sft"
+        if words[0] != "COMMAND":
+            assert words[0] == command or not command
+            _parser().parse_args(words)
+
+
+def test_version_names_what_a_bug_report_needs(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"harmonic-sft {harmonic_sft.__version__} (torch ")
+    assert f"transformers {transformers.__version__}" in printed
+
+
+def test_init_lists_and_prints_the_shipped_configurations(capsys):
+    assert main(["init"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{name}  " in listed for name in configurations())
+    assert all(len(line) <= 80 for line in listed.splitlines())
+    assert "The main job: NeoBERT with a harmonic head" in listed
+    assert main(["init", "neobert"]) == 0
+    assert capsys.readouterr().out == (ROOT / "configs" / "neobert.yaml").read_text()
+    assert main(["init", "neobort"]) == 1
+    message = "error: config file: expected a file or a shipped configuration, got 'neobort'. "
+    assert capsys.readouterr().err == f"{message}Did you mean 'neobert'?\n"
+    assert main(["train", "other"]) == 1
+    assert "`harmonic-sft init` lists them" in capsys.readouterr().err
+
+
+def test_config_explains_keys(capsys):
+    assert main(["config", "data.mask.probability"]) == 0
+    assert capsys.readouterr().out.startswith("data.mask.probability: share of the ordinary tokens")
+    assert main(["config", "data.msk"]) == 1
+    assert "Did you mean 'mask'?" in capsys.readouterr().err
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path):
+    with pytest.raises(ValueError, match="config file: expected an existing file"):
+        main(["train", str(tmp_path / "no.yaml"), "--debug"])
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs that are started while a test runs; a run leaves a config.json."""
+    started = []
+
+    def train(run):
+        started.append(run)
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        (run.output_dir / "config.json").touch()
+
+    monkeypatch.setattr("harmonic_sft.training.run.train", train)
+    return started
+
+
+def test_a_shipped_configuration_makes_its_base_first(runs, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    assert main(["train", "demo", "training.max_steps=2"]) == 0
+    assert [str(run.output_dir) for run in runs] == ["runs/demo_base", "runs/demo"]
+    assert [run.training["max_steps"] for run in runs] == [400, 2]
+    assert "The base runs/demo_base does not exist yet. The shipped demo_base" in caplog.text
+    assert main(["train", "demo_linear"]) == 0  # the base is there
+    assert [str(run.output_dir) for run in runs[2:]] == ["runs/demo_linear"]
+
+
+def test_a_file_of_ones_own_makes_no_base(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(DEMO)]) == 0
+    assert [str(run.output_dir) for run in runs] == ["runs/demo"]
+
+
+def test_a_taken_output_folder_is_reported_before_the_base_is_made(
+    runs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "thesis.txt").touch()
+    assert main(["train", "demo"]) == 1
+    assert "expected an empty folder, got 'runs/demo'" in capsys.readouterr().err
+    assert not runs
+
+
+def test_a_run_without_a_file_is_the_recipe(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", "FacebookAI/roberta-base", "--dataset", "my.txt"]
+    assert main(["train", "h_exp.end=-8.0", *flags, "training.max_steps=3"]) == 0
+    [run] = runs
+    recipe = load_run_config(ROOT / "configs" / "neobert.yaml")
+    assert (run.model.base, run.model.task) == ("FacebookAI/roberta-base", "masked_lm")
+    assert (run.head, run.loss, run.schedule) == (recipe.head, recipe.loss, recipe.schedule)
+    assert (run.h_exp.start, run.h_exp.end) == (-12.0, -8.0)
+    assert run.data.mask == recipe.data.mask
+    assert run.model.unfreeze.last_blocks == recipe.model.unfreeze.last_blocks
+    same = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay")
+    assert all(run.training[key] == recipe.training[key] for key in same)
+    assert run.training["max_steps"] == 3
+    assert str(run.output_dir) == "runs/roberta-base-dist"
+
+
+@pytest.mark.parametrize(
+    ("flags", "head", "loss"),
+    [
+        (["--head", "linear"], {"name": "linear", "init": "input_embeddings"}, "cross_entropy"),
+        (["--task", "causal_lm"], {"name": "dist", "init": "input_embeddings"}, "harmonic"),
+        (
+            ["--task", "sequence_classification"],
+            {"name": "dist", "init": "class_means"},
+            "harmonic",
+        ),
+    ],
+)
+def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs):
+    given = ["--model", "runs/x/", "--dataset", "a.jsonl", "--output", "runs/y"]
+    assert main(["train", *given, *flags]) == 0
+    [run] = runs
+    assert to_plain(run)["head"].items() >= head.items()
+    assert run.loss.name == loss
+    assert str(run.output_dir) == "runs/y"
+    assert RunConfig is type(run)
+
+
+def test_an_unknown_head_is_one_line(runs, capsys):
+    assert main(["train", "--model", "x", "--dataset", "y", "--head", "dits"]) == 1
+    assert "head.name: expected one of" in capsys.readouterr().err
+    assert not runs
 
 
 def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
@@ -87,6 +235,10 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, capsys):
         (["train", "x.yaml", "--dry-runn"], "unrecognized arguments: --dry-runn"),
         (["train", "x.yaml", "--dry-run", "a"], "unrecognized arguments: a"),
         (["reproduce", "family"], "invalid choice: 'reproduce'"),
+        (["train"], "train: expected a file, or --model and --dataset, got neither"),
+        (["train", "--model", "x"], "expected --model and --dataset together, got one of them"),
+        (["train", "demo", "--model", "x", "--dataset", "y"], "a file or --model, got both: demo"),
+        (["train", "demo", "--head", "linear"], "--head beside --model, got it beside a file"),
     ],
 )
 def test_arguments_that_a_command_does_not_take_are_refused(arguments, message, capsys):

@@ -2,11 +2,20 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import harmonic_sft
+from harmonic_sft._minimum import MINIMUM
 
+OLD = """
+import {0}
+{0}.__version__ = "{1}"
+import harmonic_sft
+"""
 ANYWHERE = """
 import sys
 import harmonic_sft
@@ -44,3 +53,22 @@ def test_every_public_name_is_there_and_listed():
 def test_other_names_are_not():
     with pytest.raises(AttributeError, match=r"^module 'harmonic_sft' has no attribute 'nothing'$"):
         _ = harmonic_sft.nothing
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.9.1"), ("transformers", "5.9.0")])
+def test_older_versions_are_one_sentence(name, version):
+    code = OLD.format(name, version)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    minimum = MINIMUM[name]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {name}: expected version {minimum} or newer, got {version}. "
+        f"Run pip install '{name}>={minimum}'"
+    )
+
+
+def test_the_minimum_is_what_pip_installs():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    requirements = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    for name, minimum in MINIMUM.items():
+        assert f">={minimum}" in str(requirements[name]).split(",")

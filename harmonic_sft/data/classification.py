@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,13 @@ from harmonic_sft.data.loading import choose_eval
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import check_tokenizer
 from harmonic_sft.data.sections import DataConfig, Source, check_label_settings
-from harmonic_sft.data.sources import check_column, document_name, load_documents, numbered_rows
+from harmonic_sft.data.sources import (
+    check_column,
+    document_name,
+    load_documents,
+    numbered_rows,
+    source_name,
+)
 
 logger = logging.getLogger(__name__)
 Task = Literal["sequence_classification", "token_classification"]
@@ -55,7 +61,7 @@ def load_labeled_data(
     max_positions: int,
     seed: int,
     labels: Sequence[str] | None = None,
-    documents: Mapping[str, datasets.Dataset] | None = None,
+    eval_only: bool = False,
 ) -> LabeledData:
     """Load, split and tokenize the labeled rows of a run; a longer text is cut.
 
@@ -69,7 +75,7 @@ def load_labeled_data(
         seed: Chooses the evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
-        documents: Data sets already at hand, by the path of the source that stands for them.
+        eval_only: Evaluate on all rows of the sources.
 
     Returns:
         Training and evaluation sets, and the classes.
@@ -88,10 +94,11 @@ def load_labeled_data(
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
     rows: list[_Row] = []
     for index, source in enumerate(config.sources):
-        given = (documents or {}).get(source.path)
-        name = f"data.sources[{index}]" if given is None else source.path
-        rows += _read(source, name, config.label_column, task, bad_rows, given)
-    if config.eval.source is not None:
+        name = source_name(source, f"data.sources[{index}]")
+        rows += _read(source, name, config.label_column, task, bad_rows)
+    if eval_only:
+        train = held_out = rows
+    elif config.eval.source is not None:
         train = rows
         held_out = _read(
             config.eval.source, "data.eval.source", config.label_column, task, bad_rows
@@ -130,11 +137,10 @@ def _read(
     label_column: str | None,
     task: Task,
     bad_rows: BadRows,
-    given: datasets.Dataset | None = None,
 ) -> list[_Row]:
     """Return the rows of a source that have text and a label."""
     assert label_column is not None, "check_label_settings has looked"
-    documents, first = load_documents(source, name=name, skip=bad_rows.skip, given=given)
+    documents, first = load_documents(source, name=name, skip=bad_rows.skip)
     assert not isinstance(documents, datasets.IterableDataset), "streams are refused"
     check_column(documents, first, label_column, name="data.label_column")
     is_text = task == "sequence_classification"

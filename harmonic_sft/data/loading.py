@@ -3,7 +3,7 @@
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from harmonic_sft.data.row_maker import (
     unigram_counts,
 )
 from harmonic_sft.data.sections import DataConfig, MaskConfig
-from harmonic_sft.data.sources import check_column, load_documents
+from harmonic_sft.data.sources import check_column, load_documents, source_name
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_data(
     max_positions: int,
     seed: int,
     is_causal: bool = False,
-    documents: Mapping[str, datasets.Dataset | datasets.IterableDataset] | None = None,
+    eval_only: bool = False,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
 
@@ -82,7 +82,7 @@ def load_data(
         seed: Decides the masks, the evaluation documents and the order of a stream.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
-        documents: Data sets already at hand, by the path of the source that stands for them.
+        eval_only: Evaluate on all documents; those of streams are split all the same.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -101,10 +101,8 @@ def load_data(
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
     # A tokenizer may end every row itself.
     ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
-    documents = documents or {}
     opened = [
-        _open(config, index, tokenizer, ends_text=ends_text, given=documents.get(source.path))
-        for index, source in enumerate(config.sources)
+        _open(config, index, tokenizer, ends_text=ends_text) for index in range(len(config.sources))
     ]
     collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
@@ -121,9 +119,11 @@ def load_data(
             bad_rows=bad_rows,
         )
     rows = _table_rows(opened, config, bad_rows)
-    rows, held_out, num_documents = split_table(
-        rows, eval_documents=config.eval.documents, seed=seed
-    )
+    held_out, num_documents = rows, 0
+    if not eval_only:
+        rows, held_out, num_documents = split_table(
+            rows, eval_documents=config.eval.documents, seed=seed
+        )
     packs = rate = None
     if config.packing:
         lengths = row_lengths(rows)
@@ -253,13 +253,11 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     *,
     ends_text: bool,
-    given: datasets.Dataset | datasets.IterableDataset | None,
 ) -> tuple[Any, RowMaker]:
     """Open a source, and recognize the format of its rows."""
     source = config.sources[index]
-    name = f"data.sources[{index}]" if given is None else source.path
-    skip = config.on_bad_row == "skip"
-    documents, first = load_documents(source, name=name, skip=skip, given=given)
+    name = source_name(source, f"data.sources[{index}]")
+    documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     row_format: Format = "text"
     if source.format != "auto":
         row_format = source.format

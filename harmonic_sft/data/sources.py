@@ -22,7 +22,10 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetNotFoundError
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from harmonic_sft.config import STRICT
 from harmonic_sft.data.bad_rows import BadRows, one_line
 from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.data.files import (
@@ -49,13 +52,19 @@ STREAM_BITS = 40  # a document's number stands below that of its logical stream
 Documents = Dataset | FileRows | IterableDataset
 
 
-def load_documents(
-    source: Source,
-    *,
-    name: str,
-    skip: bool,
-    given: Dataset | IterableDataset | None = None,
-) -> tuple[Documents, Row]:
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GivenSource(Source):
+    """A data set of the datasets library that is at hand; its path only names it in messages."""
+
+    documents: Any = Field(description="the data set")
+
+
+def source_name(source: Source, place: str) -> str:
+    """Return how messages name a source that stands at a place of the configuration."""
+    return source.path if isinstance(source, GivenSource) else place
+
+
+def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
     """Open a source and check all that can be checked without reading it to the end.
 
     Rows of files are checked one by one, as they are read, and say by `PLACE` where that was; the
@@ -66,7 +75,6 @@ def load_documents(
         source: What to read.
         name: Where the source stands in the configuration, for error messages.
         skip: Whether bad rows may be skipped.
-        given: The documents themselves, of which the path is then only the name.
 
     Returns:
         One row per document, with all columns there are; a stream has one shard per file or per
@@ -76,8 +84,8 @@ def load_documents(
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
     path = Path(source.path).expanduser()
-    if given is not None:
-        documents: Documents = given
+    if isinstance(source, GivenSource):
+        documents: Documents = source.documents
     elif source.path == DOCSTRINGS:
         _refuse_settings(source, name, allowed=())
         documents = Dataset.from_dict({"text": standard_library_docstrings()})

@@ -1,30 +1,49 @@
 """Evaluate a folder that holds a trained model."""
 
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, TrainingArguments
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
 from harmonic_sft.data import DataConfig
-from harmonic_sft.models import load_checked, max_positions
+from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
+from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.row_maker import document_names
+from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, write_results
-from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.batches import head_inputs
 from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
 from harmonic_sft.training.output_folder import CONFIG_NAME
 from harmonic_sft.training.report import show_metrics
-from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
 
+logger = logging.getLogger(__name__)
 USED = {"data", "training"}
+CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
 
-def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Evaluate a trained model on its run's evaluation split, or on other data.
+def evaluate_folder(
+    folder: Path, overrides: Sequence[str] = (), per_document: Path | None = None
+) -> dict[str, Any]:
+    """Evaluate a trained model on its run's evaluation split, or on all of other data.
 
     Args:
         folder: Made by a run, or downloaded; without a `run.yaml` the overrides must give `data`.
-        overrides: Of that file, such as `data.sources.0.path=other.txt`.
+        overrides: Of that file. `data=other.txt` is short for a `data.sources` of this one path;
+            of sources that are given here nothing is held back, unless `data.eval` is given too.
+        per_document: Also write the loss of every document into this file, one JSON object a line.
 
     Returns:
         The content of `results/eval.json`.
@@ -34,63 +53,157 @@ def evaluate_folder(folder: Path, overrides: Sequence[str] = ()) -> dict[str, An
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"eval: expected a folder with a trained model, got {str(folder)!r}")
-    saved = read_yaml(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
-    settings = apply_overrides(saved, overrides)
-    if "data" not in settings:
-        raise ValueError(
-            f"eval: expected data, got none, since {str(folder)!r} has no {CONFIG_NAME}. "
-            "Add data.sources='[{path: file.txt}]' data.context_length=512"
-        )
-    unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
-    if unused:
-        raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
-    config = parse(DataConfig, settings["data"])
+    config, task = _harmonic_config(folder)
+    settings = _settings(folder, overrides, config)
+    data_config = parse(DataConfig, settings["data"])
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
-    base = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if base.model_type != "harmonic":
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    labels = [config.id2label[index] for index in range(config.num_labels)]
+    keys = [override.split("=")[0] for override in overrides]
+    data = load_task_data(
+        data_config,
+        task,
+        tokenizer=tokenizer,
+        vocab_size=config.get_text_config().vocab_size,
+        max_positions=max_positions(config.get_text_config()),
+        seed=training.get("seed", 42),
+        labels=labels if task in CLASSIFIERS else None,
+        eval_only=any(key == "data" or key.startswith("data.sources") for key in keys)
+        and not any(key.startswith("data.eval") for key in keys),
+    )
+    model = load_checked(MODELS[task], str(folder), config)
+    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
+        model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
+    batch_size = training.get("per_device_eval_batch_size", 8)
+    if per_document is not None and isinstance(data.collator, PaddingFreeCollator):
+        batch_size = 1  # it makes one row of a batch
+    scores = score(model, data, batch_size=batch_size)
+    grid = post_hoc_grid(model.dist_head)
+    num_documents = len(np.unique(_documents(data.eval), axis=1).T)
+    results = {
+        "folder": str(folder),
+        "head": model.config.head,
+        "final": summarize(scores, model.dist_head, grid),
+        "documents": num_documents,
+        "data": {**to_plain(data_config), "eval_sha256": fingerprint(data.eval)},
+        "environment": environment(),
+    }
+    write_results(folder / "results", "eval", results)
+    if per_document is not None:
+        _write_documents(per_document, data.eval, scores, data_config)
+    show_metrics(str(folder), results, task=task)
+    return results
+
+
+@torch.no_grad()
+def score(model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int) -> Tensor:
+    """Return the `score_rows` of the evaluation rows, in their order and in float64."""
+    model.eval()
+    grid, scores = post_hoc_grid(model.dist_head), []
+    loader: Any = DataLoader(data.eval, batch_size=batch_size, collate_fn=data.collator)
+    for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
+        moved = {key: tensor.to(model.device) for key, tensor in batch.items()}
+        states, labels = head_inputs(model, moved)  # [B, S, D], [B, S]
+        embeddings = model.class_embeddings()
+        rows = score_rows(model.dist_head, states, labels, grid=grid, embeddings=embeddings)
+        scores.append(rows.cpu().double())
+    return torch.cat(scores)
+
+
+def fingerprint(rows: MaskedRows | LabeledRows) -> str:
+    """Return the sha256 of evaluation rows, tokens and labels, as they are scored."""
+    digest = sha256()
+    for index in range(len(rows)):
+        row = rows[index]
+        for values in (row["input_ids"], row["labels"]):
+            digest.update(f"{values.shape}".encode())
+            digest.update(np.ascontiguousarray(values, dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _harmonic_config(folder: Path) -> tuple[Any, str]:
+    """Return the configuration of a trained model and its task.
+
+    Raises:
+        ValueError: It is another model, or has no head.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.model_type != "harmonic":
         raise ValueError(
-            f"eval: expected a harmonic model, got a {base.model_type} in {str(folder)!r}. "
+            f"eval: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
             "Train one on it first"
         )
     tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
-    architecture = (base.architectures or ["HarmonicForMaskedLM"])[0]
+    architecture = (config.architectures or ["HarmonicForMaskedLM"])[0]
     if architecture not in tasks:
         raise ValueError(
             f"eval: expected one of {sorted(tasks)}, got a {architecture} in {str(folder)!r}, "
             "which has no head. Give the folder of the whole model"
         )
-    task = tasks[architecture]
-    model = load_checked(MODELS[task], str(folder), base)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    text_config = model.config.text_config
-    labels = [base.id2label[index] for index in range(base.num_labels)]
-    data = load_task_data(
-        config,
-        task,
-        tokenizer=tokenizer,
-        vocab_size=text_config.vocab_size,
-        max_positions=max_positions(text_config),
-        seed=training.get("seed", 42),
-        labels=labels if task in CLASSIFIERS else None,
-    )
-    trainer = HarmonicTrainer(
-        model,
-        HarmonicTrainingArguments(
-            output_dir=str(folder),
-            per_device_eval_batch_size=training.get("per_device_eval_batch_size", 8),
-            report_to="none",
-            use_cpu=training.get("use_cpu", False),
-        ),
-        data_collator=data.collator,
-        eval_dataset=data.eval,
-    )
-    results = {
-        "folder": str(folder),
-        "head": model.config.head,
-        "final": evaluate(trainer, "eval"),
-        "data": to_plain(config),
-        "environment": environment(),
-    }
-    write_results(folder / "results", "eval", results)
-    show_metrics(str(folder), results, task=task)
-    return results
+    return config, tasks[architecture]
+
+
+def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of the folder's run with these overrides."""
+    unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
+    if unused:
+        raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
+    saved = read_yaml(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    settings = apply_overrides(saved, [_sources(override) for override in overrides])
+    if "data" not in settings:
+        raise ValueError(
+            f"eval: expected data, got none, since {str(folder)!r} has no {CONFIG_NAME}. "
+            "Add data=file.txt"
+        )
+    if not saved and isinstance(settings["data"], dict):
+        longest = min(CONTEXT_LENGTH, max_positions(config.get_text_config()))
+        settings["data"].setdefault("context_length", longest)
+    return settings
+
+
+def _sources(override: str) -> str:
+    """Write `data=PATH` out."""
+    key, _, value = override.partition("=")
+    if key != "data" or value.lstrip().startswith("{"):
+        return override
+    return f"data.sources={json.dumps([{'path': value}])}"
+
+
+def _documents(rows: MaskedRows | LabeledRows) -> np.ndarray:
+    """Return the source and the document of every row, `[2, rows]`."""
+    if isinstance(rows, MaskedRows):
+        return document_names(rows.rows)
+    return np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
+
+
+def _write_documents(
+    path: Path, rows: MaskedRows | LabeledRows, scores: Tensor, config: DataConfig
+) -> None:
+    """Write one line for every document, in their order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for line in _document_losses(_documents(rows), scores, config):
+            file.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+    logger.info("Losses of the documents: %s", path)
+
+
+def _document_losses(
+    documents: np.ndarray, scores: Tensor, config: DataConfig
+) -> Iterator[dict[str, Any]]:
+    """Yield source, number, scored tokens and mean loss in nats of every document.
+
+    Args:
+        documents: `[2, rows]`, source and number of each row's document, whose rows are together.
+        scores: `[rows, 3 + G + 15 G]`; column 0 counts tokens, column 3 sums their losses.
+        config: Knows the paths.
+    """
+    starts = np.flatnonzero(np.diff(documents, axis=1, prepend=-1).any(axis=0))
+    for start, end in zip(starts, [*starts[1:], documents.shape[1]], strict=True):
+        tokens, loss = scores[start:end, [0, 3]].sum(0).tolist()
+        source, number = documents[:, start].tolist()
+        yield {
+            "source": config.sources[source].path,
+            "document": number,
+            "tokens": int(tokens),
+            "loss": loss / tokens if tokens else None,
+        }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from scipy.optimize import minimize_scalar
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, Subset
 
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.streams import PlacedCollator, StreamedRows
+from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.batches import head_inputs
@@ -82,6 +85,47 @@ def measure_swap(
         fit.scale,
     )
     return swap, fit
+
+
+def check_base(
+    run: RunConfig,
+    data: LoadedData | LabeledData,
+    swap: dict[str, dict[str, float]],
+    unigrams: float | None,
+) -> None:
+    """Refuse a base that predicts held-out text no better than the frequencies of its tokens.
+
+    Args:
+        run: Says whether to look.
+        data: Of the run.
+        swap: Of `measure_swap`. The base's own head is judged at its best temperature.
+        unigrams: Loss of the training text's frequencies, in nats; None for a stream, where those
+            of the held-out text itself stand in, which predict it a little better.
+
+    Raises:
+        ValueError: It does not; the weights of its body are probably not those it was trained with.
+    """
+    if not run.check_base or run.model.from_scratch or "old_head" not in swap:
+        return
+    if unigrams is None:
+        labels = eval_labels(data)
+        unigrams = unigram_loss(labels, np.bincount(labels, minlength=int(labels.max()) + 1))
+    loss = swap["old_head"]["post_hoc_loss"]
+    if loss >= unigrams:
+        raise ValueError(
+            f"model.base: expected a base whose own head does better on the held-out text than its "
+            f"unigrams, {unigrams:.2f} nats, got {loss:.2f} at its best temperature. Its body was "
+            "probably not loaded with the weights it was trained with: check model.base, "
+            "model.revision and the tokenizer. For text that the base cannot know, set "
+            "check_base: false"
+        )
+
+
+def eval_labels(data: LoadedData | LabeledData) -> np.ndarray:
+    """Return what is predicted in the evaluation rows, `[N]`."""
+    rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
+    labels = np.concatenate([np.atleast_1d(row) for row in rows])
+    return labels[labels != IGNORE_INDEX]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def load_task_data(
     max_positions: int,
     seed: int,
     labels: list[str] | None = None,
-    documents: Mapping[str, Any] | None = None,
+    eval_only: bool = False,
 ) -> LoadedData | LabeledData:
     """Load the data of a task.
 
@@ -186,14 +186,14 @@ def load_task_data(
         max_positions: Longest row the model takes, in tokens.
         seed: Of masks and order.
         labels: A classifier's classes; None is those of the data.
-        documents: Data sets already at hand, by the path of the source that stands for them.
+        eval_only: Evaluate on all of the sources, holding nothing back to train on.
     """
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "max_positions": max_positions,
         "seed": seed,
-        "documents": documents,
+        "eval_only": eval_only,
     }
     if task == "sequence_classification" or task == "token_classification":
         return load_labeled_data(config, task=task, labels=labels, **shared)

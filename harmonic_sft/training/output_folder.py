@@ -16,6 +16,7 @@ FREE_KEYS = (
     "neighbors",
     "hub.",
     "oom_fallback",
+    "check_base",
     "training.logging_",
     "training.report_to",
     "training.disable_tqdm",
@@ -93,6 +94,14 @@ def claim_output_folder(run: RunConfig) -> None:
         ) from None
     finally:
         draft.unlink()
+
+
+def release_output_folder(run: RunConfig) -> None:
+    """Let a folder go in which nothing but the claim is: its run was refused before training."""
+    folder = run.output_dir
+    if [path.name for path in folder.iterdir()] == [CONFIG_NAME]:
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def is_finished(run: RunConfig) -> bool:

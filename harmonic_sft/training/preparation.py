@@ -15,11 +15,10 @@ from transformers import (
     set_seed,
 )
 
-from harmonic_sft.data import Source
-from harmonic_sft.data.batches import LabeledRows, MaskedRows
+from harmonic_sft.data.batches import LabeledRows
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.masking import EVAL_EPOCH
+from harmonic_sft.data.sources import GivenSource
 from harmonic_sft.models import HarmonicHeadModel, Head, max_positions
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
 from harmonic_sft.training.loading import (
@@ -145,7 +144,7 @@ class Preparation:
                 f"data[{next(iter(data))!r}]"
             )
         if self._makes_rows and isinstance(data, RAW):
-            data = self._loaded(data, TRAIN_NAME, packing=self.config.data.packing).train
+            data = self._loaded(data, TRAIN_NAME).train
         if isinstance(data, LabeledRows):
             self._labels = data.names
         return data
@@ -161,33 +160,30 @@ class Preparation:
             return data
         if isinstance(data, datasets.IterableDataset):
             data = datasets.Dataset.from_list(list(data))
-        rows = self._loaded(data, EVAL_NAME, packing=False).train
-        if isinstance(rows, MaskedRows):
-            rows = MaskedRows(rows.rows, rows.masker, fixed_epoch=EVAL_EPOCH)
-        return rows
+        return self._loaded(data, EVAL_NAME).eval
 
     def _loaded(
-        self, data: datasets.Dataset | datasets.IterableDataset, name: str, *, packing: bool
+        self, data: datasets.Dataset | datasets.IterableDataset, name: str
     ) -> LoadedData | LabeledData:
-        """Read all rows of a data set as the `data` section would."""
+        """Read all rows of a data set as those of the `data` section."""
         settings, column = self.config.data, self.args.text_column
         if self._format is not None:
             data = data.map(_formatted(self._format), remove_columns=data.column_names)
             column = "text"
         streaming = isinstance(data, datasets.IterableDataset)
-        source = Source(path=name, column=column, streaming=streaming)
+        source = GivenSource(path=name, column=column, streaming=streaming, documents=data)
         config = self._base.get_text_config()
         tokenizer = self.tokenizer()
         with PartialState().main_process_first():  # one process fills the cache
             loaded = load_task_data(
-                replace(settings, sources=[source], packing=packing),
+                replace(settings, sources=[source]),
                 self.config.model.task,
                 tokenizer=tokenizer,
                 vocab_size=num_tokens(self.config, config.vocab_size, tokenizer),
                 max_positions=max_positions(config),
                 seed=self.args.seed,
                 labels=self._labels,
-                documents={name: data},
+                eval_only=name == EVAL_NAME,
             )
         self.collator = self.collator or loaded.collator
         return loaded

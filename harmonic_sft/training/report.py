@@ -151,14 +151,38 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
     _show_metrics("Evaluation split of every run", rows)
+    if note := _different_data(runs):
+        logger.warning(note)
     if figure is not None:
         _draw(plot_comparison, list(runs), figure)
 
 
+def _different_data(runs: Sequence[dict[str, Any]]) -> str | None:
+    """Say which runs were evaluated on other data than the first one."""
+    names = [run["run"] for run in runs]
+    found = [run.get("data", {}).get("eval_sha256") for run in runs]
+    unknown = [name for name, value in zip(names, found, strict=True) if value is None]
+    if unknown:
+        return f"Evaluation data: an earlier version did not record those of {', '.join(unknown)}."
+    others = [name for name, value in zip(names, found, strict=True) if value != found[0]]
+    if not others:
+        return None
+    return (
+        f"Evaluation data: those of {', '.join(others)} differ from those of {names[0]}. "
+        "Their losses cannot be compared."
+    )
+
+
 def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm") -> None:
-    """Print the metrics of one evaluation."""
-    row = _metrics_row("now", results["final"])
-    _show_metrics(f"{title}: {PREDICTED[task]} of the evaluation split", [row])
+    """Print the metrics of one evaluation, and of how much they are."""
+    final = results["final"]
+    _show_metrics(title, [_metrics_row("now", final)])
+    logger.info(
+        "Scored: %s documents, %s %s.",
+        f"{results['documents']:,}",
+        f"{final['tokens']:,.0f}",
+        PREDICTED[task],
+    )
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

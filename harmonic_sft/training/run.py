@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments, set_seed
@@ -15,14 +14,20 @@ from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
-from harmonic_sft.training.head_swap import HExpFit, apply_fit_, measure_swap
+from harmonic_sft.training.head_swap import (
+    HExpFit,
+    apply_fit_,
+    check_base,
+    eval_labels,
+    measure_swap,
+)
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -30,6 +35,7 @@ from harmonic_sft.training.output_folder import (
     claim_output_folder,
     is_finished,
     last_checkpoint,
+    release_output_folder,
     results_path,
 )
 from harmonic_sft.training.publishing import (
@@ -79,7 +85,12 @@ def train(run: RunConfig) -> dict[str, Any]:
         return _show_finished(run)
     ready = prepare(run)
     _claim(run, ready.trainer)
-    before = _measure_before(run, ready)
+    try:
+        before = _measure_before(run, ready)
+    except ValueError:
+        if PartialState().is_main_process:
+            release_output_folder(run)
+        raise
     trained = _train(run, ready.trainer)
     results = _results(run, ready, before, trained)
     _publish(run, ready.trainer, results)
@@ -175,6 +186,8 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
             apply_fit_(run, ready.trainer, HExpFit(**before["calibration"]))
         return before
     swap, fit = measure_swap(run, ready.trainer, ready.data)
+    unigrams = _unigram_loss(ready.data)
+    check_base(run, ready.data, swap, unigrams)
     metrics = evaluate(ready.trainer, "before")
     if not math.isfinite(metrics["loss"]):
         raise ValueError(
@@ -185,7 +198,7 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
         "before": metrics,
         "swap": swap,
         "calibration": None if fit is None else fit._asdict(),
-        "unigram_loss": _unigram_loss(ready.data),
+        "unigram_loss": unigrams,
         "neighbors_before": _neighbors(run, ready),
     }
     state = PartialState()
@@ -198,9 +211,7 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
 def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
     if data.unigram_counts is None:
         return None
-    rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
-    labels = np.concatenate([np.atleast_1d(row) for row in rows])
-    return unigram_loss(labels[labels != IGNORE_INDEX], data.unigram_counts)
+    return unigram_loss(eval_labels(data), data.unigram_counts)
 
 
 def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
@@ -281,7 +292,7 @@ def _results(
         "neighbors_after": _neighbors(run, ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": _data_results(ready),
+        "data": {**_data_results(ready), "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "config": to_plain(run),
         "environment": environment(),

@@ -286,6 +286,9 @@ class RunConfig:
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
     )
     hub: HubConfig = Field(default_factory=HubConfig)
+    check_base: bool = Field(
+        True, description="Refuse a base whose own head does no better than unigrams on your text"
+    )
     neighbors: list[str] = Field(
         default_factory=lambda: ["king", "dog", "paris", "doctor", "monday", "three", "money"],
         description="Words whose nearest prototypes are shown before and after",

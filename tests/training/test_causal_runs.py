@@ -53,7 +53,7 @@ def write(base, text, run_settings, tmp_path):
         settings = run_settings(base, tmp_path / name)
         settings["model"]["task"] = "causal_lm"
         settings["data"] |= {"sources": [{"path": str(text)}], "context_length": 16}
-        settings |= {"neighbors": ["w5"], **sections}
+        settings |= {"neighbors": ["w5"], "check_base": False, **sections}  # of random weights
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
         return path

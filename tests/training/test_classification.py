@@ -92,6 +92,9 @@ def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task
     again = evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])["final"]
     for key in ("loss", "accuracy", "ece", "tokens", "error_cosine"):
         assert again[key] == pytest.approx(final[key], rel=1e-5, abs=1e-7), key
+    rows = tmp_path / "rows.jsonl"
+    whole = evaluate_folder(tmp_path / "run", [f"data={rows}", "training.use_cpu=true"])
+    assert whole["documents"] == len(rows.read_text().splitlines())
 
 
 def test_class_means_start_better_than_random_prototypes(make):

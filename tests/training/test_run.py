@@ -1,6 +1,7 @@
 """A whole run, and every bad input: one line, before any training."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -57,7 +58,7 @@ def test_h_exp_is_annealed_logged_and_saved(finished_run):
     assert results["final"]["h_exp"] == -4.0
 
 
-def test_training_learns_the_rule_of_the_text(make_yaml):
+def test_training_learns_the_rule_of_the_text(make_yaml, tmp_path):
     """Constant exponent, enough steps: far better than before, and than the unigrams."""
     results = start(
         make_yaml(h_exp={"start": -12.0, "end": -12.0}),
@@ -68,6 +69,42 @@ def test_training_learns_the_rule_of_the_text(make_yaml):
     )
     assert results["final"]["loss"] < results["before"]["loss"] - 1.0
     assert results["final"]["loss"] < results["unigram_loss"]
+    again = start(  # it may be a base itself
+        make_yaml(head={"name": "linear"}, h_exp=None, loss={"name": "cross_entropy"}),
+        f"model.base={tmp_path / 'run'}",
+        f"training.output_dir={tmp_path / 'again'}",
+        "training.max_steps=1",
+    )
+    assert again["swap"]["old_head"]["post_hoc_loss"] < again["unigram_loss"]
+
+
+def test_a_base_that_did_not_load_is_refused_before_training(make_yaml, tmp_path, tiny_base):
+    """The base has random weights: its own head knows less than the frequencies of the words."""
+    text = tmp_path / "six_words.txt"
+    text.write_text("aa ab aa ac aa ba ad bb aa\n" * 60)
+    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
+    path = make_yaml(
+        data={"sources": [{"path": str(text)}]}, model={"base": str(tmp_path / "base")}
+    )
+    message = (
+        r"model.base: expected a base whose own head does better on the held-out text than its "
+        r"unigrams, (\d\.\d\d) nats, got (\d\.\d\d) at its best temperature. .*check_base: false$"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        start(path)
+    unigrams, loss = map(float, re.search(message, str(caught.value)).groups())
+    assert not (tmp_path / "run").exists()
+    results = start(path, "check_base=false")
+    assert unigrams == pytest.approx(results["unigram_loss"], abs=0.005)
+    assert loss == pytest.approx(results["swap"]["old_head"]["post_hoc_loss"], abs=0.005)
+    assert loss > unigrams
+
+
+def test_a_base_from_scratch_is_not_judged(make_yaml):
+    model = {"from_scratch": True, "unfreeze": {"patterns": ["*"]}}
+    assert start(make_yaml(model=model), "training.max_steps=1")["steps"] == 1
 
 
 def test_evaluating_the_folder_gives_the_closing_numbers(finished_run, tmp_path):

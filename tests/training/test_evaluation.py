@@ -1,0 +1,127 @@
+"""Evaluating a folder: on its own split, on all of other data, and document by document."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from harmonic_sft.data.batches import LabeledRows
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.evaluation import _document_losses, evaluate_folder, fingerprint
+from harmonic_sft_cli import main
+
+CPU = "training.use_cpu=true"
+
+
+@pytest.fixture
+def folder(finished_run, tmp_path):
+    return shutil.copytree(finished_run[1], tmp_path / "run")
+
+
+@pytest.fixture
+def other(tmp_path):
+    """240 lines, every tenth of them blank, one longer than a row."""
+    lines = [f"a{letter} b{letter} c{letter}" for letter in "abcd"] * 60
+    lines[9::10] = [""] * 24
+    lines[4] = " ".join(["aa ab ac ad ba bb"] * 8)
+    path = tmp_path / "other.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
+    words = ["eval", str(folder), f"data={other}", CPU, "--per-document", str(tmp_path / "l.jsonl")]
+    assert main(words) == 0
+    results = json.loads((folder / "results" / "eval.json").read_text())
+    assert results["documents"] == 216
+    assert f"Scored: 216 documents, {results['final']['tokens']:.0f} masked tokens." in caplog.text
+    captured = capsys.readouterr()
+    assert "Evaluating: " in captured.err
+    assert results["data"]["sources"][0]["path"] == str(other)
+    assert results["data"]["context_length"] == 24  # of the run
+
+    lines = read(tmp_path / "l.jsonl")
+    assert [line["document"] for line in lines] == [n for n in range(240) if n % 10 != 9]
+    assert {line["source"] for line in lines} == {str(other)}
+    assert sum(line["tokens"] for line in lines) == results["final"]["tokens"]
+    total = sum(line["tokens"] * line["loss"] for line in lines if line["tokens"])
+    assert total / results["final"]["tokens"] == pytest.approx(results["final"]["loss"])
+    assert all((line["loss"] is None) == (line["tokens"] == 0) for line in lines)
+
+
+def test_losses_of_documents_are_those_of_the_model(folder, tmp_path):
+    """Recomputed from the published model alone, on rows of tokens that predict everything."""
+    rows = [[2, 7, 9, 11, 3], [2, 8, 10, 3]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "aa ab ac ad ba bb"}) for _ in rows))
+    out = tmp_path / "losses.jsonl"
+    everything = [f"data.sources=[{{path: {path}}}]", "data.mask={probability: 0.99}", CPU]
+    first = evaluate_folder(folder, everything, out)
+    lines = read(out)
+    model = HarmonicForMaskedLM.from_pretrained(folder).eval()
+    ids = torch.tensor([[2, 4, 4, 4, 4, 4, 4, 3]])  # [CLS], six masks, [SEP]
+    labels = torch.tensor([5, 6, 7, 8, 9, 10])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, 1:7]
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected = [losses.mean().item() if line["tokens"] == 6 else None for line in lines]
+    assert any(expected)
+    for line, loss in zip(lines, expected, strict=True):
+        assert loss is None or line["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["documents"] == 2
+
+
+@pytest.mark.parametrize("setting", ["data.padding_free=true", "data.packing=true"])
+def test_losses_of_documents_do_not_depend_on_batches(folder, other, tmp_path, setting):
+    plain, joined = tmp_path / "plain.jsonl", tmp_path / "joined.jsonl"
+    evaluate_folder(folder, [f"data={other}", CPU], plain)
+    evaluate_folder(folder, [f"data={other}", CPU, setting], joined)
+    for first, second in zip(read(plain), read(joined), strict=True):
+        assert first["tokens"] == second["tokens"]
+        assert first["loss"] == (second["loss"] and pytest.approx(second["loss"], rel=1e-5))
+
+
+def test_a_download_needs_only_the_path_of_data(folder, other):
+    (folder / "run.yaml").unlink()
+    with pytest.raises(ValueError, match=r"has no run.yaml. Add data=file.txt"):
+        evaluate_folder(folder)
+    results = evaluate_folder(folder, [f"data={other}", CPU])
+    assert results["data"]["context_length"] == 64  # what the model takes
+
+
+def test_the_rows_of_a_document_are_added_up():
+    class Config:
+        sources = (type("Source", (), {"path": "a"}), type("Source", (), {"path": "b"}))
+
+    documents = np.array([[0, 0, 0, 1], [0, 0, 5, 5]])
+    scores = torch.tensor([[2, 0, 0, 3.0], [1, 0, 0, 6.0], [0, 0, 0, 0.0], [4, 0, 0, 2.0]])
+    assert list(_document_losses(documents, scores, Config)) == [
+        {"source": "a", "document": 0, "tokens": 3, "loss": 3.0},
+        {"source": "a", "document": 5, "tokens": 0, "loss": None},
+        {"source": "b", "document": 5, "tokens": 4, "loss": 0.5},
+    ]
+
+
+def test_a_fingerprint_is_that_of_tokens_and_labels():
+    def rows(*pairs):
+        input_ids, labels = (
+            [np.array(part) for part in parts] for parts in zip(*pairs, strict=True)
+        )
+        return LabeledRows(input_ids, labels, ["a", "b"])
+
+    base = fingerprint(rows(([1, 2], 0), ([3], 1)))
+    assert base == fingerprint(rows(([1, 2], 0), ([3], 1)))
+    others = [
+        rows(([1, 2], 1), ([3], 1)),
+        rows(([1, 4], 0), ([3], 1)),
+        rows(([1], 0), ([2, 3], 1)),
+        rows(([1, 2], 0)),
+    ]
+    assert base not in [fingerprint(other) for other in others]
