@@ -73,12 +73,18 @@ class LabeledRows(torch.utils.data.Dataset):
         input_ids: `[T]` of each row.
         labels: Class of each row, or `[T]` classes of its tokens.
         names: Of the classes, in the order of their numbers.
+        weights: Of each row in the loss; None is 1 for all.
     """
 
     def __init__(
-        self, input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], names: Sequence[str]
+        self,
+        input_ids: Sequence[np.ndarray],
+        labels: Sequence[np.ndarray],
+        names: Sequence[str],
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.input_ids, self.labels, self.names = input_ids, labels, list(names)
+        self.weights = weights
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -90,8 +96,15 @@ class LabeledRows(torch.utils.data.Dataset):
         return len(self.input_ids)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return `input_ids` `[T]` and `labels`, `[]` or `[T]`, all int64, of one row."""
-        return {"input_ids": self.input_ids[index], "labels": self.labels[index]}
+        """Return `input_ids` `[T]` and `labels`, `[]` or `[T]`, all int64, of one row.
+
+        And `label_weights`, float32 as the labels, if rows have weights.
+        """
+        labels = self.labels[index]
+        row = {"input_ids": self.input_ids[index], "labels": labels}
+        if self.weights is not None:
+            row["label_weights"] = np.full(labels.shape, self.weights[index], dtype=np.float32)
+        return row
 
 
 class EpochSampler(torch.utils.data.Sampler[int]):
@@ -139,28 +152,32 @@ class PaddingCollator:
         """Make one batch.
 
         Args:
-            rows: `input_ids` `[T]` and `labels`, `[T]` or a class `[]`, of each row, and
-                `position_ids` `[T]` of packs.
+            rows: `input_ids` `[T]` and `labels`, `[T]` or a class `[]`, of each row,
+                `position_ids` `[T]` of packs, and perhaps `label_weights` as the labels.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` and for packs `position_ids`, all `[B, T]`
-            int64; labels that are classes are `[B]`. Padding has position 0: each such token is a
-            document of its own.
+            int64, and the float32 `label_weights`; labels that are classes, and their weights, are
+            `[B]`. Padding has position 0: each such token is a document of its own.
         """
         longest = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         shape = (len(rows), -(-longest // multiple) * multiple)  # [B, T]
         fillers = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-        if "position_ids" in rows[0]:
-            fillers["position_ids"] = 0
+        fillers |= {name: 0 for name in ("position_ids", "label_weights") if name in rows[0]}
         has_classes = rows[0]["labels"].ndim == 0
-        batch = {name: np.full(shape, filler, dtype=np.int64) for name, filler in fillers.items()}
+        types = {"label_weights": np.float32}
+        batch = {
+            name: np.full(shape, filler, dtype=types.get(name, np.int64))
+            for name, filler in fillers.items()
+        }
         for index, row in enumerate(rows):
             length = len(row["input_ids"])
             for name, values in batch.items():
                 values[index, :length] = 1 if name == "attention_mask" else row[name]
         if has_classes:
-            batch["labels"] = batch["labels"][:, 0]
+            one_each = ("labels", "label_weights")
+            batch |= {name: batch[name][:, 0] for name in one_each if name in batch}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 

@@ -15,7 +15,7 @@ from harmonic_sft.data.batches import LabeledRows, PaddingCollator
 from harmonic_sft.data.files import BAD, PLACE
 from harmonic_sft.data.loading import choose_eval
 from harmonic_sft.data.masking import IGNORE_INDEX
-from harmonic_sft.data.row_maker import check_tokenizer
+from harmonic_sft.data.row_maker import check_tokenizer, weight_of
 from harmonic_sft.data.sections import DataConfig, Source, check_label_settings
 from harmonic_sft.data.sources import (
     check_column,
@@ -35,6 +35,7 @@ class _Row(NamedTuple):
 
     text: str | list[str]
     labels: Sequence[str | int]  # one, or one for each word
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +96,12 @@ def load_labeled_data(
     rows: list[_Row] = []
     for index, source in enumerate(config.sources):
         name = source_name(source, f"data.sources[{index}]")
-        rows += _read(source, name, config.label_column, task, bad_rows)
+        rows += _read(source, name, config, task, bad_rows)
     if eval_only:
         train = held_out = rows
     elif config.eval.source is not None:
         train = rows
-        held_out = _read(
-            config.eval.source, "data.eval.source", config.label_column, task, bad_rows
-        )
+        held_out = _read(config.eval.source, "data.eval.source", config, task, bad_rows)
     else:
         chosen = choose_eval(len(rows), config.eval.documents, seed=seed)
         train = [row for row, in_eval in zip(rows, chosen, strict=True) if not in_eval]
@@ -112,9 +111,7 @@ def load_labeled_data(
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
-    encode = functools.partial(
-        _encode, names=names, tokenizer=tokenizer, context_length=config.context_length, task=task
-    )
+    encode = functools.partial(_encode, names=names, tokenizer=tokenizer, config=config, task=task)
     train_rows = encode(train, "training")
     counted = np.concatenate([np.atleast_1d(values) for values in train_rows.labels])
     return LabeledData(
@@ -134,11 +131,12 @@ def load_labeled_data(
 def _read(
     source: Source,
     name: str,
-    label_column: str | None,
+    config: DataConfig,
     task: Task,
     bad_rows: BadRows,
 ) -> list[_Row]:
     """Return the rows of a source that have text and a label."""
+    label_column, weight_column = config.label_column, config.weight_column
     assert label_column is not None, "check_label_settings has looked"
     documents, first = load_documents(source, name=name, skip=bad_rows.skip)
     assert not isinstance(documents, datasets.IterableDataset), "streams are refused"
@@ -157,7 +155,8 @@ def _read(
         text, label = row.get(source.column), row.get(label_column)
         try:
             labels = _text_label(text, label) if is_text else _word_labels(text, label)
-            rows.append(_Row(text or "", [_label(value, names) for value in labels]))
+            weight = 1.0 if weight_column is None else weight_of(row, weight_column)
+            rows.append(_Row(text or "", [_label(value, names) for value in labels], weight))
         except BadRow as error:
             bad_rows.report(name, place, str(error))
     return rows
@@ -219,7 +218,7 @@ def _encode(
     *,
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    context_length: int,
+    config: DataConfig,
     task: Task,
 ) -> LabeledRows:
     """Tokenize rows and number their labels."""
@@ -230,7 +229,7 @@ def _encode(
         encoded = tokenizer(
             [row.text for row in batch],
             truncation=True,
-            max_length=context_length,
+            max_length=config.context_length,
             is_split_into_words=task == "token_classification",
             return_overflowing_tokens=False,
         )
@@ -242,11 +241,12 @@ def _encode(
             else:
                 targets = targets[0]
             labels.append(np.array(targets, dtype=np.int64))
-    num_cut = sum(len(ids) == context_length for ids in input_ids)
+    num_cut = sum(len(ids) == config.context_length for ids in input_ids)
     if num_cut:
         message = "%d of %d %s rows fill data.context_length and may be cut."
         logger.info(message, num_cut, len(rows), what)
-    return LabeledRows(input_ids, labels, names)
+    weights = None if config.weight_column is None else [row.weight for row in rows]
+    return LabeledRows(input_ids, labels, names, weights)
 
 
 def _first_tokens(targets: Sequence[int], word_ids: Sequence[int | None]) -> list[int]:

@@ -279,6 +279,7 @@ def _open(
         loss_on=config.loss_on,
         word_ids=config.mask.whole_word,
         end_of_text=tokenizer.eos_token_id if ends_text else None,
+        weight_column=config.weight_column,
     )
     return documents, maker
 

@@ -84,7 +84,7 @@ class RowMasker:
 
         Returns:
             `input_ids` and `labels`, both `[T]` int64, the labels being `IGNORE_INDEX` wherever
-            nothing was masked.
+            nothing was masked; and `label_weights` `[T]` float32 of a row with a `weight`.
         """
         row_ids = np.asarray(row["input_ids"])  # [T]
         key = (self.seed, epoch, int(row["source"]), int(row["document"]), int(row["chunk"]))
@@ -94,7 +94,7 @@ class RowMasker:
             chosen = _of_words(chosen, np.asarray(row["word_ids"]))
         masked = chosen & self.maskable(row)  # [T]
         labels = np.where(masked, row_ids, IGNORE_INDEX).astype(np.int64)
-        return {"input_ids": self._hidden(row_ids, masked, key), "labels": labels}
+        return {"input_ids": self._hidden(row_ids, masked, key), "labels": labels} | _weights(row)
 
     def _hidden(self, row_ids: np.ndarray, masked: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
         """Put what the model shall see in the place of the masked tokens, `[T]` int64."""
@@ -157,12 +157,19 @@ class NextTokenLabels:
 
         Returns:
             `input_ids` and `labels`, both `[T]` int64, the labels being the tokens themselves, or
-            `IGNORE_INDEX`.
+            `IGNORE_INDEX`; and `label_weights` `[T]` float32 of a row with a `weight`.
         """
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
         labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
         labels[:1] = IGNORE_INDEX
-        return {"input_ids": input_ids, "labels": labels}
+        return {"input_ids": input_ids, "labels": labels} | _weights(row)
+
+
+def _weights(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Give every label of a row with a `weight` that weight, `[T]` float32."""
+    if "weight" not in row:
+        return {}
+    return {"label_weights": np.full(len(row["input_ids"]), row["weight"], dtype=np.float32)}
 
 
 RowLabels = RowMasker | NextTokenLabels

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -21,7 +22,7 @@ from datasets.fingerprint import Hasher
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BLANK, BadRows
+from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
 from harmonic_sft.data.formats import Format, encode
@@ -36,6 +37,7 @@ FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
     "word_ids": datasets.List(datasets.Value("int32")),
+    "weight": datasets.Value("float32"),
     "source": datasets.Value("int32"),
     "document": datasets.Value("int64"),
     "chunk": datasets.Value("int32"),
@@ -104,6 +106,7 @@ class RowMaker:
         loss_on: What may be predicted.
         word_ids: Whether rows number their words.
         end_of_text: Token put after every document of plain text, None for none.
+        weight_column: Name of the column of a document's weight, None for none.
     """
 
     name: str
@@ -115,11 +118,16 @@ class RowMaker:
     loss_on: LossOn
     word_ids: bool
     end_of_text: int | None = None
+    weight_column: str | None = None
 
     @property
     def columns(self) -> list[str]:
         """The columns of a row."""
-        optional = {"scored": self.row_format != "text", "word_ids": self.word_ids}
+        optional = {
+            "scored": self.row_format != "text",
+            "word_ids": self.word_ids,
+            "weight": self.weight_column is not None,
+        }
         return [name for name in FEATURES if optional.get(name, True)]
 
     def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
@@ -157,18 +165,29 @@ class RowMaker:
         rows: list[Row] = []
         for document, encoded in zip(readable, found, strict=True):
             chunks: list[Row] = []
+            try:
+                weight = self._weight(document)
+            except BadRow as error:
+                encoded = str(error)
             if isinstance(encoded, Encoded):
                 if self.end_of_text is not None and self.row_format == "text":
                     encoded.input_ids.append(self.end_of_text)
                 chunks = self._cut(encoded, special, body, document["document"])
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)
                 bad_rows.unscored_tokens += len(encoded.input_ids) - kept if chunks else 0
+                chunks = [row | weight for row in chunks]
             if not chunks:
                 number = document_name(document["document"])
                 place = document.get(PLACE) or f"{self.name}, {number}"
                 bad_rows.report(self.name, place, encoded if isinstance(encoded, str) else BLANK)
             rows += chunks
         return rows
+
+    def _weight(self, document: Row) -> dict[str, float]:
+        """Return the column `weight` of a document's rows, nothing if they have none."""
+        if self.weight_column is None:
+            return {}
+        return {"weight": weight_of(document, self.weight_column)}
 
     def _cut(self, encoded: Encoded, special: SpecialTokens, body: int, document: int) -> list[Row]:
         rows = []
@@ -190,6 +209,19 @@ class RowMaker:
                 row["word_ids"] = _wrap(encoded.word_ids[part], NO_WORD, special)
             rows.append(row)
         return rows
+
+
+def weight_of(row: Row, column: str) -> float:
+    """Return the weight of a row.
+
+    Raises:
+        BadRow: It is not a finite number of 0 or more.
+    """
+    value = row.get(column)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise BadRow(f"{column}: expected a weight of 0 or more, got {value!r}")
+    return float(value)
 
 
 def _wrap(values: Sequence[Any], fill: Any, special: SpecialTokens) -> list[Any]:

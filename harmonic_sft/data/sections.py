@@ -82,6 +82,10 @@ class DataConfig:
     label_column: str | None = Field(
         default=None, description="classification: column of the label, or of the words' labels"
     )
+    weight_column: str | None = Field(
+        default=None,
+        description="column of a document's weight in the loss, 0 or more; null is 1 for all",
+    )
     loss_on: LossOn = Field(
         default="all", description="what is predicted: all, the completion or assistant turns"
     )

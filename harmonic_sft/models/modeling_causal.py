@@ -46,6 +46,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
+        label_weights: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -65,6 +66,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
+            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
             kwargs: The backbone's further arguments.
@@ -88,7 +90,9 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
-            loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
+            loss=self._loss(
+                hidden_states, labels, label_positions, label_weights, num_items_in_batch
+            ),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -114,6 +114,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
+        label_weights: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | TokenClassifierOutput:
         """Predict the class of each text or token.
@@ -124,6 +125,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
+            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
             kwargs: The backbone's further arguments.
 
         Returns:
@@ -139,7 +141,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 )
             labels = labels.reshape(states.shape[:2])
         return self._output_class(
-            loss=self._loss(states, labels, label_positions, num_items_in_batch),
+            loss=self._loss(states, labels, label_positions, label_weights, num_items_in_batch),
             logits=self._logits(states),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -120,6 +120,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         hidden_states: Tensor,
         labels: Tensor | None,
         label_positions: Tensor | None,
+        label_weights: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
@@ -131,6 +132,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             hidden_states,
             labels,
             label_positions=label_positions,
+            label_weights=label_weights,
             num_items_in_batch=num_items_in_batch,
             causal=self.is_causal,
         )
@@ -306,6 +308,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
+        label_weights: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
@@ -318,6 +321,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
                 labelled positions reach the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
+            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
             kwargs: The backbone's further arguments (`position_ids`, ...).
@@ -329,7 +333,9 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
-            loss=self._loss(hidden_states, labels, label_positions, num_items_in_batch),
+            loss=self._loss(
+                hidden_states, labels, label_positions, label_weights, num_items_in_batch
+            ),
             logits=self._logits(hidden_states) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -8,6 +8,7 @@ from torch import Tensor
 from .head import Head
 
 LossFunction = Callable[[Head, Tensor, Tensor], Tensor]
+IGNORE_INDEX = -100  # the label of positions that are not scored, everywhere in transformers
 
 
 def negative_log_likelihood(head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
@@ -15,19 +16,16 @@ def negative_log_likelihood(head: Head, hidden_states: Tensor, labels: Tensor) -
     return head.nll(hidden_states, labels)
 
 
-def scored_positions(
-    labels: Tensor, *, num_classes: int, causal: bool = False, ignore_index: int = -100
-) -> Tensor:
+def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) -> Tensor:
     """Return where the labels that are scored stand in the flattened batch.
 
     How many there are depends on their values, so on a GPU this waits for the device. A collator
     that calls it on the CPU, and hands the result to the model as `label_positions`, saves that.
 
     Args:
-        labels: `[B, T]` or `[B]`, `ignore_index` where there is nothing to predict.
+        labels: `[B, T]` or `[B]`, -100 where there is nothing to predict.
         num_classes: V.
         causal: Leave out the first of every row, which no position predicts.
-        ignore_index: The label of positions that are not scored.
 
     Returns:
         `[N]` int64.
@@ -36,7 +34,7 @@ def scored_positions(
         ValueError: A label is not a class. Only looked at on the CPU: elsewhere it would wait for
             the device, whose own lookup of the class fails.
     """
-    scored = labels != ignore_index
+    scored = labels != IGNORE_INDEX
     if causal:
         scored[:, 0] = False
     positions = scored.flatten().nonzero().squeeze(-1)  # [N]
@@ -44,7 +42,7 @@ def scored_positions(
         found = labels.flatten()[positions]
         if torch.any((found < 0) | (found >= num_classes)):
             raise ValueError(
-                f"labels: expected values from 0 to {num_classes - 1} or {ignore_index}, "
+                f"labels: expected values from 0 to {num_classes - 1} or {IGNORE_INDEX}, "
                 f"got {int(found.min())} to {int(found.max())}"
             )
     return positions
@@ -57,9 +55,9 @@ def mean_token_loss(
     labels: Tensor,
     *,
     label_positions: Tensor | None = None,
+    label_weights: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     causal: bool = False,
-    ignore_index: int = -100,
 ) -> Tensor:
     """Return the mean loss over the labelled positions.
 
@@ -69,13 +67,15 @@ def mean_token_loss(
         loss_fn: Called with the head, hidden states `[N, D]` and labels `[N]`; returns `[N]`.
         head: The output head.
         hidden_states: `[B, T, D]`.
-        labels: `[B, T]`, `ignore_index` where there is nothing to predict.
+        labels: `[B, T]`, -100 where there is nothing to predict.
         label_positions: `[N]`, from `scored_positions`, on the device of `labels`; with it nothing
             waits for the device. Default: found here.
+        label_weights: Of each label, `[B, T]`. The sum of weighted losses is divided as without
+            them, by the number of labels: a weight of 2 counts a label twice in the gradient, and
+            one of 0 leaves it out. Default: 1 for all.
         num_items_in_batch: What to divide the sum by: the labelled positions of the whole
             accumulated batch on all processes. Default: those of this call.
         causal: Position t predicts label t + 1.
-        ignore_index: The label of positions that are not scored.
 
     Returns:
         A scalar in nats; 0, still attached to the graph, if nothing is labelled anywhere.
@@ -84,13 +84,14 @@ def mean_token_loss(
         ValueError: A label is not a class of the head.
     """
     if label_positions is None:
-        label_positions = scored_positions(
-            labels, num_classes=len(head.weight), causal=causal, ignore_index=ignore_index
-        )
+        label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)
     labels = labels.flatten()[label_positions]  # [N]
     seen_from = label_positions - 1 if causal else label_positions
     hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
-    total = loss_fn(head, hidden_states, labels).sum()
+    losses = loss_fn(head, hidden_states, labels)  # [N]
+    if label_weights is not None:
+        losses = losses * label_weights.flatten()[label_positions]
+    total = losses.sum()
     if num_items_in_batch is None:
         return total / max(len(labels), 1)
     if isinstance(num_items_in_batch, Tensor):

@@ -190,6 +190,9 @@ class HarmonicTrainingArguments(TrainingArguments):
     label_column: str | None = field(
         default=None, metadata={"help": "Classification: column of the labels. Default: labels."}
     )
+    weight_column: str | None = field(
+        default=None, metadata={"help": "Column of a row's weight in the loss. Default: 1 for all."}
+    )
     on_bad_row: str = field(
         default="error",
         metadata={"help": "What happens to a row that cannot be used: error or skip."},
@@ -284,6 +287,7 @@ class HarmonicTrainingArguments(TrainingArguments):
             "packing": self.packing,
             "padding_free": self.padding_free,
             "pad_to_multiple_of": self.pad_to_multiple_of,
+            "weight_column": self.weight_column,
             "on_bad_row": self.on_bad_row,
             "num_proc": self.dataset_num_proc,
             "eval": {"documents": 0},
@@ -405,6 +409,7 @@ def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
         pad_to_multiple_of=data.pad_to_multiple_of,
         loss_on=data.loss_on,
         label_column=data.label_column,
+        weight_column=data.weight_column,
         on_bad_row=data.on_bad_row,
         dataset_num_proc=data.num_proc,
         oom_fallback=run.oom_fallback,

@@ -10,6 +10,7 @@ from torch import Tensor
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
 
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
+OF_LABELS = ("labels", "label_weights", *COUNTS)  # what a backbone does not take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
 
 def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", *COUNTS)}
+    inputs = {key: value for key, value in batch.items() if key not in OF_LABELS}
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
     states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])

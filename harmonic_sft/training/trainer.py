@@ -43,7 +43,13 @@ from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments
-from harmonic_sft.training.batches import COUNTS, CountingCollator, head_inputs, split_batch
+from harmonic_sft.training.batches import (
+    COUNTS,
+    OF_LABELS,
+    CountingCollator,
+    head_inputs,
+    split_batch,
+)
 from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
@@ -432,7 +438,7 @@ class HarmonicTrainer(Trainer):
         if isinstance(self.model.loss_fn, Distillation):
             with self.accelerator.autocast():
                 self.model.loss_fn.read(
-                    {key: value for key, value in inputs.items() if key != "label_positions"}
+                    {k: v for k, v in inputs.items() if k == "labels" or k not in OF_LABELS}
                 )
         return super().compute_loss(model, inputs, *args, **kwargs)
 

@@ -38,6 +38,22 @@ def test_mean_over_labelled_positions(batch):
     )
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_label_counts_as_much_as_it_weighs(batch, causal):
+    head, states, labels = batch
+    weights = torch.rand(B, T)
+    start, expected, count = int(causal), 0.0, 0
+    for b in range(B):
+        for t in range(start, T):
+            if labels[b, t] != -100:
+                expected += weights[b, t] * head.nll(states[b, t - start][None], labels[b, t][None])
+                count += 1
+    found = mean_token_loss(
+        negative_log_likelihood, head, states, labels, label_weights=weights, causal=causal
+    )
+    torch.testing.assert_close(found, expected.squeeze() / count)
+
+
 def test_parts_of_a_batch_sum_to_the_whole(batch):
     head, states, labels = batch
     count = (labels != -100).sum()

@@ -194,6 +194,43 @@ def test_labelled_rows_make_a_classifier(tiny_base, arguments):
     assert trainer.predict(Dataset.from_list(rows[:6])).predictions.shape == (6, 2)
 
 
+@pytest.mark.parametrize("kind", ["encoder", "packed", "stream", "decoder", "classes"])
+def test_rows_weigh_in_the_loss_what_their_column_says(tiny_base, decoder, texts, arguments, kind):
+    """The first losses of two halves that weigh 3 are together 3 times that of the whole."""
+    rows = Dataset.from_dict({"text": texts["text"][:8], "kind": ["x", "y"] * 4})
+    if kind == "decoder":
+        rows = Dataset.from_dict({"text": ["w5 w6 w7 w8", "w9 w5 w4 w3"] * 4})
+    base = str(decoder if kind == "decoder" else tiny_base)
+    fields = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "packing": kind == "packed",
+        "label_column": "kind" if kind == "classes" else None,
+    }
+
+    def first_loss(name, weights):
+        weighted = rows.add_column("importance", weights)
+        data = weighted.to_iterable_dataset() if kind == "stream" else weighted
+        args = arguments(name, weight_column="importance", **fields)
+        trainer = HarmonicTrainer(base, args, train_dataset=data)
+        trainer.train()
+        return losses(trainer)[0]
+
+    total, half = first_loss("ones", [1.0] * 8), first_loss("half", [3.0, 0.0] * 4)
+    other = first_loss("other", [0.0, 3.0] * 4)
+    assert half + other == pytest.approx(3 * total, rel=1e-4)
+    assert half != pytest.approx(other, rel=1e-4)
+
+
+def test_a_weight_is_a_number_of_0_or_more(tiny_base, texts, arguments):
+    for column in (["much"] * 2, [-1.0, 1.0], [float("nan"), 1.0]):
+        rows = Dataset.from_dict({"text": texts["text"][:2], "importance": column})
+        with pytest.raises(ValueError, match="importance: expected a weight of 0 or more, got"):
+            HarmonicTrainer(
+                str(tiny_base), arguments(weight_column="importance"), train_dataset=rows
+            )
+
+
 def test_a_schedule_of_transformers_is_honoured(tiny_base, texts, arguments):
     args = arguments(lr_scheduler_type="linear", warmup_steps=2)
     trainer = HarmonicTrainer(str(tiny_base), args, train_dataset=texts)
