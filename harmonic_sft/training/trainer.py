@@ -14,7 +14,13 @@ from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -33,7 +39,12 @@ from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
 from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
-from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
+from harmonic_sft.training.callbacks import (
+    HeadCallback,
+    LabeledProgress,
+    StoppedError,
+    check_finite,
+)
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
 from harmonic_sft.training.run_config import HExpConfig, Recipe
@@ -100,6 +111,8 @@ class HarmonicTrainer(Trainer):
             callbacks=[self._head_callback, *callbacks],
             optimizer_cls_and_kwargs=(MasterWeightsAdamW, options) if low_precision else None,
         )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LabeledProgress())
         self.data_collator = CountingCollator(
             collator=self.data_collator,
             num_classes=len(model.dist_head.weight),
