@@ -315,8 +315,10 @@ def test_freezing_that_fits_nothing_is_refused(make_yaml):
         start(make_yaml(), "model.unfreeze={patterns: ['blocks.*']}")
 
 
-def test_what_is_not_installed_is_named(make_yaml, tmp_path):
-    with pytest.raises(ValueError, match=r"training: expected what it asks for to be installed"):
+def test_a_missing_reporter_is_named_before_data_are_read(make_yaml, tmp_path, monkeypatch):
+    monkeypatch.setattr("harmonic_sft.training.run.prepare", lambda run: pytest.fail("data read"))
+    message = r"^training.report_to: expected installed packages, got 'comet_ml'. Run pip install "
+    with pytest.raises(ValueError, match=message):
         start(make_yaml(), "training.report_to=comet_ml")
     assert not (tmp_path / "run").exists()
 
