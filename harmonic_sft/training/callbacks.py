@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence, Sized
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import get_available_reporting_integrations
@@ -43,7 +44,19 @@ class HeadCallback(TrainerCallback):
             if every is not None and 0 < step < total and step % every == 0:
                 table.refresh(model.dist_head)
 
-    on_train_begin = on_step_end  # a resumed run starts at a step, with the saved prototypes
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Start at a step, with the saved prototypes, if the run is resumed.
+
+        At the end of a schedule the learning rate is 0. A run that continues beyond has another.
+        """
+        self.on_step_end(args, state, control, **kwargs)
+        scheduler = kwargs["lr_scheduler"]
+        if isinstance(scheduler, LambdaLR):
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            rates = [base * f for base, f in zip(scheduler.base_lrs, factors, strict=True)]
+            for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
 
 
 class LabeledProgress(ProgressCallback):
