@@ -251,7 +251,7 @@ def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
         else:
             state = _check_checkpoint(trainer, checkpoint)
             before = state.num_input_tokens_seen
-            if state.global_step >= state.max_steps:
+            if state.global_step >= max(state.max_steps, trainer.args.max_steps):
                 trainer.load_finished(checkpoint, state)
             else:
                 trainer.load_stream_state(checkpoint)
