@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def run_command(options: argparse.Namespace) -> int:
     logging.getLogger("harmonic_sft").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     try:
-        COMMANDS[options.command](options)
+        _run(options)
     except (ValueError, OSError, RuntimeError) as error:
         if options.debug or not _is_ours(error):
             raise
@@ -35,6 +36,15 @@ def run_command(options: argparse.Namespace) -> int:
         sys.stderr.write(f"error{where}: {error}\n")
         return 1
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Run a command; whatever comes of it, no progress bar is drawn after the last line."""
+    try:
+        COMMANDS[options.command](options)
+    finally:
+        for bar in list(tqdm._instances):  # of transformers, which leaves them open after an error
+            bar.close()
 
 
 def _is_ours(error: Exception) -> bool:

@@ -14,6 +14,7 @@ TRAINING = "#9aa5b1"
 CURRENT = "#1f4e79"
 POST_HOC = "#c8702a"
 REFERENCE = "#5f6b76"
+WITHOUT_H_EXP = {CURRENT: "", POST_HOC: "at the best temperature"}
 LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
 
 
@@ -36,19 +37,20 @@ def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
     history = payload.get("history")
     if not history:
         raise ValueError(f"history: expected at least one logged step, got {history!r}")
-    has_h_exp = any("h_exp" in entry for entry in history)
-    heights = [2.4, 1.0, 1.0] if has_h_exp else [2.4, 1.0]
+    logged = [key for key in ("learning_rate", "h_exp") if _series(history, key)[0]]
+    heights = [2.4, *(1.0 for _ in logged)]
     figure = new_figure(width=8.0, height=1.4 + 1.3 * sum(heights))
-    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    _draw_losses(panels[0], payload, has_h_exp)
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[
+        :, 0
+    ]
+    _draw_losses(panels[0], payload)
     panels[0].set_title(str(payload.get("run", "run")), loc="left", fontweight="bold")
-    panels[1].plot(*_series(history, "learning_rate"), color=CURRENT, linewidth=1.6)
-    panels[1].set_ylabel("learning rate")
-    panels[1].ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
-    panels[1].set_ylim(bottom=0)
-    if has_h_exp:
-        panels[2].plot(*_series(history, "h_exp"), color=CURRENT, linewidth=1.6)
-        panels[2].set_ylabel("h_exp")
+    for axes, key in zip(panels[1:], logged, strict=True):
+        axes.plot(*_series(history, key), color=CURRENT, linewidth=1.6)
+        axes.set_ylabel(key.replace("learning_rate", "learning rate"))
+        if key == "learning_rate":
+            axes.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
+            axes.set_ylim(bottom=0)
     panels[-1].set_xlabel("optimizer step")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.align_ylabels()
@@ -133,12 +135,16 @@ def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[fl
     return [entry["step"] for entry in entries], [entry[key] for entry in entries]
 
 
-def _draw_losses(axes: "Axes", payload: dict[str, Any], has_h_exp: bool) -> None:
-    steps, values = _series(payload["history"], "loss")
-    axes.plot(steps, values, color=TRAINING, linewidth=1.2, label="training")
+def _draw_losses(axes: "Axes", payload: dict[str, Any]) -> None:
+    history = payload["history"]
+    has_h_exp = any("h_exp" in entry or "eval_h_exp" in entry for entry in history)
+    steps, values = _series(history, "loss")
+    if values:
+        axes.plot(steps, values, color=TRAINING, linewidth=1.2, label="training")
+    labels = LABELS if has_h_exp else WITHOUT_H_EXP
     for key, color, marker in [("eval_loss", CURRENT, "o"), ("eval_post_hoc_loss", POST_HOC, "D")]:
-        steps, values = _series(payload["history"], key)
-        label = f"evaluation {LABELS[color]}" if has_h_exp else "evaluation"
+        steps, values = _series(history, key)
+        label = f"evaluation {labels[color]}".strip()
         if values:
             axes.plot(steps, values, f"{marker}-", color=color, ms=5, linewidth=0.8, label=label)
     _draw_unigram(axes.axhline, [payload])

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
+BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
 
 
@@ -102,6 +103,8 @@ def read_results(path: str | Path) -> dict[str, Any]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells.
+
     Args:
         title: Stands above the table.
         columns: The head of every column.
@@ -114,17 +117,43 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
         if len(row) != len(columns):
             raise ValueError(f"row: expected {len(columns)} cells, got {list(row)!r}")
     cells = [[_cell(value) for value in row] for row in rows]
+    console = Console(markup=False, highlight=False, emoji=False)
+    widths = _widths(columns, cells, console.width if console.is_terminal else None)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
         is_number = bool(texts) and all(NUMBER.fullmatch(text) for text in texts)
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        justify = "right" if is_number else "left"
+        table.add_column(column, justify=justify, overflow="fold", width=widths[index])
     for row in cells:
         table.add_row(*row)
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:  # a file has no width; a narrow terminal folds long cells
-        console.width = console.measure(table, options=console.options.update(width=9999)).maximum
+    console.width = max(console.width, sum(widths) + BORDER + GAP * len(widths))
     console.print(table)
+
+
+def _widths(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], available: int | None
+) -> list[int]:
+    """Return the width of every column: what fits its cells and the longest word of its head.
+
+    Where that is too wide, the widest columns give way, down to their longest words.
+    """
+    texts = [[row[index] for row in cells] for index in range(len(columns))]
+    heads = [max(map(len, column.split()), default=0) for column in columns]
+    widths = [max([head, *map(len, column)]) for head, column in zip(heads, texts, strict=True)]
+    least = [
+        max([head, *(len(word) for text in column for word in text.split())])
+        for head, column in zip(heads, texts, strict=True)
+    ]
+    room = None if available is None else available - BORDER - GAP * len(columns)
+    while room is not None and sum(widths) > room:
+        spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+        if not any(spare):  # a single word is wider than the terminal: it has to be folded
+            widest = widths.index(max(widths))
+            widths[widest] = max(1, widths[widest] - (sum(widths) - room))
+            break
+        widths[spare.index(max(spare))] -= 1
+    return widths
 
 
 def peak_memory_bytes() -> int:

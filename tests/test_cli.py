@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tqdm import tqdm
 
 import harmonic_sft
+from harmonic_sft import cli
 from harmonic_sft.config import to_plain
 from harmonic_sft.training.run_config import RunConfig, load_run_config
 from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
@@ -295,10 +297,24 @@ def test_the_main_job_has_a_dry_run(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_error_is_the_last_line_below_progress_bars(monkeypatch, capsys):
+    def fail(options):
+        sys.stdout.write("a table\n")
+        fail.bar = tqdm(total=6)  # kept, as the Trainer does
+        fail.bar.update(2)
+        raise ValueError("x: expected y")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    assert main(["train", "x.yaml"]) == 1
+    fail.bar.close()
+    assert capsys.readouterr().err.splitlines()[-1] == "error: x: expected y"
+
+
 def test_scripts_sft_runs_under_accelerate_launch():
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    launch = ["-m", "accelerate.commands.launch", "-q", "--num_processes", "1", "--num_machines=1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     done = run_python(*launch, str(ROOT / "scripts" / "sft.py"), str(DEMO), "training.max_stepz=3")
     assert done.returncode == 1
-    assert "training.max_stepz: expected one of the known keys" in done.stderr
-    assert "Did you mean 'max_steps'?" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: training.max_stepz: expected one of the known keys")
+    assert last.endswith("Did you mean 'max_steps'?")

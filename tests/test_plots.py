@@ -63,12 +63,27 @@ def test_a_run_is_drawn_in_three_panels_over_its_steps(tmp_path, figures):
     assert h_exps.get_xlabel() == "optimizer step"
 
 
-def test_a_run_without_h_exp_has_no_panel_for_it(tmp_path, figures):
-    history = without("h_exp", "eval_post_hoc_loss")
-    plot_run({"run": "linear", "history": history}, tmp_path / "run.png")
+def test_a_run_without_h_exp_has_no_panel_for_it_and_one_entry_per_line(tmp_path, figures):
+    plot_run({"run": "linear", "history": without("h_exp")}, tmp_path / "run.png")
     losses, rates = figures[0].axes
-    assert [line.get_label() for line in losses.get_lines()] == ["training", "evaluation"]
+    lines = ["training", "evaluation", "evaluation at the best temperature"]
+    assert [line.get_label() for line in losses.get_lines()] == lines
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == lines
     assert rates.get_xlabel() == "optimizer step"
+
+
+def test_what_was_never_logged_has_no_panel_and_no_entry(tmp_path, figures):
+    """A run of fewer steps than `logging_steps` has its two evaluations."""
+    history = [
+        {"step": 0, "eval_loss": 4.8, "eval_post_hoc_loss": 4.7, "eval_h_exp": -12.0},
+        {"step": 2, "eval_loss": 4.6, "eval_post_hoc_loss": 4.5, "eval_h_exp": -4.0},
+        {"step": 2, "train_loss": 4.9},
+    ]
+    plot_run({"run": "short", "history": history}, tmp_path / "run.png")
+    [losses] = figures[0].axes
+    labels = [line.get_label() for line in losses.get_lines()]
+    assert labels == ["evaluation at the current h_exp", "evaluation at the best post-hoc h_exp"]
+    assert losses.get_xlabel() == "optimizer step"
 
 
 def test_a_results_file_draws_as_its_payload(tmp_path):

@@ -154,6 +154,21 @@ def test_numbers_stand_to_the_right_and_names_to_the_left(capsys):
     assert " - " in first
 
 
+def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    columns = ["", "loss, nats", "accuracy, %", "error cosine (**)", "ECE, %", "h_exp", "best loss"]
+    rows = [
+        ["annealed, after 10000 steps of training", "14.25", "25.5", "-0.111", "96.5", "-12", "4"],
+        ["the base's own head", "14.25", "25.5", "-0.111", "96.5", "-12", "14.00"],
+    ]
+    show_table("run: masked tokens of the evaluation split", columns, rows)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    words = " ".join(lines).split()
+    assert {"annealed,", "training", "accuracy,", "cosine", "14.00", "h_exp"} <= set(words)
+
+
 def test_a_narrow_terminal_folds_but_loses_nothing(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")

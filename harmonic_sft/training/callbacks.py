@@ -1,9 +1,13 @@
 """What follows from the optimizer step: h_exp, norms, neighbors and the teacher's weight."""
 
 import math
+from collections.abc import Sequence, Sized
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback, TrainerState
+from transformers.integrations import get_available_reporting_integrations
 
 from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.run_config import HExpConfig
@@ -40,7 +44,66 @@ class HeadCallback(TrainerCallback):
             if every is not None and 0 < step < total and step % every == 0:
                 table.refresh(model.dist_head)
 
-    on_train_begin = on_step_end  # a resumed run starts at a step, with the saved prototypes
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Start at a step, with the saved prototypes, if the run is resumed.
+
+        At the end of a schedule the learning rate is 0. A run that continues beyond has another.
+        """
+        self.on_step_end(args, state, control, **kwargs)
+        scheduler = kwargs["lr_scheduler"]
+        if isinstance(scheduler, LambdaLR):
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            rates = [base * f for base, f in zip(scheduler.base_lrs, factors, strict=True)]
+            for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+
+class LabeledProgress(ProgressCallback):
+    """transformers' progress bars, which do not say whether they count training or evaluation."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Open the bar of the training steps."""
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, desc="Training", dynamic_ncols=True)
+        self.current_step = 0
+
+    def on_prediction_step(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Count a batch, in a bar that is opened with the first."""
+        is_sized = isinstance(eval_dataloader, Sized)
+        if state.is_world_process_zero and self.prediction_bar is None and is_sized:
+            self.prediction_bar = tqdm(
+                total=len(eval_dataloader),
+                desc="Evaluating",
+                leave=self.training_bar is None,
+                dynamic_ncols=True,
+            )
+        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+
+def check_reporters(names: Sequence[str]) -> None:
+    """Refuse to report to what is not installed, before anything is loaded.
+
+    Args:
+        names: `report_to` of `TrainingArguments`, which has resolved "all" and "none".
+
+    Raises:
+        ValueError: One is missing.
+    """
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"training.report_to: expected installed packages, got {name!r}. "
+                f"Run pip install {name.replace('_', '-')}, or leave it out"
+            )
 
 
 def check_finite(name: str, value: float, global_step: int) -> None:

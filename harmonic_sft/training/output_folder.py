@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
+from harmonic_sft.results import read_results
 from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.schedules import phase_steps
 
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
+MAX_STEPS = "training.max_steps"
 # Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
     "resume",
@@ -45,11 +48,50 @@ def check_output_folder(run: RunConfig) -> None:
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
             "run. Add resume=true to continue it, or choose another one"
         )
-    different = changed_keys(parse(RunConfig, read_yaml(folder / CONFIG_NAME)), run)
-    if different:
+    old = parse(RunConfig, read_yaml(folder / CONFIG_NAME))
+    different = changed_keys(old, run)
+    if different == [MAX_STEPS] and _last_step(old) < run.training["max_steps"]:
+        _check_longer(run, _last_step(old))
+    elif different:
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
             f"{', '.join(different)}. Use the old ones, or choose another training.output_dir"
+        )
+
+
+def _last_step(run: RunConfig) -> int:
+    """Return after which optimizer step a run ends; of epochs, once it has ended."""
+    if is_finished(run):
+        return read_results(results_path(run))["steps"]
+    return run.training.get("max_steps", -1)
+
+
+def _check_longer(run: RunConfig, last_step: int) -> None:
+    """Let a run train for more steps where what it did so far does not depend on their number.
+
+    Raises:
+        ValueError: Its schedules stretch over the run, or nothing is there to continue from.
+    """
+    max_steps, schedule = run.training["max_steps"], run.schedule
+    kind = str(run.training.get("lr_scheduler_type"))
+    warmup = 0
+    if schedule is not None:
+        warmup = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0).warmup
+    reasons = {
+        "an annealed h_exp": run.h_exp is not None and run.h_exp.start != run.h_exp.end,
+        "schedule.decay_ratio above 0": schedule is not None and schedule.decay_ratio > 0,
+        f"lr_scheduler_type {kind}": schedule is None and not kind.startswith("constant"),
+        f"a warmup of {warmup} steps": warmup > last_step,
+        "an annealed loss": run.loss.name == "distill",
+        "no checkpoint": last_checkpoint(run.output_dir) is None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ValueError(
+            f"resume: expected {last_step} steps as before, or a run that continues the same way "
+            f"up to step {max_steps}: h_exp held, schedule.decay_ratio 0. Got {', '.join(found)}. "
+            f"Start a new run on this one: model.base={run.output_dir} head.init=base_head, with "
+            "another training.output_dir"
         )
 
 
@@ -81,9 +123,12 @@ def claim_output_folder(run: RunConfig) -> None:
     """
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / CONFIG_NAME
-    if run.resume and path.exists():
-        return
     draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
+    if run.resume and path.exists():
+        if changed_keys(parse(RunConfig, read_yaml(path)), run) == [MAX_STEPS]:
+            draft.write_text(to_yaml(run))
+            os.replace(draft, path)
+        return
     draft.write_text(to_yaml(run))
     try:
         os.link(draft, path)  # whole or not at all, and only once
@@ -105,8 +150,9 @@ def release_output_folder(run: RunConfig) -> None:
 
 
 def is_finished(run: RunConfig) -> bool:
-    """Whether the folder holds the results of a run that came to its end."""
-    return results_path(run).is_file()
+    """Whether the folder holds the results of a run that came to its end, with all its steps."""
+    path = results_path(run)
+    return path.is_file() and read_results(path)["steps"] >= run.training.get("max_steps", -1)
 
 
 def results_path(run: RunConfig) -> Path:

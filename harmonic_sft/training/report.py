@@ -1,6 +1,7 @@
 """What a run prints and draws: parameters at the start, results at the end."""
 
 import logging
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
+from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB, MemoryEstimate
 
 logger = logging.getLogger(__name__)
@@ -144,6 +146,21 @@ def show_closing_table(results: dict[str, Any]) -> None:
     )
 
 
+def show_next_steps(folder: Path, task: str) -> None:
+    """Say what to type to load, evaluate and publish a finished run."""
+    model_class = MODELS[task].__name__
+    logger.info(
+        "Load:      from harmonic_sft import %s; model = %s.from_pretrained(%r)\n"
+        "Evaluate:  harmonic-sft eval %s data=FILE\n"
+        "Publish:   harmonic-sft push %s --repo-id OWNER/NAME --form head",
+        model_class,
+        model_class,
+        str(folder),
+        folder,
+        folder,
+    )
+
+
 def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
     """Print the results of several runs side by side, and draw them if a path is given."""
     rows = []
@@ -200,7 +217,7 @@ def _draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> Non
 
 def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
     show_table(title, METRIC_COLUMNS, rows)
-    logger.info(METRIC_NOTE)
+    logger.info(textwrap.fill(METRIC_NOTE, 80))
 
 
 def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]:

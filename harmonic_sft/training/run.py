@@ -18,7 +18,7 @@ from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
-from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.callbacks import StoppedError, check_reporters
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
@@ -44,7 +44,13 @@ from harmonic_sft.training.publishing import (
     finish_pushes,
     push_run,
 )
-from harmonic_sft.training.report import draw, log_data, show_closing_table, show_parts
+from harmonic_sft.training.report import (
+    draw,
+    log_data,
+    show_closing_table,
+    show_next_steps,
+    show_parts,
+)
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
@@ -77,7 +83,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     """
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
-    check_launch(run.training_arguments())
+    args = run.training_arguments()
+    check_launch(args)
+    check_reporters(args.report_to or [])
     check_output_folder(run)
     if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
@@ -237,7 +245,7 @@ def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
         else:
             state = _check_checkpoint(trainer, checkpoint)
             before = state.num_input_tokens_seen
-            if state.global_step >= state.max_steps:
+            if state.global_step >= max(state.max_steps, trainer.args.max_steps):
                 trainer.load_finished(checkpoint, state)
             else:
                 resumed = trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -334,6 +342,7 @@ def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) 
         write_results(run.output_dir / "results", RESULTS_NAME, results)
         show_closing_table(results)
         draw(results, run.output_dir / "results" / "train.png")
+        show_next_steps(run.output_dir, run.model.task)
     state.wait_for_everyone()  # a push may take longer than the others would wait
     if state.is_main_process and run.hub.push:
         push_run(run, trainer.callback_handler.callbacks)

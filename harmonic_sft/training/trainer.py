@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -50,7 +51,12 @@ from harmonic_sft.training.batches import (
     head_inputs,
     split_batch,
 )
-from harmonic_sft.training.callbacks import HeadCallback, StoppedError, check_finite
+from harmonic_sft.training.callbacks import (
+    HeadCallback,
+    LabeledProgress,
+    StoppedError,
+    check_finite,
+)
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
 from harmonic_sft.training.output_folder import (
@@ -170,6 +176,8 @@ class HarmonicTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LabeledProgress())
         self.data_collator = CountingCollator(
             collator=self.data_collator,
             num_classes=len(built.dist_head.weight),

@@ -152,6 +152,57 @@ def test_a_run_is_resumed_only_as_it_was(finished_run):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
+CONSTANT = {"h_exp": -12.0, "schedule": {"warmup_ratio": 0.0, "decay_ratio": 0.0}}
+
+
+def test_a_finished_run_of_constant_schedules_continues_to_more_steps(make_yaml, tmp_path):
+    path = make_yaml(**CONSTANT)
+    first = start(path)
+    assert start(path, "resume=true")["final"] == first["final"]
+    longer = ("training.max_steps=12", "resume=true")
+    continued = start(path, *longer)
+    assert continued["steps"] == 12
+    assert continued["before"] == first["before"]
+    rates = [entry["learning_rate"] for entry in continued["history"] if "learning_rate" in entry]
+    assert rates == [0.01] * 12
+    assert start(path, *longer)["final"] == continued["final"]  # it is finished again
+    with pytest.raises(ValueError, match=r"got other values for training.max_steps"):
+        start(path, "resume=true")
+    whole = start(path, "training.max_steps=12", f"training.output_dir={tmp_path / 'whole'}")
+    assert continued["final"] == whole["final"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_a_continued_run_that_stops_is_not_finished(make_yaml, add_callbacks):
+    path = make_yaml(**CONSTANT)
+    start(path)
+    longer = ("training.max_steps=12", "resume=true")
+    with add_callbacks(Signal(10)), pytest.raises(StoppedError, match="expected 12 steps, got 10"):
+        start(path, *longer)
+    assert start(path, *longer)["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({**CONSTANT, "h_exp": {"start": -12.0, "end": -4.0}}, "an annealed h_exp"),
+        ({**CONSTANT, "schedule": {"warmup_ratio": 0.0}}, "schedule.decay_ratio above 0"),
+        (
+            {**CONSTANT, "schedule": {"warmup_ratio": 0.6, "decay_ratio": 0.0}},
+            "a warmup of 7 steps",
+        ),
+        ({**CONSTANT, "training": {"save_strategy": "no"}}, "no checkpoint"),
+    ],
+)
+def test_a_run_whose_schedules_stretch_is_not_continued(make_yaml, sections, reason):
+    path = make_yaml(**sections)
+    start(path)
+    message = rf"resume: expected 6 steps as before, or .* Got {reason}. Start a new run on this"
+    with pytest.raises(ValueError, match=message):
+        start(path, "resume=true", "training.max_steps=12")
+
+
 class Signal(TrainerCallback):
     """Ends training after a step, as transformers does after a SIGTERM."""
 
@@ -315,8 +366,10 @@ def test_freezing_that_fits_nothing_is_refused(make_yaml):
         start(make_yaml(), "model.unfreeze={patterns: ['blocks.*']}")
 
 
-def test_what_is_not_installed_is_named(make_yaml, tmp_path):
-    with pytest.raises(ValueError, match=r"training: expected what it asks for to be installed"):
+def test_a_missing_reporter_is_named_before_data_are_read(make_yaml, tmp_path, monkeypatch):
+    monkeypatch.setattr("harmonic_sft.training.run.prepare", lambda run: pytest.fail("data read"))
+    message = r"^training.report_to: expected installed packages, got 'comet_ml'. Run pip install "
+    with pytest.raises(ValueError, match=message):
         start(make_yaml(), "training.report_to=comet_ml")
     assert not (tmp_path / "run").exists()
 
