@@ -22,12 +22,13 @@ ALL := not cuda and not network and not quantized and not ecosystem and not brow
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
+	$(TRAIN) configs/demo_constant.yaml resume=true
 	$(TRAIN) configs/demo.yaml resume=true
+	$(BIN)/harmonic-sft compare runs/demo_base runs/demo_constant runs/demo --figure runs/demo.png
 
 demo-compare: demo
-	$(TRAIN) configs/demo_constant.yaml resume=true
 	$(TRAIN) configs/demo_linear.yaml resume=true
-	$(BIN)/harmonic-sft compare runs/demo_base runs/demo runs/demo_constant runs/demo_linear \
+	$(BIN)/harmonic-sft compare runs/demo_base runs/demo_linear runs/demo_constant runs/demo \
 		--figure runs/comparison.png
 
 test: $(INSTALLED)

@@ -31,6 +31,10 @@ METRIC_NOTE = (
     "cosine between the input embeddings of label and prediction where they differ; of classes, "
     "between their prototypes."
 )
+ANNEALED = (
+    "%s: h_exp went from %g to %g. A smaller exponent makes all probabilities more alike, so the "
+    "loss rises with it; compare the best losses, of which each is at the exponent beside it."
+)
 METRIC_COLUMNS = [
     "",
     "loss, nats",
@@ -168,6 +172,10 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
     _show_metrics("Evaluation split of every run", rows)
+    for run in runs:
+        h_exp = run["config"].get("h_exp") or {"start": None, "end": None}
+        if h_exp["start"] != h_exp["end"]:
+            logger.info(ANNEALED, run["run"], h_exp["start"], h_exp["end"])
     if note := _different_data(runs):
         logger.warning(note)
     if figure is not None:

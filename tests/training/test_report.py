@@ -17,9 +17,23 @@ METRICS = {
 }
 
 
-def run(name, fingerprint):
-    data = {} if fingerprint is None else {"eval_sha256": fingerprint}
-    return {"run": name, "steps": 6, "before": METRICS, "final": METRICS, "data": data}
+def run(name, fingerprint, end=-12.0):
+    return {
+        "run": name,
+        "steps": 6,
+        "before": METRICS,
+        "final": METRICS,
+        "data": {} if fingerprint is None else {"eval_sha256": fingerprint},
+        "config": {"h_exp": {"start": -12.0, "end": end}},
+    }
+
+
+def test_an_annealed_run_is_said_to_have_another_loss(caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    compare_runs([run("held", "a"), run("annealed", "a", end=-4.0)], None)
+    said = [record.getMessage() for record in caplog.records if "h_exp went" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("annealed: h_exp went from -12 to -4. A smaller exponent makes")
 
 
 @pytest.mark.parametrize(
