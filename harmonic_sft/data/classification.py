@@ -60,7 +60,6 @@ def load_labeled_data(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     max_positions: int,
-    seed: int,
     labels: Sequence[str] | None = None,
     eval_only: bool = False,
 ) -> LabeledData:
@@ -73,7 +72,6 @@ def load_labeled_data(
         tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Chooses the evaluation rows.
         labels: Names of the classes of a trained model; None takes those of the training rows,
             sorted.
         eval_only: Evaluate on all rows of the sources.
@@ -103,7 +101,7 @@ def load_labeled_data(
         train = rows
         held_out = _read(config.eval.source, "data.eval.source", config, task, bad_rows)
     else:
-        chosen = choose_eval(len(rows), config.eval.documents, seed=seed)
+        chosen = choose_eval(len(rows), config.eval.documents, seed=config.eval.seed)
         train = [row for row, in_eval in zip(rows, chosen, strict=True) if not in_eval]
         held_out = [row for row, in_eval in zip(rows, chosen, strict=True) if in_eval]
     for part, found in (("sources", train), ("eval.source", held_out)):

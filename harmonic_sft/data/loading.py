@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -79,7 +79,7 @@ def load_data(
         tokenizer: The model's tokenizer.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Decides the masks, the evaluation documents and the order of a stream.
+        seed: Decides the masks and the order of a stream.
         is_causal: Predict every token from those before it instead of masked ones from all. Plain
             text then ends in the tokenizer's eos token.
         eval_only: Evaluate on all documents; those of streams are split all the same.
@@ -98,6 +98,7 @@ def load_data(
         needs_mask=not is_causal,
     )
     masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
+    eval_masker = replace(masker, seed=config.eval.seed)
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
     # A tokenizer may end every row itself.
     ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
@@ -114,7 +115,7 @@ def load_data(
         streams, held_out = split_streams(streams, eval_documents=config.eval.documents)
         return LoadedData(
             train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
-            eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
+            eval=MaskedRows(held_out, eval_masker, fixed_epoch=EVAL_EPOCH),
             collator=collator,
             bad_rows=bad_rows,
         )
@@ -122,7 +123,7 @@ def load_data(
     held_out, num_documents = rows, 0
     if not eval_only:
         rows, held_out, num_documents = split_table(
-            rows, eval_documents=config.eval.documents, seed=seed
+            rows, eval_documents=config.eval.documents, seed=config.eval.seed
         )
     packs = rate = None
     if config.packing:
@@ -134,7 +135,7 @@ def load_data(
         counts = np.where(masker.special_tokens, 0, counts)
     return LoadedData(
         train=MaskedRows(rows, masker, packs=packs),
-        eval=MaskedRows(held_out, masker, fixed_epoch=EVAL_EPOCH),
+        eval=MaskedRows(held_out, eval_masker, fixed_epoch=EVAL_EPOCH),
         collator=collator,
         unigram_counts=counts,
         num_documents=num_documents,

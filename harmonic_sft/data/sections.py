@@ -68,6 +68,10 @@ class EvalConfig:
     documents: int = Field(
         default=512, ge=0, description="documents kept for evaluation, out of the training ones"
     )
+    seed: int = Field(
+        default=42,
+        description="chooses them; the same for every training.seed, so that runs are comparable",
+    )
     source: Source | None = Field(
         default=None, description="classification: evaluate on all rows of this place instead"
     )

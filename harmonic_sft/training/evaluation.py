@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
-from harmonic_sft.config import apply_overrides, check_fields, parse, read_yaml, to_plain
+from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.classification import LabeledData
@@ -26,7 +26,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, write_results
 from harmonic_sft.training.batches import head_inputs
 from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
-from harmonic_sft.training.output_folder import CONFIG_NAME
+from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
 from harmonic_sft.training.report import show_metrics
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
-    saved = read_yaml(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    saved = read_run(folder) if (folder / CONFIG_NAME).is_file() else {}
     settings = apply_overrides(saved, [_sources(override) for override in overrides])
     if "data" not in settings:
         raise ValueError(

@@ -184,7 +184,7 @@ def load_task_data(
         tokenizer: Of the model.
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
-        seed: Of masks and order.
+        seed: Of masks and order; the evaluation has one of its own.
         labels: A classifier's classes; None is those of the data.
         eval_only: Evaluate on all of the sources, holding nothing back to train on.
     """
@@ -192,12 +192,11 @@ def load_task_data(
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "max_positions": max_positions,
-        "seed": seed,
         "eval_only": eval_only,
     }
     if task == "sequence_classification" or task == "token_classification":
         return load_labeled_data(config, task=task, labels=labels, **shared)
-    return load_data(config, is_causal=task == "causal_lm", **shared)
+    return load_data(config, is_causal=task == "causal_lm", seed=seed, **shared)
 
 
 def load_model(

@@ -48,7 +48,7 @@ def check_output_folder(run: RunConfig) -> None:
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
             "run. Add resume=true to continue it, or choose another one"
         )
-    old = parse(RunConfig, read_yaml(folder / CONFIG_NAME))
+    old = parse(RunConfig, read_run(folder))
     different = changed_keys(old, run)
     if different == [MAX_STEPS] and _last_step(old) < run.training["max_steps"]:
         _check_longer(run, _last_step(old))
@@ -57,6 +57,16 @@ def check_output_folder(run: RunConfig) -> None:
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
             f"{', '.join(different)}. Use the old ones, or choose another training.output_dir"
         )
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return what `run.yaml` in the folder of a run says, as this version would write it.
+
+    Before there was `data.eval.seed` the seed of the training chose the held-out documents.
+    """
+    saved = read_yaml(folder / CONFIG_NAME)
+    section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
+    return {**saved, "data": {**saved["data"], "eval": section}}
 
 
 def _last_step(run: RunConfig) -> int:
@@ -125,7 +135,7 @@ def claim_output_folder(run: RunConfig) -> None:
     path = run.output_dir / CONFIG_NAME
     draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
     if run.resume and path.exists():
-        if changed_keys(parse(RunConfig, read_yaml(path)), run) == [MAX_STEPS]:
+        if changed_keys(parse(RunConfig, read_run(run.output_dir)), run) == [MAX_STEPS]:
             draft.write_text(to_yaml(run))
             os.replace(draft, path)
         return

@@ -40,7 +40,7 @@ def load(path, tokenizer, *, task="sequence_classification", labels=None, **fiel
         **fields,
     }
     config = TypeAdapter(DataConfig).validate_python(settings)
-    options = {"vocab_size": len(WORDS), "max_positions": 10, "seed": 0, "labels": labels}
+    options = {"vocab_size": len(WORDS), "max_positions": 10, "labels": labels}
     return load_labeled_data(config, task=task, tokenizer=tokenizer, **options)
 
 

@@ -49,7 +49,7 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
         for name, weight in names.items()
     ]
     config = DataConfig(
-        sources=sources, context_length=14, eval=EvalConfig(documents=5), **settings
+        sources=sources, context_length=14, eval=EvalConfig(documents=5, seed=3), **settings
     )
     options = {"vocab_size": len(tokenizer), "max_positions": 16, "seed": 3, "is_causal": is_causal}
     return load_data(config, tokenizer=tokenizer, **options)

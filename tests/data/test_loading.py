@@ -32,8 +32,10 @@ def load(tokenizer, *sources, seed=0, **settings):
     config = DataConfig(
         sources=list(sources),
         context_length=8,
-        eval=EvalConfig(documents=5),
-        **({"mask": MaskConfig(probability=0.5)} | settings),
+        **(
+            {"mask": MaskConfig(probability=0.5), "eval": EvalConfig(documents=5, seed=0)}
+            | settings
+        ),
     )
     return load_data(
         config, tokenizer=tokenizer, vocab_size=len(tokenizer), max_positions=16, seed=seed
@@ -59,6 +61,15 @@ def test_counts_are_those_of_the_ordinary_tokens_trained_on(tokenizer, path):
 
 def key(row):
     return row["input_ids"].tobytes(), row["labels"].tobytes()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_training_seeds_are_evaluated_on_the_same_tokens(tokenizer, path, streaming):
+    source = Source(path=path, streaming=streaming)
+    first, other = (load(tokenizer, source, seed=seed).eval for seed in (0, 1))
+    assert [key(row) for row in first] == [key(row) for row in other]
+    chosen = load(tokenizer, source, eval=EvalConfig(documents=5, seed=1)).eval
+    assert [key(row) for row in chosen] != [key(row) for row in first]
 
 
 def streamed_rows(data, num_rows):

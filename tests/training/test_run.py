@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizer, TrainerCallback
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
-from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint
+from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint, read_run
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import check_launch, train
 from harmonic_sft.training.run_config import load_run_config
@@ -150,6 +151,21 @@ def test_a_run_is_resumed_only_as_it_was(finished_run):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
     assert start(path, "resume=true")["final"] == results["final"]
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(
+    finished_run, make_yaml, tmp_path
+):
+    """There the seed of the training chose them, and its file names no other."""
+    run_copy = shutil.copytree(finished_run[1], tmp_path / "copy")
+    saved = yaml.safe_load((run_copy / "run.yaml").read_text())
+    del saved["data"]["eval"]["seed"]
+    saved["training"]["seed"] = 7
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(saved))
+    assert read_run(run_copy)["data"]["eval"]["seed"] == 7
+    again = ("resume=true", "training.seed=7", f"training.output_dir={run_copy}")
+    with pytest.raises(ValueError, match=r"got other values for data.eval.seed, training.output"):
+        start(make_yaml(), *again)
 
 
 CONSTANT = {"h_exp": -12.0, "schedule": {"warmup_ratio": 0.0, "decay_ratio": 0.0}}
