@@ -1,4 +1,4 @@
-"""Sphinx's settings: `make docs` builds a site of README and the guides, with the links of GitHub."""
+"""Sphinx's settings: `make docs` builds a site of README and the guides."""
 
 import re
 from pathlib import Path

@@ -23,10 +23,11 @@ GROUPS = {
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Source|Note):")
 HEADER = """# API
 
-What `import harmonic_sft` offers. `python scripts/api_page.py` writes this page from the docstrings. A name is
-imported when you first use it. B are rows, T positions, N scored tokens, D the hidden size, V the vocabulary or
-the classes, H attention heads, M output heads, K neighbors. A method stands under the first class that has it.
-[Python](python.md) shows how the names go together.
+What `import harmonic_sft` offers; a name is imported when you first use it.
+`python scripts/api_page.py` writes this page from the docstrings. B are rows, T positions, N scored
+tokens, D the hidden size, V the vocabulary or the classes, H attention heads, M output heads, K
+neighbors. A method stands under the first class that has it. [Python](python.md) shows how the
+names go together.
 """
 
 
@@ -129,7 +130,7 @@ def _text(value: Any) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _fields(value: type) -> Iterator[str]:
+def _fields(value: Any) -> Iterator[str]:
     """Yield the fields that are explained beside their default, not in the docstring."""
     explained = [one for one in fields(value) if one.metadata.get("help") and one.init]
     inherited = {one.name for one in fields(TrainingArguments)}
