@@ -14,17 +14,22 @@ from typing import NamedTuple
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig, ModernBertForMaskedLM
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
 
 from harmonic_sft import NeoBERTConfig
 from tests.conftest import SPECIAL, WORDS, save_tiny_base
 from tests.decoders import save_decoder
 from tests.hub.conftest import Client
 from tests.hub_server import Commit, HubServer
-from tests.test_docs import DOCS, FENCE, README, ROOT, name
+from tests.test_docs import DOCS, FENCE, README, ROOT, SKILL, name
 from tests.training.test_causal_runs import save_tokenizer
 
-PAGES = [README, *DOCS]
+PAGES = [README, *DOCS, SKILL]
 NEOBERT = "chandar-lab/NeoBERT"
 REVISION = "5424c8efeea6491b151d62dee55a752165407430"  # which configs/neobert.yaml pins
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

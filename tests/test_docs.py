@@ -4,18 +4,24 @@ import argparse
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments.__main__ import main as experiments
+from harmonic_sft import load_run_config
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "experiments" / "README.md", *DOCS]
+SKILL = ROOT / "skills" / "harmonic-sft" / "SKILL.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "experiments" / "README.md", SKILL, *DOCS]
 MAX_WORDS = 1500
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
@@ -56,6 +62,16 @@ def test_the_readme_is_short():
     assert len(README.read_text().split()) <= MAX_WORDS
 
 
+def test_the_skill_is_short_and_its_file_is_a_whole_configuration(tmp_path):
+    text = SKILL.read_text()
+    assert len(text.splitlines()) <= 150
+    about = yaml.safe_load(text.split("---")[1])
+    assert about["name"] == SKILL.parent.name
+    [written] = [block for language, block in FENCE.findall(text) if language == "yaml"]
+    (tmp_path / "my.yaml").write_text(written)
+    assert load_run_config(tmp_path / "my.yaml").model.base == "answerdotai/ModernBERT-base"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_relative_link_resolves(page):
     text = FENCE.sub("", page.read_text())
@@ -67,6 +83,28 @@ def test_every_relative_link_resolves(page):
         assert path.exists(), f"{name(page)}: {target}"
         if anchor:
             assert anchor in slugs(path), f"{name(page)}: {target}"
+
+
+def test_dead_links_are_all_that_the_site_warns_of(tmp_path):
+    """`make docs` turns warnings into errors."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
+    with (tmp_path / "clone" / "docs" / "data.md").open("a") as page:
+        page.write("\n[one](nowhere.md) and [two](hub.md#nowhere)\n")
+    recipe = (ROOT / "Makefile").read_text().partition("\ndocs:")[2]
+    command = re.search(r"\$\(BIN\)/python -m (sphinx .*)", recipe)[1].split()
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=tmp_path / "clone",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    warnings = re.findall(r"data.md:\d+: WARNING: .*'(\S+)'", done.stderr)
+    assert warnings == ["nowhere.md", "nowhere"], done.stderr
+    assert done.stderr.count("WARNING") == 2, done.stderr
+    assert done.returncode != 0
+    assert (tmp_path / "clone" / "build" / "site" / "README.html").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -81,7 +119,9 @@ def test_every_results_file_and_picture_is_on_a_page():
     text = "".join(page.read_text() for page in PAGES)
     for path in (ROOT / "docs").rglob("*.*"):
         stem = str(path.relative_to(ROOT / "docs").with_suffix(""))
-        assert path.suffix == ".md" or re.search(rf"\b{stem}\.(json|png)", text), name(path)
+        assert path.suffix in (".md", ".py") or re.search(rf"\b{stem}\.(json|png)", text), name(
+            path
+        )
 
 
 def test_every_guide_is_in_the_table_of_contents():
