@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # "All" leaves out what needs a GPU, the network, or packages of its own.
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-.PHONY: demo demo-compare test test-all test-quantized wheel-test check size clean
+.PHONY: demo demo-compare test test-all test-quantized wheel-test check docs size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -48,6 +48,12 @@ wheel-test: $(INSTALLED)
 check: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
+# A site of README and the guides in build/site; a dead link is an error.
+docs: $(INSTALLED)
+	$(BIN)/python scripts/api_page.py
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/site
+	@echo "Open build/site/README.html"
+
 size:
 	@$(PYTHON) scripts/size.py
 
@@ -67,7 +73,7 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt requirements-demo.txt
 
 $(INSTALLED): $(DEMO_INSTALLED)
 	@echo "Installing the tools of tests and checks."
-	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[plots,dev,docs]'
 	@touch $@
 
 $(QUANTIZED)/.installed: requirements-quantized.txt $(DEMO_INSTALLED)

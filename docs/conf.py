@@ -1,0 +1,31 @@
+"""Sphinx's settings: `make docs` builds a site of README and the guides."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONTENTS = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+project = "Harmonic SFT"
+extensions = ["myst_parser"]
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "experiments/README.md"]
+exclude_patterns = [".*", "build", "runs", "tests"]
+myst_heading_anchors = 4
+html_theme = "furo"
+html_title = project
+
+
+def add_navigation(_: object, name: str, source: list[str]) -> None:
+    """Give the first page the pages that docs/README.md lists, in its order."""
+    if name == root_doc:
+        linked = re.findall(r"\]\(([\w./]+)\.md\)", CONTENTS)
+        paths = [(ROOT / "docs" / page).resolve() for page in ("README", *linked)]
+        pages = [str(path.relative_to(ROOT)) for path in paths]
+        listed = "\n".join(page for page in pages if page != root_doc)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+
+
+def setup(app: object) -> None:
+    """Connect what runs when a page is read."""
+    app.connect("source-read", add_navigation)
