@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 from accelerate import PartialState
@@ -171,7 +171,10 @@ class Preparation:
             data = data.map(_formatted(self._format), remove_columns=data.column_names)
             column = "text"
         streaming = isinstance(data, datasets.IterableDataset)
-        source = GivenSource(path=name, column=column, streaming=streaming, documents=data)
+        row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
+        source = GivenSource(
+            path=name, column=column, format=row_format, streaming=streaming, documents=data
+        )
         config = self._base.get_text_config()
         tokenizer = self.tokenizer()
         with PartialState().main_process_first():  # one process fills the cache
