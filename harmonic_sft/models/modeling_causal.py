@@ -47,6 +47,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         label_positions: Tensor | None = None,
         label_weights: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -67,6 +68,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
             label_weights: Of each label, as `labels`; each loss is multiplied by its own.
+            shift_labels: `[B, T]` in place of `labels`, shifted already: position t predicts its
+                own entry. Sequence parallelism cuts rows after the shift.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
             kwargs: The backbone's further arguments.
@@ -75,7 +78,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         if use_cache is None:
-            use_cache = labels is None and not self.training
+            use_cache = labels is None and shift_labels is None and not self.training
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -88,11 +91,18 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         # An integer is how many at the end, a tensor which.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        needs_logits = self._needs_logits(labels, output_logits)
+        targets = labels if shift_labels is None else shift_labels
+        needs_logits = self._needs_logits(targets, output_logits)
+        loss = self._loss(
+            hidden_states,
+            targets,
+            label_positions if shift_labels is None else None,  # they are those of `labels`
+            label_weights,
+            num_items_in_batch,
+            shifts=shift_labels is None,
+        )
         return CausalLMOutputWithPast(
-            loss=self._loss(
-                hidden_states, labels, label_positions, label_weights, num_items_in_batch
-            ),
+            loss=loss,
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -122,6 +122,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         label_positions: Tensor | None,
         label_weights: Tensor | None,
         num_items_in_batch: Tensor | int | None,
+        *,
+        shifts: bool = False,
     ) -> Tensor | None:
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
         if labels is None:
@@ -134,7 +136,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             label_positions=label_positions,
             label_weights=label_weights,
             num_items_in_batch=num_items_in_batch,
-            causal=self.is_causal,
+            causal=shifts,
         )
 
     def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:

@@ -223,6 +223,20 @@ def test_the_loss_is_that_of_the_next_tokens(bases):
     assert shown.logits.shape == (2, 10, V)
 
 
+def test_labels_that_are_shifted_already_are_not_shifted_again(bases):
+    model = make(bases)
+    labels = ROWS.clone()
+    labels[0, 5:] = -100
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    expected = model(input_ids=ROWS, labels=labels).loss
+    outputs = model(input_ids=ROWS, shift_labels=shifted)
+    torch.testing.assert_close(outputs.loss, expected)
+    both = model(input_ids=ROWS, labels=labels, shift_labels=shifted, output_logits=False)
+    torch.testing.assert_close(both.loss, expected)
+    assert both.logits is None
+    assert outputs.past_key_values is None
+
+
 def test_logits_to_keep(bases):
     model = make(bases)
     with torch.no_grad():
