@@ -48,6 +48,7 @@ class Entry:
 class Commit:
     shas: tuple[str, ...]  # oldest first, its own last
     files: dict[str, Entry]
+    message: str = ""
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Repo:
         before = self.branches[branch].shas if branch in self.branches else ()
         tree = sorted((path, entry.oid) for path, entry in files.items())
         sha = hashlib.sha1(repr((self.repo_id, before, message, tree)).encode()).hexdigest()
-        self.branches[branch] = self.fixed[sha] = Commit((*before, sha), files)
+        self.branches[branch] = self.fixed[sha] = Commit((*before, sha), files, message)
         return sha
 
     def apply(self, key: str, value: dict, files: dict[str, Entry]) -> None:

@@ -674,6 +674,11 @@ class HarmonicTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Leave it to `PushCallback`, which pushes what ours publishes."""
 
+    def _finish_current_push(self) -> None:
+        """Wait at the end of the training for checkpoints on their way."""
+        if self.args.push_to_hub:
+            finish_pushes(self.callback_handler.callbacks)
+
 
 def check_parallelism(args: TrainingArguments) -> None:
     """Refuse what would cut a batch, and its `label_positions`, into pieces.

@@ -281,3 +281,57 @@ def test_a_refused_card_names_the_command_to_try_again(hub, client, pushed):
     hub.faults.clear()
     assert done["status"] == 1
     assert "Try again: harmonic-sft push" in done["err"]
+
+
+PYTHON = """
+from datasets import load_dataset
+from harmonic_sft import HarmonicTrainer, HarmonicTrainingArguments
+
+trainer = HarmonicTrainer(
+    model="alice/base",
+    args=HarmonicTrainingArguments({folder!r}, max_steps=4, h_exp=-12.0, {hub}, {quiet}),
+    train_dataset=load_dataset("text", data_files={text!r}, split="train"),
+)
+trainer.train()
+{rest}
+"""
+QUIET = "use_cpu=True, report_to='none', save_steps=2, disable_tqdm=True, context_length=24"
+
+
+def test_a_trainer_made_in_python_pushes_what_loads_elsewhere(
+    hub, client, elsewhere, text_file, tmp_path
+):
+    fields = {"text": str(text_file), "quiet": QUIET}
+    client.program(
+        PYTHON.format(
+            folder=str(tmp_path / "run"),
+            hub="hub_model_id='alice/python', hub_form='head'",
+            rest="trainer.push_to_hub('First try')",
+            **fields,
+        )
+    )
+    assert hub.repos["alice/python"].at("main").message == "First try"
+    assert "dist_head.safetensors" in hub.files("alice/python")
+    elsewhere(READER, TEXT, tmp_path / "tensors", "online", "alice/python")
+    model = HarmonicForMaskedLM.from_pretrained(tmp_path / "run")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "run")([TEXT], return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**batch).logits
+    assert torch.equal(load_file(tmp_path / "tensors")["alice/python"], expected)
+    client.program(
+        PYTHON.format(
+            folder=str(tmp_path / "saves"),
+            hub="push_to_hub=True, hub_model_id='alice/saves'",
+            rest="",
+            **fields,
+        )
+    )
+    assert len(hub.commits("alice/saves")) > 1
+
+
+def test_a_trainer_without_a_repo_or_a_token_says_so(client, tmp_path, text_file):
+    fields = {"folder": str(tmp_path / "run"), "text": str(text_file), "quiet": QUIET}
+    code = PYTHON.format(hub="seed=1", rest="trainer.push_to_hub()", **fields)
+    done = client.send(code)
+    assert done["status"] != 0
+    assert "hub_model_id: expected owner/name, got nothing" in done["err"]
