@@ -46,7 +46,7 @@ def commands(start: str) -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         for line in shell_lines(page):
-            line = re.split(r"  #| > ", line)[0].strip()
+            line = line.partition("  #")[0].strip()
             if re.match(start, line) and not ANY.search(line):
                 found.append((name(page), line))
     return found
