@@ -1,5 +1,7 @@
 """Every run file of the repository can be read, and its header says how to start it."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,29 @@ def test_every_file_can_be_read_and_names_itself(path):
 
 def test_there_are_at_most_twenty_files():
     assert 0 < len(FILES) <= 20
+
+
+def measured():
+    """Return the losses of each recipe and of a linear head, as texts may round them."""
+    demo = json.loads((ROOT / "docs" / "demo_results.json").read_text())
+    final = {name: run["final"]["loss"] for name, run in demo.items()}
+    rows = json.loads((ROOT / "docs" / "family.json").read_text())["rows"]
+    family = {row["name"]: row["metrics"]["loss"]["values"][0] for row in rows if row["metrics"]}
+    linear = f"{final['demo_linear']:.2f}"
+    return {
+        "neobert": (f"{final['demo']:.2f}", linear),
+        "neobert_constant": (f"{final['demo_constant']:.2f}", linear),
+        "neobert_euclid": (f"{family['dist_euclid']:.3f}", f"{family['linear_ce']:.3f}"),
+    }
+
+
+def test_what_a_recipe_costs_is_what_was_measured():
+    guide = (ROOT / "docs" / "training.md").read_text()
+    for name, losses in measured().items():
+        header = (ROOT / "configs" / f"{name}.yaml").read_text().split("model:")[0]
+        assert "unmeasured with NeoBERT" in header
+        for text in (header, re.search(rf"^\| `configs/{name}\.yaml`.*$", guide, re.M)[0]):
+            assert re.findall(r"([\d.]+) against ([\d.]+) nats", text) == [losses]
+    best = json.loads((ROOT / "docs" / "demo_results.json").read_text())["demo"]["final"]
+    for text in (guide, (ROOT / "configs" / "neobert.yaml").read_text()):
+        assert f"{best['post_hoc_loss']:.2f} at the best exponent" in text

@@ -29,13 +29,20 @@ def run_program(code: str, names: dict) -> int:
     return 0
 
 
+def run_command(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as ended:  # argparse does not know the words
+        return int(ended.code or 0)
+
+
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()
     logging.getLogger().handlers.clear()  # they write to the last command's stderr
     job = json.loads(line)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         if isinstance(job, list):
-            status = main(job)
+            status = run_command(job)
         elif isinstance(job, str):
             status = run_program(job, {"__name__": "__main__"})
         else:
