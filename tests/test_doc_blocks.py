@@ -151,7 +151,8 @@ def site(tmp_path_factory, text_file):
     (clone / "labelled.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with HubServer(users={"hf_test_token_me": "me"}) as hub:
         add_repos(hub, root)
-        client = Client({**hub.environment(root / "home"), "CUDA_VISIBLE_DEVICES": ""})
+        on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: tiny models
+        client = Client(hub.environment(root / "home") | on_cpu)
         client.program(f"import os; os.chdir({str(clone)!r})")
         done = client("train", "configs/neobert.yaml", f"training.output_dir={root / 'run'}")
         assert done["status"] == 0, done["err"]
