@@ -23,7 +23,6 @@ EPS = 1e-4
 MARGIN = 1.0  # of the contrastive loss
 TEMPERATURE = 0.1  # of the soft nearest neighbor loss
 NUM_COMPONENTS = 10  # of which the variance is kept
-NUM_CURVE_POINTS = 100
 
 Head = Literal["linear", "dist", "l2", "l2_squared", "dot_harmonic"]
 Loss = Literal["nll", "contrastive", "soft_nn", "spherical"]
@@ -242,8 +241,7 @@ def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         `cell`, `seeds`; per seed `variance` (explained by the first 1, 2, ... components, 0 to 1),
         `train_epochs` and `test_epochs` (from which accuracy stays above 0.9 for 20 epochs, None:
         never), `train_accuracy`, `test_accuracy`, `test_accuracy_without_dropout`, `share_seen`
-        and `embedding` (the rows whose variance is explained); `curves`, the mean accuracies over
-        seeds; `chance_variance`
+        and `embedding` (the rows whose variance is explained); `chance_variance`
         and `chance_accuracy` (of always saying the commonest label); `cpu_seconds`.
     """
     start = time.process_time()
@@ -252,8 +250,6 @@ def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
     embedding = network.body.embedding.detach()[:, list(task.tokens)]  # [S, tokens, D]
     commonest = int(examples.labels.flatten().bincount().max())
     train_curves, test_curves = history.unbind(1)  # [evaluations, S]
-    epochs = evaluated_epochs(cell.num_epochs)
-    kept = slice(None, None, max(1, len(epochs) // NUM_CURVE_POINTS))
     return {
         "cell": asdict(cell),
         "seeds": list(seeds),
@@ -264,11 +260,6 @@ def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "test_accuracy": _rounded(test_curves[-1]),
         "test_accuracy_without_dropout": _rounded(without_dropout[1]),
         "share_seen": share_seen(examples),
-        "curves": {
-            "epochs": epochs[kept],
-            "train": _rounded(train_curves.mean(1)[kept]),
-            "test": _rounded(test_curves.mean(1)[kept]),
-        },
         "embedding": _rounded(embedding),
         "chance_variance": chance_variance(*embedding.shape[1:]),
         "chance_accuracy": round(commonest / examples.labels.numel(), 4),
