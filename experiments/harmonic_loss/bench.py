@@ -104,7 +104,12 @@ class Network(nn.Module):
 
 
 def head_logits(
-    hidden_states: Tensor, prototypes: Tensor, bias: Tensor | None, head: Head, h_exp: float
+    hidden_states: Tensor,
+    prototypes: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    h_exp: float,
+    eps: float = EPS,
 ) -> Tensor:
     """Return the logits of a head, for every seed.
 
@@ -112,10 +117,11 @@ def head_logits(
         hidden_states: `[S, N, D]`.
         prototypes: `[S, V, D]`.
         bias: `[S, 1, V]`, of the linear head.
-        head: "linear": the dot product. "dist": h_exp * log(d ** 2 + 1e-4), which is `DistLayer`.
-            "l2": -d. "l2_squared": -d ** 2. "dot_harmonic": h_exp * log(dot ** 2 + 1e-4), our
+        head: "linear": the dot product. "dist": h_exp * log(d ** 2 + eps), which is `DistLayer`.
+            "l2": -d. "l2_squared": -d ** 2. "dot_harmonic": h_exp * log(dot ** 2 + eps), our
             reading of a dot product under the harmonic law, which the paper leaves open.
         h_exp: Below 0.
+        eps: In squared units of the hidden states.
 
     Returns:
         `[S, N, V]`.
@@ -124,13 +130,13 @@ def head_logits(
         return torch.baddbmm(bias, hidden_states, prototypes.mT)
     if head in ("linear", "dot_harmonic"):
         dots = hidden_states @ prototypes.mT
-        return dots if head == "linear" else h_exp * torch.log(dots.square() + EPS)
+        return dots if head == "linear" else h_exp * torch.log(dots.square() + eps)
     norms = hidden_states.square().sum(-1, keepdim=True) + prototypes.square().sum(-1).unsqueeze(1)
     # Rounding can push a tiny squared distance below zero.
     squared = torch.baddbmm(norms, hidden_states, prototypes.mT, alpha=-2).clamp_min(0)
     if head == "dist":
-        return h_exp * torch.log(squared + EPS)
-    return -squared if head == "l2_squared" else -(squared + EPS).sqrt()
+        return h_exp * torch.log(squared + eps)
+    return -squared if head == "l2_squared" else -(squared + eps).sqrt()
 
 
 def losses(outputs: Tensor, labels: Tensor, loss: Loss) -> Tensor:

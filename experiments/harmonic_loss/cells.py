@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from scipy import stats
+from sklearn.decomposition import PCA
 
 from experiments.harmonic_loss.bench import Cell, run
 from experiments.harmonic_loss.data import TASKS
@@ -185,12 +187,19 @@ def summary(found: Row) -> Row:
 
     A seed has converged if its test accuracy stays above 0.9 for 20 epochs; a median over seeds
     is that of the converged ones, as in the paper. `gap` is the test epoch minus the train epoch.
+    `places` are the tokens of the seed with the median variance on two components.
+    `published` is None where the paper has no such cell.
     """
+    cell = Cell(**found["cell"])
+    is_published = replace(cell, split="released") in models(cell.task)
     variance = [100 * shares[1] for shares in found["variance"]]
+    shown = int(np.argsort(variance)[(len(variance) - 1) // 2])  # the lower median
     pairs = zip(found["train_epochs"], found["test_epochs"], strict=True)
     arrived = [(first, second) for first, second in pairs if second is not None]
     gaps = [second - first for first, second in arrived if first is not None]
     return {
+        "name": cell_name(cell),
+        "published": PUBLISHED[cell.task, cell.model, cell.head] if is_published else None,
         "cell": found["cell"],
         "num_seeds": len(found["seeds"]),
         "variance_percent": variance,
@@ -199,6 +208,10 @@ def summary(found: Row) -> Row:
         "median_percent": median(variance),
         "num_above_98": sum(value >= 98 for value in variance),
         "chance_percent": 100 * found["chance_variance"],
+        "cumulative": found["variance"],
+        "places": PCA(2).fit_transform(np.asarray(found["embedding"][shown])).round(3).tolist(),
+        "shown_percent": variance[shown],
+        "test_accuracies": found["test_accuracy"],
         "test_accuracy": fmean(found["test_accuracy"]),
         "test_accuracy_without_dropout": fmean(found["test_accuracy_without_dropout"]),
         "chance_accuracy": found["chance_accuracy"],

@@ -1,4 +1,4 @@
-"""Training many seeds at once is training one at a time, and heads and losses are their formulas."""
+"""Training many seeds at once is training them one at a time; heads and losses are formulas."""
 
 import pytest
 import torch
