@@ -114,7 +114,7 @@ def _cells(options: argparse.Namespace) -> list[Row]:
             row["cosets"] = cosets.analyze(one["embedding"], num_shuffles)
             beyond = sum(seed["silhouette"] > seed["chance"] for seed in row["cosets"])
             logger.info("%s: %d seeds beyond chance", row["name"], beyond)
-    title = f"Figure {options.figure}: variance of the embedding in two components, {options.seeds} seeds"
+    title = f"Figure {options.figure}: variance of the embedding in two components"
     show_table(title, COLUMNS, [_line(row) for row in rows])
     return rows
 

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import math
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,7 +60,8 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
 
     Returns:
         `rows`, one for each head and seed (see `train`); `class_means` `[10, 784]`; the mean
-        `accuracy` with its 95 % t interval by head, and `p_value` of the paired t-test.
+        `accuracy` with its 95 % t interval by head, and `p_value` of the paired t-test,
+        None where there is no difference to test.
     """
     training, test = read_digits(digits)
     rows = []
@@ -72,7 +74,7 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
                 logger.info("%s: accuracy %.4f", path.name, found["accuracy"])
             rows.append(read_results(path))
     accuracy = {head: [r["accuracy"] for r in rows if r["head"] == head] for head in HEADS}
-    test_result = stats.ttest_rel(*accuracy.values()) if num_seeds > 1 else None
+    p_value = float(stats.ttest_rel(*accuracy.values()).pvalue)
     return {
         "rows": rows,
         "num_training": len(training[1]),
@@ -81,7 +83,7 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
             head: {"mean": fmean(values), "interval": half_interval(values)}
             for head, values in accuracy.items()
         },
-        "p_value": test_result and float(test_result.pvalue),
+        "p_value": p_value if math.isfinite(p_value) else None,
     }
 
 
