@@ -236,8 +236,9 @@ def train(cell: Cell, seeds: Sequence[int]) -> tuple[Network, Examples, Tensor, 
             (loss + cell.penalty * penalties).sum().backward()
             optimizer.step()
         if epoch in evaluated:
-            history.append(accuracies(network, examples, generators))
-    return network, examples, torch.stack(history), accuracies(network, examples, None)
+            history.append(accuracies(network, examples, generators).tolist())
+    at_the_end = accuracies(network, examples, None)
+    return network, examples, torch.tensor(history, dtype=torch.float64), at_the_end
 
 
 def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
