@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
 from sklearn.decomposition import PCA
 
@@ -65,8 +68,9 @@ def models(task: str) -> Iterator[Cell]:
         yield Cell(task=task, head=head)
     num_epochs = 10000 if task == "permutation" else 7000
     for head in ("linear", "dist"):
-        settings = {"weight_decay": 0.005, "num_epochs": num_epochs}
-        yield Cell(task=task, model="transformer", head=head, **settings)
+        yield Cell(
+            task=task, model="transformer", head=head, weight_decay=0.005, num_epochs=num_epochs
+        )
 
 
 def data_efficiency() -> Iterator[Cell]:
@@ -157,19 +161,30 @@ def cell_path(folder: Path, cell: Cell, seeds: range) -> Path:
     return folder / "cells" / f"{cell_name(cell)}-seeds_{seeds.start}_{seeds.stop - 1}.json"
 
 
-def train_cells(cells: Sequence[Cell], num_seeds: int, folder: Path) -> None:
+def train_cells(cells: Sequence[Cell], num_seeds: int, folder: Path, num_workers: int = 1) -> None:
     """Train what has no file yet, the first group of seeds of every cell before the next.
 
+    Args:
+        cells: What to train.
+        num_seeds: Seeds 0, 1, ... of each.
+        folder: Where the files go.
+        num_workers: Processes of one thread each; 1: this process, with its threads.
+
     Raises:
-        ValueError: No seed.
+        ValueError: No seed, or no worker.
     """
-    for seeds in seed_groups(num_seeds):
-        for cell in cells:
-            path = cell_path(folder, cell, seeds)
-            if not path.is_file():
-                payload = {**run(cell, seeds), "environment": environment()}
-                write_results(path.parent, path.stem, payload)
-                logger.info("%s: %.0f CPU seconds", path.name, payload["cpu_seconds"])
+    if num_workers < 1:
+        raise ValueError(f"workers: expected at least 1, got {num_workers}")
+    jobs = [(cell, seeds, folder) for seeds in seed_groups(num_seeds) for cell in cells]
+    jobs = [job for job in jobs if not cell_path(folder, *job[:2]).is_file()]
+    if num_workers == 1:
+        for job in jobs:
+            logger.info(_train(*job))
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, torch.set_num_threads, (1,)) as pool:
+        for job in as_completed([pool.submit(_train, *job) for job in jobs]):
+            logger.info(job.result())
 
 
 def read_cell(cell: Cell, num_seeds: int, folder: Path) -> Row | None:
@@ -230,3 +245,11 @@ def half_interval(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
+
+
+def _train(cell: Cell, seeds: range, folder: Path) -> str:
+    """Train a group of seeds of a cell, write their file and say so."""
+    path = cell_path(folder, cell, seeds)
+    payload = {**run(cell, seeds), "environment": environment()}
+    write_results(path.parent, path.stem, payload)
+    return f"{path.name}: {payload['cpu_seconds']:.0f} CPU seconds"

@@ -39,6 +39,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--only", default="", help="cells with this text in their name")
+    parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
     parser.add_argument("--mnist", type=Path, help="folder of the digits, for figure 4-mnist")
     parser.add_argument("--tabulate", action="store_true", help="train nothing, use what there is")
     parser.add_argument("--draw", action="store_true", help="draw the results file again")
@@ -103,7 +104,7 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     if options.quick:
         cells = [replace(cell, num_epochs=1) for cell in cells]
     if not options.tabulate:
-        train_cells(cells, options.seeds, options.out)
+        train_cells(cells, options.seeds, options.out, options.workers)
     found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]
     if not found:
         raise ValueError(f"out: expected results in {options.out / 'cells'}, got none")

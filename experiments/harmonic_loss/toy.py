@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from experiments.harmonic_loss.bench import head_logits
+from experiments.harmonic_loss.bench import Head, head_logits
 from experiments.stacked import seeded_generators
 
 CORNERS = ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, -1.0))
@@ -29,11 +29,11 @@ def run(num_seeds: int, num_steps: int = NUM_STEPS) -> dict[str, Any]:
         Baek et al. 2025, arXiv:2502.01628, Figure 1 and Theorem 1; the places of the points are
         ours.
     """
-    sets, heads = POINTS, ("linear", "dist")
-    return {"rows": [train(one, head, num_seeds, num_steps) for one in sets for head in heads]}
+    heads: tuple[Head, ...] = ("linear", "dist")
+    return {"rows": [train(one, head, num_seeds, num_steps) for one in POINTS for head in heads]}
 
 
-def train(points: str, head: str, num_seeds: int, num_steps: int) -> dict[str, Any]:
+def train(points: str, head: Head, num_seeds: int, num_steps: int) -> dict[str, Any]:
     """Train one head, without bias, for every seed.
 
     Returns:

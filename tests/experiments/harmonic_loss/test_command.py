@@ -75,6 +75,7 @@ def test_a_cell_that_has_its_file_is_not_trained_again(folder, monkeypatch):
         (["--figure", "2", "--only", "xyz"], "only: expected a part of a cell's name, got 'xyz'"),
         (["--figure", "2", "--tabulate"], "out: expected results in "),
         (["--figure", "2", "--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["--figure", "2", "--workers", "0"], "workers: expected at least 1, got 0"),
         (["--figure", "4-mnist"], "mnist: expected the folder of the digits, got nothing"),
         (["--figure", "1", "--draw"], "results: expected an existing JSON file"),
     ],
@@ -86,7 +87,7 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, ca
     assert error.count("\n") == 1
 
 
-def test_cells_of_a_figure_have_names_of_their_own():
+def test_chosenof_a_figure_have_names_of_their_own():
     for figure in CELLS.values():
         names = [cell_name(cell) for cell in figure()]
         assert len(set(names)) == len(names)
@@ -95,7 +96,7 @@ def test_cells_of_a_figure_have_names_of_their_own():
     assert cell_name(cell) == "permutation-mlp-dist-h_exp=-2.0-num_epochs=5"
 
 
-def test_main_cells_are_five_tasks_four_models_and_two_splits():
+def test_main_chosenare_five_tasks_four_models_and_two_splits():
     chosen = list(main_cells())
     assert len(chosen) == 5 * 4 * 2 - 4  # permutations have one split
     keys = {(cell.task, cell.model, cell.head) for cell in chosen}
@@ -110,6 +111,15 @@ def test_seeds_are_trained_in_tens():
     assert seed_groups(12) == [range(10), range(10, 12)]
     with pytest.raises(ValueError, match="seeds: expected at least 1, got 0"):
         seed_groups(0)
+
+
+def test_two_workers_train_what_one_trains(tmp_path):
+    chosen = [Cell(task="permutation", head=head, num_epochs=1) for head in ("linear", "dist")]
+    for name, num_workers in (("one", 1), ("two", 2)):
+        train_cells(chosen, 2, tmp_path / name, num_workers)
+    for cell in chosen:
+        one, two = (read_cell(cell, 2, tmp_path / name) for name in ("one", "two"))
+        assert one["embedding"] == two["embedding"]
 
 
 def test_groups_of_seeds_are_joined(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
 """What must come out again of the harmonic-loss paper, with as many epochs as it takes."""
 
+import time
 from statistics import fmean, median
 
 import pytest
 
-from experiments.harmonic_loss.bench import Cell, run
+from experiments.harmonic_loss.bench import Cell, run, train
 
 pytestmark = pytest.mark.slow
 
@@ -41,3 +42,17 @@ def test_the_exponent_of_the_papers_text_fails_for_most_seeds():
     cell = Cell(task="modular_addition", head="dist", h_exp=-0.5, num_epochs=1500)
     found = run(cell, range(10))
     assert sum(epoch is None for epoch in found["test_epochs"]) > 5
+
+
+@pytest.mark.parametrize(("model", "least"), [("mlp", 4), ("transformer", 2)])
+def test_ten_seeds_together_cost_far_less_than_ten_alone(model, least):
+    """CPU time, in turns, because another process may slow the machine down at any time."""
+    cell = Cell(task="modular_addition", model=model, head="dist", num_epochs=2)
+    ratios = []
+    for _ in range(5):
+        start = time.process_time()
+        train(cell, [0])
+        middle = time.process_time()
+        train(cell, range(10))
+        ratios.append(10 * (middle - start) / (time.process_time() - middle))
+    assert median(ratios) >= least
