@@ -55,7 +55,7 @@ def draw_embeddings(rows: Sequence[Row], out_png: Path) -> Path:
 def draw_variance(rows: Sequence[Row], out_png: Path) -> Path:
     """Draw the explained variance of every seed beside what the paper reports."""
     tasks = _tasks(rows)
-    figure = new_figure(width=1.5 + 2.5 * len(tasks), height=4.6)
+    figure = new_figure(width=max(8.0, 1.5 + 2.5 * len(tasks)), height=4.6)
     panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
     models = [key for key in MODELS if any(_model(row) == key for row in rows)]
     for axes, task in zip(panels, tasks, strict=True):
@@ -249,9 +249,8 @@ def draw_toy(rows: Sequence[Row], out_png: Path) -> Path:
 
 def draw_mnist(payload: Row, out_png: Path) -> Path:
     """Draw the weights of seed 0 as images, above the mean image of every class."""
-    shown = {row["head"]: row["weight"] for row in payload["rows"] if row["seed"] == 0}
-    lines = {"cross-entropy": shown["linear"], "harmonic": shown["dist"]}
-    lines["class means"] = payload["class_means"]
+    lines = {"cross-entropy": payload["weights"]["linear"]}
+    lines |= {"harmonic": payload["weights"]["dist"], "class means": payload["class_means"]}
     figure = new_figure(width=10.0, height=3.4)
     panels = figure.subplots(len(lines), 10)
     for line, (name, images) in zip(panels, lines.items(), strict=True):
@@ -306,7 +305,7 @@ def _settings(row: Row) -> str:
 def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", str], Any]:
     """Return one panel for each task, and the figure they are in."""
     tasks = _tasks(rows)
-    figure = new_figure(width=1.0 + 2.8 * len(tasks), height=height)
+    figure = new_figure(width=max(8.0, 1.0 + 2.8 * len(tasks)), height=height)
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):
         axes.set_title(task.replace("_", " "), fontsize="medium")

@@ -59,7 +59,8 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
         folder: For one file for each head and seed.
 
     Returns:
-        `rows`, one for each head and seed (see `train`); `class_means` `[10, 784]`; the mean
+        `rows`, one for each head and seed (see `train`) without the weights; `weights` of seed 0
+        by head; `class_means` `[10, 784]`, rounded as the weights are; the mean
         `accuracy` with its 95 % t interval by head, and `p_value` of the paired t-test,
         None where there is no difference to test.
     """
@@ -75,10 +76,12 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
             rows.append(read_results(path))
     accuracy = {head: [r["accuracy"] for r in rows if r["head"] == head] for head in HEADS}
     p_value = float(stats.ttest_rel(*accuracy.values()).pvalue)
+    weights = [row.pop("weight") for row in rows]
     return {
         "rows": rows,
+        "weights": dict(zip(HEADS, weights, strict=False)),
         "num_training": len(training[1]),
-        "class_means": class_means(*training).tolist(),
+        "class_means": torch.round(class_means(*training).double(), decimals=4).tolist(),
         "accuracy": {
             head: {"mean": fmean(values), "interval": half_interval(values)}
             for head, values in accuracy.items()

@@ -5,8 +5,11 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 
+from experiments.__main__ import main
 from experiments.harmonic_loss.mnist import class_means, read_digits, run, train
+from harmonic_sft.results import read_results
 
 
 @pytest.fixture
@@ -83,3 +86,13 @@ def test_what_is_trained_is_not_trained_again(digits, monkeypatch, tmp_path):
     assert payload["accuracy"]["dist"]["interval"] is not None
     monkeypatch.setattr("experiments.harmonic_loss.mnist.train", None)
     assert run(digits, 2, 20, tmp_path / "out") == payload
+
+
+def test_the_command_draws_weights_and_class_means(digits, tmp_path, capsys):
+    command = ["harmonic_loss", "--figure", "4-mnist", "--out", str(tmp_path / "out")]
+    assert main([*command, "--quick", "--mnist", str(digits)]) == 0
+    assert "cosine to class means" in capsys.readouterr().out
+    payload = read_results(tmp_path / "out" / "figure_4-mnist.json")
+    assert np.shape(payload["weights"]["dist"]) == np.shape(payload["class_means"]) == (10, 784)
+    assert imread(tmp_path / "out" / "figure_4-mnist.png").std() > 0.01
+    assert main([*command, "--draw"]) == 0
