@@ -42,8 +42,10 @@ def draw_embeddings(rows: Sequence[Row], out_png: Path) -> Path:
                 if row["cell"]["task"] == task and _model(row) == model:
                     x, y = zip(*row["places"], strict=True)
                     axes.plot(x, y, "o", color=MODELS[model][1], ms=3)
-                    for token, place in enumerate(row["places"][:40]):
-                        axes.annotate(str(token), place, fontsize=5, color="#444444")
+                    if len(row["places"]) <= 40:
+                        for token, place in enumerate(row["places"]):
+                            axes.annotate(str(token), place, fontsize=5, color="#444444")
+                    axes.set_aspect("equal", adjustable="datalim")
                     axes.margins(0.1)
                     axes.set_title(_heading(row), fontsize="x-small")
     for axes, model in zip(panels[-1], models, strict=True):
