@@ -18,7 +18,8 @@ from harmonic_sft import HarmonicForMaskedLM
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "experiments" / "README.md", *DOCS]
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("README.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", *EXPERIMENTS, *DOCS]
 MAX_WORDS = 1500
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
