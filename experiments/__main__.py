@@ -17,6 +17,14 @@ from experiments import (
 )
 from harmonic_sft.training.callbacks import StoppedError
 
+
+def harmonic_loss(name: str, arguments: Sequence[str]) -> None:
+    """Run a figure of the harmonic-loss paper, which needs scikit-learn as the others do not."""
+    from experiments.harmonic_loss.command import main as run_figure
+
+    run_figure(name, arguments)
+
+
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,
     "causal_family": family.main,
@@ -25,6 +33,7 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "geometry_note": geometry_note.main,
     "multi_head_toy": multi_head_toy.main,
     "multi_head_modular_addition": multi_head_modular_addition.main,
+    "harmonic_loss": harmonic_loss,
     "draw": figures.main,
 }
 

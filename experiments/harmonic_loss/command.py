@@ -1,0 +1,142 @@
+"""The command `python -m experiments harmonic_loss`."""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from experiments.harmonic_loss import cosets, mnist, toy
+from experiments.harmonic_loss.cells import (
+    CELLS,
+    Row,
+    cell_name,
+    read_cell,
+    summary,
+    train_cells,
+)
+from experiments.harmonic_loss.draw import DRAW, draw_mnist
+from harmonic_sft.results import environment, read_results, show_table, write_results
+
+logger = logging.getLogger(__name__)
+FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "6", "7", "10", "12", "B")
+COLUMNS = ["cell", "variance (%)", "+-", "least", "median", "most", ">= 98", "chance"]
+COLUMNS += ["published", "accuracy", "no dropout", "chance", "converged", "epoch", "gap"]
+
+
+def main(name: str, arguments: Sequence[str]) -> None:
+    """Run the experiments behind one figure of the paper again and draw it.
+
+    What was trained is kept in OUT/cells and not trained again.
+
+    Raises:
+        ValueError: No seed, no cell of that name, or nothing to draw.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
+    parser.add_argument("--figure", required=True, choices=FIGURES, help="of the paper")
+    parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
+    parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
+    parser.add_argument("--only", default="", help="cells with this text in their name")
+    parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
+    parser.add_argument("--mnist", type=Path, help="folder of the digits, for figure 4-mnist")
+    parser.add_argument("--tabulate", action="store_true", help="train nothing, use what there is")
+    parser.add_argument("--draw", action="store_true", help="draw the results file again")
+    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="a folder")
+    options = parser.parse_args(arguments)
+    options.seeds = 2 if options.quick else options.seeds
+    if options.seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
+    figure = f"figure_{options.figure}"
+    path = options.out / f"{figure}.json"
+    if not options.draw:
+        found = {"figure": options.figure, **_found(options), "environment": environment()}
+        path = write_results(options.out, figure, found)
+        logger.info("Results: %s", path)
+    payload = read_results(path)
+    if options.figure == "4-mnist":
+        picture = draw_mnist(payload, path.with_suffix(".png"))
+    else:
+        picture = DRAW[options.figure](payload["rows"], path.with_suffix(".png"))
+    logger.info("Picture: %s", picture)
+
+
+def _found(options: argparse.Namespace) -> dict[str, Any]:
+    """Train what a figure needs, print its table and return what it shows."""
+    if options.figure == "1":
+        payload = toy.run(options.seeds, 30 if options.quick else toy.NUM_STEPS)
+        columns = ["points", "head", "accuracy", "distance to the points", "growth of the norm"]
+        keys = ("accuracy", "distance", "growth")
+        lines = [
+            [row["points"], row["head"], *(fmean(row[key]) for key in keys)]
+            for row in payload["rows"]
+        ]
+        show_table(f"{options.seeds} seeds", columns, lines)
+        return payload
+    if options.figure == "4-mnist":
+        if options.mnist is None:
+            raise ValueError("mnist: expected the folder of the digits, got nothing. Say --mnist")
+        num_epochs = 1 if options.quick else mnist.NUM_EPOCHS
+        payload = mnist.run(options.mnist, options.seeds, num_epochs, options.out)
+        columns = ["head", "seed", "epochs", "accuracy", "cosine to class means"]
+        columns += ["near zero", "below 0.01"]
+        keys = (
+            "head",
+            "seed",
+            "num_epochs",
+            "accuracy",
+            "cosine",
+            "share_near_zero",
+            "share_below",
+        )
+        lines = [[row[key] for key in keys] for row in payload["rows"]]
+        show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
+        return payload
+    return {"rows": _cells(options)}
+
+
+def _cells(options: argparse.Namespace) -> list[Row]:
+    """Train the cells of a figure, print their table and return its lines."""
+    cells = [cell for cell in CELLS[options.figure]() if options.only in cell_name(cell)]
+    if not cells:
+        raise ValueError(f"only: expected a part of a cell's name, got {options.only!r}")
+    if options.quick:
+        cells = [replace(cell, num_epochs=1) for cell in cells]
+    if not options.tabulate:
+        train_cells(cells, options.seeds, options.out, options.workers)
+    found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]
+    if not found:
+        raise ValueError(f"out: expected results in {options.out / 'cells'}, got none")
+    rows = [summary(one) for one in found]
+    if options.figure == "B":
+        num_shuffles = 2 if options.quick else cosets.NUM_SHUFFLES
+        for row, one in zip(rows, found, strict=True):
+            row["cosets"] = cosets.analyze(one["embedding"], num_shuffles)
+            beyond = sum(seed["silhouette"] > seed["chance"] for seed in row["cosets"])
+            logger.info("%s: %d seeds beyond chance", row["name"], beyond)
+    title = f"Figure {options.figure}: variance of the embedding in two components"
+    show_table(title, COLUMNS, [_line(row) for row in rows])
+    return rows
+
+
+def _line(row: Row) -> list[object]:
+    """Return one line of the table."""
+    variance, published = row["variance_percent"], row["published"]
+    return [
+        row["name"],
+        row["mean_percent"],
+        row["interval_percent"],
+        min(variance),
+        row["median_percent"],
+        max(variance),
+        row["num_above_98"],
+        row["chance_percent"],
+        published and published[0],
+        row["test_accuracy"],
+        row["test_accuracy_without_dropout"],
+        row["chance_accuracy"],
+        f"{row['num_converged']} of {row['num_seeds']}",
+        row["median_test_epoch"],
+        row["median_gap"],
+    ]

@@ -1,0 +1,336 @@
+"""Pictures of the figures' results files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.figures import GREEN, LEGEND, PURPLE
+from experiments.harmonic_loss.cells import EXPONENTS, PUBLISHED, Row
+from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, TRAINING, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MODELS = {
+    ("mlp", "linear"): ("MLP, cross-entropy", TRAINING),
+    ("mlp", "dist"): ("MLP, harmonic", CURRENT),
+    ("transformer", "linear"): ("transformer, cross-entropy", "#c9b37e"),
+    ("transformer", "dist"): ("transformer, harmonic", POST_HOC),
+}
+POINT_COLORS = [CURRENT, POST_HOC, GREEN, PURPLE, "#888888"]
+# d of h_exp -1 to -10, as the paper reports it: four seeds, read from its figure.
+PUBLISHED_EXPONENTS = {
+    "modular_addition": (79.6, 58.8, 57.3, 44.0, 44.5, 45.2, 45.7, 47.3, 49.0, 52.1),
+    "in_context": (100.0, 100.0, 99.9, 99.9, 99.9, 99.9, 99.9, 99.5, 98.9, 97.0),
+}
+
+
+def draw_embeddings(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw the tokens of the median seed on two components: a task a line, a model a column."""
+    rows = [row for row in rows if row["cell"]["split"] == "released"]
+    tasks, models = _tasks(rows), [key for key in MODELS if any(_model(row) == key for row in rows)]
+    figure = new_figure(width=1.0 + 2.9 * len(models), height=0.6 + 2.7 * len(tasks))
+    panels = figure.subplots(len(tasks), len(models), squeeze=False)
+    for line, task in zip(panels, tasks, strict=True):
+        line[0].set_ylabel(task.replace("_", " "))
+        for axes, model in zip(line, models, strict=True):
+            axes.set(xticks=[], yticks=[])
+            for row in rows:
+                if row["cell"]["task"] == task and _model(row) == model:
+                    x, y = zip(*row["places"], strict=True)
+                    axes.plot(x, y, "o", color=MODELS[model][1], ms=3)
+                    if len(row["places"]) <= 40:
+                        for token, place in enumerate(row["places"]):
+                            axes.annotate(str(token), place, fontsize=5, color="#444444")
+                    axes.set_aspect("equal", adjustable="datalim")
+                    axes.margins(0.1)
+                    axes.set_title(_heading(row), fontsize="x-small")
+    for axes, model in zip(panels[-1], models, strict=True):
+        axes.set_xlabel(MODELS[model][0])
+    figure.supxlabel("first two components of the seed with the median variance", fontsize="small")
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_variance(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw the explained variance of every seed beside what the paper reports."""
+    tasks = _tasks(rows)
+    figure = new_figure(width=max(8.0, 1.5 + 2.5 * len(tasks)), height=4.6)
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    models = [key for key in MODELS if any(_model(row) == key for row in rows)]
+    for axes, task in zip(panels, tasks, strict=True):
+        chosen = [row for row in rows if row["cell"]["task"] == task]
+        for place, model in enumerate(models):
+            for row in (row for row in chosen if _model(row) == model):
+                released = row["cell"]["split"] == "released"
+                at = place - 0.18 if released else place + 0.02
+                label = "released split" if released else "clean split"
+                _dots(axes, at, row["variance_percent"], CURRENT if released else GREEN, label)
+            mean, least, most = PUBLISHED[task, *model]
+            spread = [[mean - least], [most - mean]]
+            label = "published: mean and range"
+            style = {"fmt": "D", "color": POST_HOC, "ms": 5, "capsize": 3, "label": label}
+            axes.errorbar([place + 0.25], [mean], yerr=spread, **style)
+        axes.axhline(
+            chosen[0]["chance_percent"], color=REFERENCE, linestyle="--", label="random embedding"
+        )
+        names = [MODELS[model][0].replace(", ", "\n") for model in models]
+        axes.set_xticks(range(len(models)), names, fontsize="x-small")
+        axes.set_xlim(-0.6, len(models) - 0.4)
+        axes.set_title(task.replace("_", " "), fontsize="medium")
+    panels[0].set_ylabel("variance in two components (%)")
+    _legend_of(figure, panels)
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_cumulative(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw the variance over the number of components: median and quartiles of all seeds."""
+    rows = [row for row in rows if row["cell"]["split"] == "released"]
+    panels, figure = _task_panels(rows, height=3.6)
+    for axes, task in panels.items():
+        for row in (row for row in rows if row["cell"]["task"] == task):
+            label, color = MODELS[_model(row)]
+            curves = 100 * np.asarray(row["cumulative"])  # [S, components]
+            components = range(1, curves.shape[1] + 1)
+            low, middle, high = np.quantile(curves, (0.25, 0.5, 0.75), axis=0)
+            axes.plot(components, middle, "o-", color=color, ms=3, label=label)
+            axes.fill_between(components, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set_xlabel("components")
+    next(iter(panels)).set_ylabel("explained variance (%)")
+    _legend_of(figure, list(panels))
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_efficiency(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw test accuracy over the share of examples trained on: median and range of seeds."""
+    panels, figure = _task_panels(rows, height=3.6)
+    for axes, task in panels.items():
+        for model, (label, color) in MODELS.items():
+            chosen = [r for r in rows if r["cell"]["task"] == task and _model(r) == model]
+            if chosen:
+                fractions = [row["cell"]["train_fraction"] for row in chosen]
+                middles = [median(row["test_accuracies"]) for row in chosen]
+                least = [min(row["test_accuracies"]) for row in chosen]
+                most = [max(row["test_accuracies"]) for row in chosen]
+                axes.plot(fractions, middles, "o-", color=color, ms=3, label=label)
+                axes.fill_between(fractions, least, most, color=color, alpha=0.15, linewidth=0)
+        axes.set_xlabel("share of examples trained on")
+    next(iter(panels)).set_ylabel("test accuracy")
+    _legend_of(figure, list(panels))
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_grokking(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw when test and training accuracy pass 0.9; runs that never do stand at the edges."""
+    rows = [row for row in rows if row["cell"]["split"] == "released"]
+    panels, figure = _task_panels(rows, height=3.8)
+    for axes, task in panels.items():
+        chosen = [row for row in rows if row["cell"]["task"] == task]
+        never = 2 * max(row["cell"]["num_epochs"] for row in chosen)
+        for row in chosen:
+            name, color = MODELS[_model(row)]
+            x = [never if epoch is None else epoch for epoch in row["train_epochs"]]
+            y = [never if epoch is None else epoch for epoch in row["test_epochs"]]
+            label = name
+            axes.plot(x, y, "o", color=color, ms=5, alpha=0.6, label=label)
+        axes.plot([3, never], [3, never], "--", color=REFERENCE, linewidth=1)
+        axes.axhline(never, color=REFERENCE, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="training accuracy > 0.9 (epoch)")
+        lines = [
+            f"{MODELS[_model(r)][0]}: {r['num_converged']} of {r['num_seeds']}" for r in chosen
+        ]
+        text = "converged\n" + "\n".join(lines)
+        axes.text(0.97, 0.03, text, transform=axes.transAxes, fontsize=6, ha="right", va="bottom")
+    next(iter(panels)).set_ylabel("test accuracy > 0.9 (epoch; line: never)")
+    _legend_of(figure, list(panels))
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_cells(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw explained variance and test accuracy of every cell: seeds, mean, chance level."""
+    tasks = _tasks(rows)
+    longest = max(sum(row["cell"]["task"] == task for row in rows) for task in tasks)
+    figure = new_figure(width=9.5, height=1.0 + len(tasks) * (0.8 + 0.3 * longest))
+    panels = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
+    for line, task in zip(panels, tasks, strict=True):
+        chosen = [row for row in rows if row["cell"]["task"] == task]
+        for place, row in enumerate(chosen):
+            for axes, key, scale in (
+                (line[0], "variance_percent", 1),
+                (line[1], "test_accuracies", 100),
+            ):
+                values = [scale * value for value in row[key]]
+                axes.plot(values, [place] * len(values), "o", color=CURRENT, ms=4, alpha=0.5)
+                axes.plot(fmean(values), place, "|", color="black", ms=14)
+        line[0].axvline(chosen[0]["chance_percent"], color=REFERENCE, linestyle="--")
+        line[1].axvline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, linestyle="--")
+        line[0].set_yticks(range(len(chosen)), [_settings(row) for row in chosen])
+        line[0].set_ylim(len(chosen) - 0.5, -0.5)
+        line[0].set_title(
+            f"{task.replace('_', ' ')}: variance in two components (%)", fontsize="medium"
+        )
+        line[1].set_title("test accuracy (%)", fontsize="medium")
+    figure.supxlabel("dots: seeds; bar: mean; dashed: chance", fontsize="small")
+    return save_figure(figure, out_png, grid="x")
+
+
+def draw_exponents(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw explained variance and test accuracy over the exponent."""
+    tasks = _tasks(rows)
+    figure = new_figure(width=10.5, height=0.8 + 2.9 * len(tasks))
+    panels = figure.subplots(len(tasks), 2, squeeze=False)
+    for (left, right), task in zip(panels, tasks, strict=True):
+        chosen = [row for row in rows if row["cell"]["task"] == task]
+        for row in chosen:
+            place = -row["cell"]["h_exp"]
+            _dots(left, place, row["variance_percent"], CURRENT, "seeds, and their mean")
+            accuracies = [100 * value for value in row["test_accuracies"]]
+            _dots(right, place, accuracies, CURRENT, "seeds, and their mean")
+        published = PUBLISHED_EXPONENTS[task]
+        left.plot(
+            [-h for h in EXPONENTS[1:]], published, "D", color=POST_HOC, ms=5, label="published"
+        )
+        left.axhline(chosen[0]["chance_percent"], color=REFERENCE, ls="--", label="chance")
+        right.axhline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, ls="--", label="chance")
+        left.set(ylabel="variance in two components (%)", title=task.replace("_", " "))
+        right.set(ylabel="test accuracy (%)")
+    for axes in panels[-1]:
+        axes.set_xlabel("-h_exp (on the squared distance); 0.5: the text's literal n = 1")
+    _legend_of(figure, panels[0])
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_cosets(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw each head's seed of the best silhouette, colored by coset, and all silhouettes."""
+    figure = new_figure(width=4.6 * (len(rows) + 1), height=4.6)
+    panels = figure.subplots(1, len(rows) + 1, squeeze=False)[0]
+    for place, (axes, row) in enumerate(zip(panels, rows, strict=False)):
+        name, color = MODELS[_model(row)]
+        best = max(row["cosets"], key=lambda one: one["silhouette"])
+        x, y = zip(*best["places"], strict=True)
+        axes.scatter(x, y, c=best["partition"], cmap="tab20", s=40)
+        title = f"{name}: silhouette {best['silhouette']:.2f}\n{best['name'][:60]}"
+        axes.set_title(title, fontsize="small")
+        _dots(panels[-1], place, [one["silhouette"] for one in row["cosets"]], color, name)
+        quantile = [one["chance"] for one in row["cosets"]]
+        panels[-1].plot(place + 0.25, fmean(quantile), "_", color=REFERENCE, ms=20)
+    panels[-1].set_xticks(range(len(rows)), [MODELS[_model(row)][0] for row in rows])
+    panels[-1].set_xlim(-0.5, len(rows) - 0.5)
+    panels[-1].set_ylabel("best silhouette (gray: 95 % of shuffles)")
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_toy(rows: Sequence[Row], out_png: Path) -> Path:
+    """Draw points and the weights of seed 0, and the norms over training."""
+    sets = list(dict.fromkeys(row["points"] for row in rows))
+    figure = new_figure(width=12.5, height=0.6 + 3.4 * len(sets))
+    panels = figure.subplots(len(sets), 3, squeeze=False)
+    for line, points in zip(panels, sets, strict=True):
+        chosen = [row for row in rows if row["points"] == points]
+        for axes, row in zip(line, chosen, strict=False):
+            name, color = MODELS["mlp", row["head"]]
+            name = name.removeprefix("MLP, ")
+            for (x, y), (u, v), shade in zip(
+                row["places"], row["weights"], POINT_COLORS, strict=False
+            ):
+                axes.plot(x, y, "o", color=shade, ms=12, alpha=0.4)
+                axes.plot(u, v, "x", color=shade, ms=9, mew=2.5)
+            share = fmean(row["accuracy"])
+            axes.set_title(
+                f"{name}: points (discs), weights (crosses); accuracy {share:.2f}", fontsize="small"
+            )
+            axes.set_aspect("equal", adjustable="datalim")
+            axes.margins(0.15)
+            line[2].plot(row["steps"], row["norms"], color=color, linewidth=2, label=name)
+        line[2].set(xlabel="step", ylabel="norm of the weights (mean of seeds)")
+        line[2].legend(**LEGEND)
+    return save_figure(figure, out_png, grid="both")
+
+
+def draw_mnist(payload: Row, out_png: Path) -> Path:
+    """Draw the weights of seed 0 as images, above the mean image of every class."""
+    lines = {"cross-entropy": payload["weights"]["linear"]}
+    lines |= {"harmonic": payload["weights"]["dist"], "class means": payload["class_means"]}
+    figure = new_figure(width=10.0, height=3.4)
+    panels = figure.subplots(len(lines), 10)
+    for line, (name, images) in zip(panels, lines.items(), strict=True):
+        for axes, image in zip(line, images, strict=True):
+            pixels = np.asarray(image).reshape(28, 28)
+            limit = np.abs(pixels).max()
+            axes.imshow(pixels, cmap="RdBu_r", vmin=-limit, vmax=limit)
+            axes.set(xticks=[], yticks=[])
+        line[0].set_ylabel(name, fontsize="small")
+    figure.suptitle("weights of one layer on MNIST; white: 0", fontsize="medium")
+    return save_figure(figure, out_png, grid="both")
+
+
+DRAW: dict[str, Callable[[Sequence[Row], Path], Path]] = {
+    "1": draw_toy,
+    "2": draw_embeddings,
+    "3a": draw_cumulative,
+    "3b": draw_efficiency,
+    "3c": draw_grokking,
+    "4": draw_cells,
+    "6": draw_cells,
+    "7": draw_variance,
+    "10": draw_cells,
+    "12": draw_exponents,
+    "B": draw_cosets,
+}
+
+
+def _tasks(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["cell"]["task"] for row in rows))
+
+
+def _model(row: Row) -> tuple[str, str]:
+    return row["cell"]["model"], row["cell"]["head"]
+
+
+def _heading(row: Row) -> str:
+    return (
+        f"{row['shown_percent']:.0f} % variance (chance {row['chance_percent']:.0f})\n"
+        f"{row['num_converged']} of {row['num_seeds']} converged"
+    )
+
+
+def _settings(row: Row) -> str:
+    """Return what tells the cells of one task apart."""
+    cell = row["cell"]
+    loss = "" if cell["loss"] == "nll" else f" + {cell['loss']}"
+    decay = "" if cell["weight_decay"] == 0.01 else f", weight decay {cell['weight_decay']:g}"
+    return f"{cell['head']}{loss}{decay}"
+
+
+def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", str], Any]:
+    """Return one panel for each task, and the figure they are in."""
+    tasks = _tasks(rows)
+    figure = new_figure(width=max(8.0, 1.0 + 2.8 * len(tasks)), height=height)
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        axes.set_title(task.replace("_", " "), fontsize="medium")
+    return dict(zip(panels, tasks, strict=True)), figure
+
+
+def _dots(axes: "Axes", place: float, values: Sequence[float], color: str, label: str) -> None:
+    """Draw every seed as a dot and the mean as a line."""
+    axes.plot([place] * len(values), values, "o", color=color, ms=4, alpha=0.5, label=label)
+    axes.plot(place, fmean(values), "_", color="black", ms=12)
+
+
+def _legend_of(figure: Any, panels: Sequence["Axes"]) -> None:
+    """Put every label of the panels once above the figure."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        found.values(),
+        found.keys(),
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+        fontsize="small",
+    )
