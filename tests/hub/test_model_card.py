@@ -181,9 +181,10 @@ def test_every_figure_has_a_source():
         if re.search(r"\d", word):
             text = text.replace(word, "").replace(word[:10], "")
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    # Shares become percent, bytes GiB.
+    # Shares become percent, bytes GiB, seconds minutes.
     memory = results["environment"]["hardware"]["memory_bytes"] / 2**30
-    numbers += [100 * v for v in numbers if 0 < v < 1] + [memory]
+    minutes = results["train_seconds"] / 60
+    numbers += [100 * v for v in numbers if 0 < v < 1] + [memory, minutes]
     figures = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)
     assert len(figures) > 80
     for figure in figures:
@@ -274,7 +275,7 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     card = make_card(results=make_results(), figure="training run.png")
     assert "![Loss, learning rate and h_exp over the run](training%20run.png)" in card
     assert "moves `h_exp` from -12 to -4, which makes the probabilities flatter" in card
-    assert "-7 gives the lowest loss on the evaluation split: 4.954 nats instead of 5.913" in card
+    assert "-7 gives the lowest loss on the evaluation split: 4.960 nats instead of 5.914" in card
     assert "`model.h_exp = -7`" in card
     config, name = make_config({**DIST, "h_exp": -12.0}), "demo_constant"
     held = make_card(config, run=make_run(name), results=make_results(name))
