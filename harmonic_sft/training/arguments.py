@@ -17,7 +17,6 @@ from harmonic_sft.training.run_config import (
     NOT_IN_HEAD,
     PeftConfig,
     RunConfig,
-    Task,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
@@ -414,6 +413,3 @@ def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
         dataset_num_proc=data.num_proc,
         oom_fallback=run.oom_fallback,
     )
-
-
-__all__ = ["EVAL_NAME", "TRAIN_NAME", "HarmonicTrainingArguments", "Task", "arguments_of"]

@@ -309,7 +309,11 @@ class HarmonicTrainer(Trainer):
         """Load the model as the arguments of a trial say."""
         self._preparation.config = config = self._preparation.configure()
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
-        return self._preparation.build(self.train_dataset)[0]
+        model = self._preparation.build(self.train_dataset)[0]
+        self._low_precision = self._low_precision_weights(model)
+        if self.args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        return model
 
     def anneal(self, h_exp: HExpConfig) -> None:
         """Anneal the exponent in another way than the arguments said, from the next step on."""

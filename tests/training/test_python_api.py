@@ -468,11 +468,16 @@ def test_a_run_continues_from_its_last_checkpoint(tiny_base, texts, arguments):
 
 def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, arguments):
     trainer = HarmonicTrainer(
-        str(tiny_base), arguments(), train_dataset=texts, eval_dataset=texts.select(range(20))
+        str(tiny_base),
+        arguments(gradient_checkpointing=True),
+        train_dataset=texts,
+        eval_dataset=texts.select(range(20)),
     )
     found = []
 
     def objective(metrics):
+        blocks = trainer.model.model.backbone.encoder.layer
+        assert [block.gradient_checkpointing for block in blocks] == [False, False, True]
         found.append((trainer.model.h_exp, metrics["eval_loss"]))
         return metrics["eval_loss"]
 
