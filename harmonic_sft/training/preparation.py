@@ -199,6 +199,9 @@ class Preparation:
 
         Returns:
             The model, and the head that its base predicted with, if that is known.
+
+        Raises:
+            ValueError: The classes of a new head are not known.
         """
         set_seed(self.args.seed)
         if isinstance(self.model, HarmonicHeadModel):
@@ -208,6 +211,12 @@ class Preparation:
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
+        if self.config.model.task in CLASSIFIERS and not isinstance(train, LabeledRows):
+            raise ValueError(
+                "train_dataset: expected a data set with a column of labels, which name the "
+                "classes of a new head, got none. To bring rows and a collator of your own, make "
+                f"the model first: {MODELS[self.config.model.task].__name__}.from_base(...)"
+            )
         model = None if isinstance(self.model, str) else self.model
         needs_tokenizer = self.config.model.task == "causal_lm"
         return load_model(

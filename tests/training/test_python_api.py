@@ -527,6 +527,9 @@ def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments):
         HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
     with pytest.raises(ValueError, match="train_dataset: expected one data set, got the splits"):
         HarmonicTrainer(str(tiny_base), arguments(), train_dataset=DatasetDict({"train": texts}))
+    args = arguments(task="sequence_classification")
+    with pytest.raises(ValueError, match="train_dataset: expected a data set with a column of la"):
+        HarmonicTrainer(str(tiny_base), args, lambda rows: rows, train_dataset=texts)
     model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
     with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
         HarmonicTrainer(model, arguments(), train_dataset=texts)
