@@ -1,6 +1,7 @@
 """Harmonic models around every encoder family: wrapping, saving, loading without the package."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,9 @@ def test_published_folder_needs_no_package(bases, tmp_path, elsewhere):
         saved = json.loads((tmp_path / family / "config.json").read_text())
         assert saved["head"]["h_exp"] == -6.5
         assert saved["base_model"] == family  # a local path is nobody's business
-        assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
+        tasks = ("MaskedLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+        autos = {"AutoConfig", "AutoModel", *map("AutoModelFor{}".format, tasks)}
+        assert set(saved["auto_map"]) == autos
         assert not list((tmp_path / family).glob("_*"))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a"]
     vocab = tmp_path / "vocab.txt"
@@ -399,3 +402,23 @@ def test_nothing_of_this_machine_is_published(bases, tmp_path):
     names = {path.name for path in Path(tmp_path).iterdir()}
     assert {"model.safetensors", "config.json", "heads.py", "modeling_harmonic.py"} <= names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+
+
+def test_a_shift_moves_logits_and_no_probability(bases, tmp_path):
+    """On the sphere, logits are above 0 within an angle of 60 degrees: 90 with the shift."""
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "dist", "h_exp": -4.0})
+    model.save_pretrained(tmp_path)
+    shifted = HarmonicForMaskedLM.from_pretrained(tmp_path, logit_shift=4 * math.log(2))
+    inputs = batch()
+    with torch.no_grad():
+        before, after = model(**inputs), shifted(**inputs)
+        states = model.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+    cosines = torch.cosine_similarity(states.unsqueeze(-2), model.dist_head.prototypes, dim=-1)
+    clear = (cosines.abs() > 1e-3) & ((cosines - 0.5).abs() > 1e-3)
+    assert torch.equal((before.logits > 0)[clear], (cosines > 0.5)[clear])
+    assert torch.equal((after.logits > 0)[clear], (cosines > 0)[clear])
+    assert (after.logits > 0).sum() > 2 * (before.logits > 0).sum()
+    torch.testing.assert_close(after.logits.softmax(-1), before.logits.softmax(-1))
+    torch.testing.assert_close(after.loss, before.loss, rtol=0, atol=0)
+    shifted.save_pretrained(tmp_path)
+    assert HarmonicForMaskedLM.from_pretrained(tmp_path).config.logit_shift == 4 * math.log(2)
