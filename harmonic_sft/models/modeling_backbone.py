@@ -93,10 +93,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         where |= hub
         rest = {k: v for k, v in kwargs.items() if k not in (*where, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
-            saved = HarmonicConfig.from_pretrained(name, **where)
-            changed = (saved.to_dict().keys() - {"dtype"}) & rest.keys()
-            changes = {key: rest.pop(key) for key in changed}
-            config = HarmonicConfig.from_pretrained(name, **where, **changes)
+            options: dict[str, Any] = {**where, **rest, "return_unused_kwargs": True}
+            config, rest = HarmonicConfig.from_pretrained(config or name, **options)
         state_dict = _complete_state_dict(str(name), config, where, hub)
         loaded = super().from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
@@ -406,7 +404,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> None:
-        """Return None: a head of prototypes is not the linear layer that callers expect here."""
+        """Return None: callers would take the weight of a layer for that of a linear softmax."""
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the token embeddings as transformers does, and a head over tokens with them.

@@ -363,9 +363,10 @@ def test_language_models_are_bases_for_every_task_where_this_package_is_not(
     LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
     causal = HarmonicForCausalLM.from_base(str(tmp_path / "llama"))
     causal.save_pretrained(tmp_path / "causal")
-    for name in ("masked", "part", "tied", "causal"):
-        model = causal if name == "causal" else masked
-        torch.save(model.model(**batch()).last_hidden_state, tmp_path / f"{name}.pt")
+    states = masked.model(**batch()).last_hidden_state
+    for name in ("masked", "part", "tied"):
+        torch.save(states, tmp_path / f"{name}.pt")
+    torch.save(causal.model(**batch()).last_hidden_state, tmp_path / "causal.pt")
     try:
         elsewhere(
             TASKS_READER,
@@ -373,6 +374,9 @@ def test_language_models_are_bases_for_every_task_where_this_package_is_not(
             *("masked", "part", "tied", "causal"),
             cwd=tmp_path,
         )
+        found = HarmonicForSequenceClassification.from_pretrained(tmp_path / "part", num_labels=3)
+        assert found.dist_head.weight.shape == (3, 32)
+        assert torch.equal(found.model(**batch()).last_hidden_state, states)
     finally:
         shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--tasks--base")
 
