@@ -343,14 +343,23 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         settle_quantized_(model)
         return model
 
+    @staticmethod
+    def _take_label_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take out what belongs to the labels.
+
+        No parameters of `forward`: transformers.Trainer takes each whose name has "label" in it for
+        labels that every batch has, and evaluates without a loss where one is missing.
+        """
+        return {name: kwargs.pop(name, None) for name in ("label_positions", "label_weights")}
+
     def _loss(
         self,
         hidden_states: Tensor,
         labels: Tensor | None,
-        label_positions: Tensor | None,
-        label_weights: Tensor | None,
         num_items_in_batch: Tensor | int | None,
         *,
+        label_positions: Tensor | None = None,
+        label_weights: Tensor | None = None,
         shifts: bool = False,
     ) -> Tensor | None:
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""

@@ -134,8 +134,6 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        label_weights: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
@@ -147,22 +145,20 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
                 labelled positions reach the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
-            kwargs: The backbone's further arguments (`position_ids`, ...).
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments (`position_ids`, ...).
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
+        of_labels = self._take_label_options(kwargs)
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
-            loss=self._loss(
-                hidden_states, labels, label_positions, label_weights, num_items_in_batch
-            ),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, **of_labels),
             logits=self._logits(hidden_states) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -203,9 +199,6 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        label_weights: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -224,17 +217,16 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             logits_to_keep: Logits of so many last positions alone, or of those with these indices;
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
-            shift_labels: `[B, T]` in place of `labels`, shifted already: position t predicts its
-                own entry. Sequence parallelism cuts rows after the shift.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
-            kwargs: The backbone's further arguments.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; `shift_labels`
+                `[B, T]` in place of `labels`, shifted already: position t predicts its own entry,
+                as sequence parallelism cuts rows after the shift; the backbone's further arguments.
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
+        shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
         if use_cache is None:
             use_cache = labels is None and shift_labels is None and not self.training
         outputs = self.model(
@@ -251,13 +243,10 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         targets = labels if shift_labels is None else shift_labels
         needs_logits = self._needs_logits(targets, output_logits)
+        if shift_labels is not None:
+            of_labels["label_positions"] = None  # they are those of `labels`
         loss = self._loss(
-            hidden_states,
-            targets,
-            label_positions if shift_labels is None else None,  # they are those of `labels`
-            label_weights,
-            num_items_in_batch,
-            shifts=shift_labels is None,
+            hidden_states, targets, num_items_in_batch, shifts=shift_labels is None, **of_labels
         )
         return CausalLMOutputWithPast(
             loss=loss,
@@ -420,8 +409,6 @@ class HarmonicClassifier(HarmonicHeadModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        label_weights: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | TokenClassifierOutput:
         """Predict the class of each text or token.
@@ -432,20 +419,21 @@ class HarmonicClassifier(HarmonicHeadModel):
             labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
                 several classes at once: as the logits, floating.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
-            kwargs: The backbone's further arguments.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments.
 
         Returns:
             `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
             texts or `[B, T, V]` of tokens.
         """
+        of_labels = self._take_label_options(kwargs)
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         logits = self._logits(states)
         loss = None
         if labels is not None and self._is_free(labels):
-            loss = self._free_loss(logits, labels, label_weights, num_items_in_batch)
+            weights = of_labels["label_weights"]
+            loss = self._free_loss(logits, labels, weights, num_items_in_batch)
         elif labels is not None:
             if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
                 raise ValueError(
@@ -453,7 +441,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                     f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
                 )
             labels = labels.reshape(states.shape[:2])
-            loss = self._loss(states, labels, label_positions, label_weights, num_items_in_batch)
+            loss = self._loss(states, labels, num_items_in_batch, **of_labels)
         return self._output_class(
             loss=loss,
             logits=logits,
