@@ -34,12 +34,17 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objectiv
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OLD_CODE = (
     "bases.py",
+    "cosine_heads.py",
     "decoders.py",
     "metrics.py",
     "modeling_causal.py",
     "modeling_classification.py",
+    "multi_head.py",
     "packing.py",
     "partial.py",
+    "rotation.py",
+    "scaled_head.py",
+    "unit_rows.py",
 )
 OURS = (
     "config.json",
