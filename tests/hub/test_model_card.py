@@ -277,6 +277,13 @@ def test_the_card_says_how_far_training_was():
     assert "best checkpoint of 200 optimizer" in make_card(results=make_results(), run=run)
 
 
+def test_the_card_counts_the_blocks_that_trained():
+    for count, shown in ((1, "the head and the last block\n"), (3, "and the last 3 blocks\n")):
+        run = make_run()
+        run["model"]["unfreeze"] = {"last_blocks": count}
+        assert shown in make_card(run=run)
+
+
 def test_the_training_time_is_that_of_the_last_session():
     for seconds, resume, shown in (
         (55.69, False, "\n- Training time, evaluations included: 0.9 minutes\n"),
