@@ -288,11 +288,12 @@ def _add_push(command: argparse.ArgumentParser) -> None:
         choices=["full", "head", "peft"],
         default="full",
         help="full: the whole model; head: the parameters that were trained, completed from the "
-        "base when the model is loaded; peft: an adapter. Default: full",
+        "base when the model is loaded; peft: the adapter of a LoRA run. Default: full",
     )
     command.add_argument(
         "--private", action="store_true", help="make the repository private if it is new"
     )
+    command.add_argument("--license", help="of the weights, for the card; default: the base's")
     command.add_argument("--revision", help="the branch to push to; default: main")
     command.add_argument(
         "--force", action="store_true", help="replace a model of another kind in the repository"

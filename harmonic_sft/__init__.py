@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -24,6 +25,7 @@ from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
+    HarmonicForQuestionAnswering,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
@@ -72,6 +74,7 @@ __all__ = [
     "HarmonicConfig",
     "HarmonicForCausalLM",
     "HarmonicForMaskedLM",
+    "HarmonicForQuestionAnswering",
     "HarmonicForSequenceClassification",
     "HarmonicForTokenClassification",
     "HarmonicLoss",
@@ -137,6 +140,7 @@ AutoConfig.register("harmonic", HarmonicConfig)
 AutoModel.register(HarmonicConfig, HarmonicModel)
 AutoModelForCausalLM.register(HarmonicConfig, HarmonicForCausalLM)
 AutoModelForMaskedLM.register(HarmonicConfig, HarmonicForMaskedLM)
+AutoModelForQuestionAnswering.register(HarmonicConfig, HarmonicForQuestionAnswering)
 AutoModelForSequenceClassification.register(HarmonicConfig, HarmonicForSequenceClassification)
 AutoModelForTokenClassification.register(HarmonicConfig, HarmonicForTokenClassification)
 # Without this, save_pretrained would not copy the code that loads the weights.
@@ -144,5 +148,6 @@ HarmonicConfig.register_for_auto_class()
 HarmonicModel.register_for_auto_class("AutoModel")
 HarmonicForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+HarmonicForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 HarmonicForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 HarmonicForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")

@@ -29,7 +29,7 @@ from harmonic_sft.training import load_run_config
 from tests.hub_server import HubServer
 
 RELEASE = Path(__file__).parent / "fixtures" / "release_30993ac"
-FORMS = ("full", "head", "peft")
+FORMS = ("full", "head")
 MODELS = sorted(path.name for path in (RELEASE / "models").iterdir())
 CLASSES = {
     model_class.__name__: model_class
@@ -109,7 +109,7 @@ def run_python(*words, environment):
 def repos(shared):
     """Every model and pushed repo with the code that it carries."""
     paths = {name: RELEASE / "models" / name for name in MODELS}
-    paths |= {form: RELEASE / "pushed" / form for form in FORMS[:2]}
+    paths |= {form: RELEASE / "pushed" / form for form in FORMS}
 
     def make(folder):
         for name, path in paths.items():

@@ -1,18 +1,15 @@
-"""The PEFT form of a trained model: what training changed, as an adapter on the harmonic base."""
+"""The PEFT form of a LoRA run: its adapter, which PEFT puts on a harmonic model alone."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from peft import LoraConfig
-from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harmonic_sft.hub.run_folder import public_base, read_tensors
+from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base
 from harmonic_sft.models import HarmonicConfig
 
-# Not the top of a checkpoint: transformers loads adapters that it finds there.
-ADAPTER_FOLDER = "adapter"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before every name
 BACKBONE = "model.backbone"
@@ -22,39 +19,26 @@ HEAD = "dist_head"
 def write_adapter(
     folder: Path, target: Path, config: HarmonicConfig, metadata: dict[str, str]
 ) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` of a trained model.
+    """Write `adapter_config.json` and `adapter_model.safetensors` of a LoRA run.
 
     `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
     head settings. Where parts trained in float32 on a bfloat16 body it needs
-    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise.
+    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
+    target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
+    finds none of them and says so.
 
     Args:
-        folder: A saved harmonic model. With LoRA its adapter is copied; else whole modules are
-            read from its weights, without loading the rest.
+        folder: A saved harmonic model with an `adapter/`.
         target: Where the two files go; made if it does not exist.
-        config: The model's configuration, which says what was trained.
+        config: The model's configuration, with the base's name and revision.
         metadata: Goes into the header of the weights' file.
-
-    Raises:
-        ValueError: The weights lack a trained parameter.
     """
     adapter = folder / ADAPTER_FOLDER
-    if adapter.is_dir():
-        settings = LoraConfig.from_pretrained(str(adapter))
-        settings.target_modules = sorted(settings.target_modules or [])
-        tensors = load_file(adapter / WEIGHTS_NAME)
-    else:
-        trained = config.trained_parameters or []
-        modules = covering_modules(trained)
-        saved = dict(read_tensors(folder, tuple(f"{module}." for module in modules)))
-        missing = sorted(set(trained) - saved.keys())
-        if missing:
-            raise ValueError(f"weights: expected {missing[0]!r} in {folder.name}, got none")
-        settings = LoraConfig(target_modules=DUMMY_TARGET_MODULES, modules_to_save=modules)
-        tensors = {f"{PREFIX}{name}": tensor for name, tensor in saved.items()}
+    settings = LoraConfig.from_pretrained(str(adapter))
+    settings.target_modules = sorted(settings.target_modules or [])
     save_peft(
         settings,
-        tensors,
+        load_file(adapter / WEIGHTS_NAME),
         target,
         base=config.base_model,
         revision=config.base_revision,

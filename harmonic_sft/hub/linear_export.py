@@ -22,7 +22,7 @@ from harmonic_sft.models import (
     LinearHead,
     load_checked,
 )
-from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED
+from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.unit_rows import unit_rows
 

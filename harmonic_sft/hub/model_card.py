@@ -28,6 +28,8 @@ HEAD_KINDS = {
     "multi_head": "a mean of several softmaxes",
 }
 MAX_LOG_ROWS = 12
+NEEDS = ("torch>=2.10", "transformers>=5.10.1")  # as in pyproject.toml
+NEEDS_FOR_ADAPTERS = ("peft>=0.18",)
 # Keys of `training` about this machine and its accounts, not about what was trained.
 PRIVATE_SETTINGS = re.compile(
     r"output_dir|logging_dir|run_name|report_to|project|trackio_|hub_|push_to_hub|resume_from"
@@ -83,6 +85,7 @@ def model_card(
     results: dict[str, Any] | None,
     step: int | None,
     figure: str | None,
+    license: Mapping[str, str],
 ) -> str:
     """Write the model card; what is not known is left out.
 
@@ -95,6 +98,7 @@ def model_card(
             before the end of training.
         step: Optimizer steps behind the weights.
         figure: File name of the training's figure in the repo.
+        license: Metadata of the weights' license: `license`, `license_name`, `license_link`.
 
     Returns:
         Markdown with a block of YAML metadata.
@@ -139,6 +143,8 @@ def model_card(
         "figure": figure,
         "environment": results.get("environment") or {},
         "minutes": (results.get("train_seconds") or 0) / 60,
+        "needs": [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())],
+        "license": license.get("license_name") or license.get("license"),
         "resumed": (results.get("config") or {}).get("resume"),
     }
     sources = run["data"].get("sources") or []
@@ -148,8 +154,11 @@ def model_card(
     tags = ["harmonic-loss"] if config.h_exp is not None else []
     tags += [task.title.lower().replace(" ", "-"), "harmonic-sft"]
     metadata = ModelCardData(
-        # The Hub's own snippet for an adapter is another one.
-        library_name="peft" if form == "peft" else "transformers",
+        license=license.get("license"),
+        license_name=license.get("license_name"),
+        license_link=license.get("license_link"),
+        # Not "peft": the Hub's snippet for that would load the base without its head.
+        library_name="harmonic-sft" if form == "peft" else "transformers",
         pipeline_tag=task.pipeline,
         base_model=hub_name,
         datasets=list(dict.fromkeys(filter(_is_hub_dataset, _paths(sources)))) or None,
@@ -170,15 +179,10 @@ def _eval_results(
     paths = _paths(sources)
     names = [p if p == DOCSTRINGS or _is_hub_dataset(p) else last_part(p) for p in paths]
     known = ", ".join(_one_line(name) for name in names if name is not None)
-    best, per = _best_value(final), f"(nats per {task.item})"
+    per = f"(nats per {task.item})"
     now = f" at h_exp {final['h_exp']:g}" if final.get("h_exp") is not None else ""
     accuracy = f"{task.item.replace(' ', '-').capitalize()} accuracy"
-    metrics = [
-        ("accuracy", "accuracy", f"{accuracy} (share, 0 to 1)"),
-        ("loss", "loss", f"Loss{now} {per}"),
-        ("post_hoc_loss", "loss", f"Loss at the best post-hoc {best} {per}"),
-        ("tokens", "num_tokens", f"{task.item.capitalize()}s evaluated"),
-    ]
+    metrics = {"accuracy": f"{accuracy} (share, 0 to 1)", "loss": f"Loss{now} {per}"}
     is_one_dataset = len(paths) == 1 and _is_hub_dataset(paths[0])
     return [
         EvalResult(
@@ -186,20 +190,13 @@ def _eval_results(
             task_name=task.title,
             dataset_type=paths[0] if is_one_dataset else "unknown",
             dataset_name=f"Held-out {task.where}" + (f" of {known}" if known else ""),
-            metric_type=metric_type,
-            metric_name=metric_name,
+            metric_type=key,
+            metric_name=name,
             metric_value=final[key],
         )
-        for key, metric_type, metric_name in metrics
+        for key, name in metrics.items()
         if final.get(key) is not None
     ]
-
-
-def _best_value(final: dict[str, Any]) -> str:
-    if final.get("post_hoc_h_exp") is not None:
-        return f"h_exp {final['post_hoc_h_exp']:g}"
-    factor = final.get("post_hoc_inverse_temperature")
-    return "value" if factor is None else f"inverse temperature {factor:g}"
 
 
 def _hub_name(config: HarmonicConfig) -> str | None:

@@ -27,16 +27,24 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
-from harmonic_sft.hub.staging import FIGURE, SENTENCES, TOKENIZER, Form, check_form, stage
+from harmonic_sft.hub.staging import FIGURE, LICENSE, SENTENCES, TOKENIZER, Form, check_form, stage
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
 
 # What an earlier push may have left, also code of models/ in earlier versions.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OLD_CODE = (
+    "bases.py",
+    "cosine_heads.py",
     "decoders.py",
     "metrics.py",
+    "modeling_causal.py",
+    "modeling_classification.py",
+    "multi_head.py",
     "packing.py",
     "partial.py",
+    "rotation.py",
+    "scaled_head.py",
+    "unit_rows.py",
 )
 OURS = (
     "config.json",
@@ -85,6 +93,7 @@ class Destination:
         revision: A branch, made if it does not exist; None is main.
         force: Push also over a model of another architecture.
         message: Of the commit; None names form and step.
+        license: Of the weights, for the card; None is the base's.
     """
 
     repo_id: str
@@ -93,6 +102,7 @@ class Destination:
     revision: str | None = None
     force: bool = False
     message: str | None = None
+    license: str | None = None
 
     def command(self, folder: Path) -> str:
         """Return the command that pushes `folder` here."""
@@ -101,6 +111,7 @@ class Destination:
         words += ["--private"] if self.private else []
         words += ["--revision", self.revision] if self.revision is not None else []
         words += ["--force"] if self.force else []
+        words += ["--license", self.license] if self.license is not None else []
         return shlex.join(words)
 
 
@@ -119,11 +130,11 @@ def push(folder: Path, to: Destination) -> str:
         PushError: The Hub refused, or the connection broke; the command to try again is named.
     """
     trained = read_trained(folder)
-    check_form(trained.config, to.form)  # needs no network
+    check_form(trained.config, to.form, trained.has_adapter)  # needs no network
     check_destination(to)
-    check_model(trained.config, to)
+    check_model(trained.config, to, trained.has_adapter)
     with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as staged:
-        stage(trained, Path(staged), form=to.form, repo_id=to.repo_id)
+        stage(trained, Path(staged), form=to.form, repo_id=to.repo_id, license=to.license)
         return upload(Path(staged), trained, to)
 
 
@@ -152,14 +163,19 @@ def check_destination(to: Destination) -> None:
         raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
 
 
-def check_model(config: HarmonicConfig, to: Destination) -> None:
+def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> None:
     """Refuse a form that does not suit a model, and a repo that holds something else.
+
+    Args:
+        config: The model's configuration.
+        to: Where.
+        has_adapter: The run trains LoRA weights.
 
     Raises:
         ValueError: The form, or the repo holds another model and `to.force` is not set.
         PushError: The Hub cannot be reached.
     """
-    check_form(config, to.form)
+    check_form(config, to.form, has_adapter)
     try:
         try:
             info = HfApi().model_info(to.repo_id, revision=to.revision)
@@ -213,6 +229,8 @@ def _operations(
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     added = {path.relative_to(staged).as_posix(): path for path in paths}
+    if LICENSE in _names(info):
+        added.pop(LICENSE, None)  # the owner's own
     patterns = (*OURS, *FOREIGN) if to.force else OURS
     stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
     return [

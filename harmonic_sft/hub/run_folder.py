@@ -15,6 +15,8 @@ from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import read_results
 
 WEIGHTS = "model.safetensors"
+# Not the top of a checkpoint: transformers loads adapters that it finds there.
+ADAPTER_FOLDER = "adapter"
 INDEX = "model.safetensors.index.json"
 MODEL_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # on the Hub; old ones have no owner
 
@@ -38,6 +40,11 @@ class TrainedFolder:
     results: dict[str, Any] | None
     step: int | None
     figure: Path | None
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether LoRA weights lie beside the merged ones."""
+        return (self.path / ADAPTER_FOLDER).is_dir()
 
 
 def read_trained(folder: Path) -> TrainedFolder:

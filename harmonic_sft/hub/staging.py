@@ -1,11 +1,13 @@
 """What a repo will hold, made in a folder of its own before anything is sent."""
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import get_token
+from huggingface_hub import get_token, hf_hub_download, metadata_load
+from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -14,6 +16,7 @@ from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
     INDEX,
     TrainedFolder,
+    is_on_hub,
     public_base,
     read_tensors,
     weight_files,
@@ -22,7 +25,7 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, max_posi
 from harmonic_sft.models.configuration_harmonic import quantization_method
 
 Form = Literal["full", "head", "peft"]
-FIGURE = "training.png"
+FIGURE, LICENSE = "training.png", "LICENSE"
 TOKENIZER = (
     "tokenizer*.json",
     "tokenizer.model",
@@ -40,7 +43,9 @@ SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json
 HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
 
 
-def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> None:
+def stage(
+    trained: TrainedFolder, target: Path, *, form: Form, repo_id: str, license: str | None = None
+) -> None:
     """Write everything that a repo will hold.
 
     Args:
@@ -49,11 +54,12 @@ def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> 
         form: `full`, everything; `head`, what was trained, completed from the base while loading;
             `peft`, an adapter.
         repo_id: Its name, for the card.
+        license: Of the weights, for the card; default: the base's, if its card names one.
 
     Raises:
         ValueError: The form does not suit this run, or a secret would have been published.
     """
-    check_form(trained.config, form)
+    check_form(trained.config, form, trained.has_adapter)
     metadata = {"format": "pt"} | ({} if trained.step is None else {"step": str(trained.step)})
     if form == "peft":
         write_adapter(trained.path, target, trained.config, metadata)
@@ -62,6 +68,8 @@ def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> 
         write(trained, target, metadata)
         _write_config(trained, target, partial=form == "head")
         _copy(trained.path, target, ("generation_config.json",))
+        text = importlib.metadata.distribution("harmonic-sft").read_text("licenses/LICENSE")
+        (target / LICENSE).write_text(text or "")
     copy_tokenizer(trained.path, target)
     if trained.figure is not None:
         shutil.copyfile(trained.figure, target / FIGURE)
@@ -73,18 +81,24 @@ def stage(trained: TrainedFolder, target: Path, *, form: Form, repo_id: str) -> 
         results=trained.results,
         step=trained.step,
         figure=FIGURE if trained.figure is not None else None,
+        license={"license": license} if license else base_license(trained.config),
     )
     (target / "README.md").write_text(card)
     check_clean(target, trained)
 
 
-def check_form(config: HarmonicConfig, form: Form) -> None:
+def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
     """Refuse a form that could not be loaded again.
+
+    Args:
+        config: The model's configuration.
+        form: The form.
+        has_adapter: The run trains LoRA weights.
 
     Raises:
         ValueError: Another form than `full` of a quantized model, one with a resized vocabulary, or
-            one that does not say what was trained; `head` without a base on the Hub; `peft` of a
-            tied head.
+            one that does not say what was trained; `head` without a base on the Hub; `peft` without
+            LoRA, or of a tied head.
     """
     if form == "full":
         return
@@ -98,6 +112,12 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
         raise ValueError(
             f"--form {form}: expected the base's vocabulary, got {config.text_config.vocab_size} "
             f"tokens instead of {config.base_vocab_size}. Use --form full"
+        )
+    if form == "peft" and not has_adapter:
+        raise ValueError(
+            "--form peft: expected a run with LoRA (`peft:` in its file), got one that trained the "
+            "head or whole blocks, which PEFT drops without a word on any other model. Use --form "
+            "head"
         )
     if form == "peft" and config.tie_word_embeddings:
         raise ValueError(
@@ -114,6 +134,19 @@ def check_form(config: HarmonicConfig, form: Form) -> None:
             f"--form head: expected a base on the Hub, got {config.base_model!r} of this machine, "
             "which nobody else could fetch. Use --form full, or push the base, and train from it"
         )
+
+
+def base_license(config: HarmonicConfig) -> dict[str, str]:
+    """Return what the base's card says of its license, nothing if there is no card to be read."""
+    if config.base_model is None or not is_on_hub(config.base_model, config.base_revision):
+        return {}
+    try:
+        path = hf_hub_download(config.base_model, "README.md", revision=config.base_revision)
+        fields = metadata_load(path) or {}
+    except (HTTPError, OSError, ValueError):  # no card, no network, or metadata that are no YAML
+        return {}
+    names = ("license", "license_name", "license_link")
+    return {name: fields[name] for name in names if isinstance(fields.get(name), str)}
 
 
 def check_clean(target: Path, trained: TrainedFolder) -> None:

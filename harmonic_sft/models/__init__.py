@@ -1,7 +1,14 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
-from .backbones import find_blocks, load_checked, max_positions
-from .bases import Base, base_of, load_base, random_base
+from .backbones import (
+    Base,
+    base_of,
+    find_blocks,
+    load_base,
+    load_checked,
+    max_positions,
+    random_base,
+)
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .cosine_heads import CosineHead, VonMisesFisherHead
@@ -12,16 +19,19 @@ from .linear_heads import L2Head, LinearHead, PowerHead
 from .modeling_backbone import (
     BLOCKS_FILE,
     HEAD_FILE,
+    HarmonicHeadModel,
     HarmonicModel,
     HarmonicPreTrainedModel,
 )
-from .modeling_causal import HarmonicForCausalLM
-from .modeling_classification import (
+from .modeling_harmonic import (
     HarmonicClassifier,
+    HarmonicForCausalLM,
+    HarmonicForMaskedLM,
+    HarmonicForQuestionAnswering,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
+    HarmonicLanguageModel,
 )
-from .modeling_harmonic import HarmonicForMaskedLM, HarmonicHeadModel, HarmonicLanguageModel
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from .multi_head import MultiHead
 from .objective import (
@@ -45,6 +55,7 @@ __all__ = [
     "HarmonicConfig",
     "HarmonicForCausalLM",
     "HarmonicForMaskedLM",
+    "HarmonicForQuestionAnswering",
     "HarmonicForSequenceClassification",
     "HarmonicForTokenClassification",
     "HarmonicHeadModel",

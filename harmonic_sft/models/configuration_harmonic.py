@@ -27,6 +27,12 @@ class HarmonicConfig(PreTrainedConfig):
             has trained every position. `cls`, the first token, is trained in bases with a
             sentence-level objective only, such as BERT's next-sentence prediction.
         is_causal: Whether the backbone is a decoder, which reads from left to right.
+        classifier_head: `{"name": ..., fields...}` of the new head where a task over classes is
+            loaded from another class's checkpoint; default: linear.
+        logit_shift: Added to all logits over tokens, which changes no probability. Logits of a
+            distance head are above 0 only within distance 1 (on the sphere: cosines above 0.5).
+            What cuts logits off at 0, SPLADE for one, sees tokens up to squared distance s where
+            this is -h_exp * log(s): 2 is a right angle.
         base_vocab_size: Rows of the base's token embeddings, where they were resized since.
 
     Raises:
@@ -47,6 +53,8 @@ class HarmonicConfig(PreTrainedConfig):
     partial: bool = False
     pooling: str = "mean"
     is_causal: bool = False
+    classifier_head: dict[str, Any] | None = None
+    logit_shift: float = 0.0
     base_vocab_size: int | None = None
 
     def __post_init__(self, **kwargs: Any):

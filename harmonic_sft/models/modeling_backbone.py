@@ -1,34 +1,35 @@
-"""What all harmonic models share, how they are loaded, and the backbone alone."""
+"""What all harmonic models share: loading, the backbone alone, a backbone under a head."""
 
 import functools
 import os
-import re
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import cached_file
 
 from .backbones import (
+    Base,
     blocks_without_graph,
     build_backbone,
     cast_parameters_,
+    commit_of,
+    copy_head_,
     find_blocks,
-    load_checked,
+    load_backbone,
     settle_quantized_,
     trains,
-    without_pooler,
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
 from .head import Head
-from .modeling_neobert import NeoBERTModel
+from .heads import build_head, resized_head
+from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 
 # The files of a partial checkpoint, which holds only what was trained.
 HEAD_FILE = "dist_head.safetensors"
@@ -82,11 +83,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
-        if isinstance(config, PreTrainedConfig):
-            partial = config.partial
-        else:
-            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
-            partial = fields.get("partial", False)
+        partial = cls._published(name, config, **where, **hub).get("partial", False)
         if not partial:
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
             settle_quantized_(loaded[0] if isinstance(loaded, tuple) else loaded)
@@ -96,10 +93,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         where |= hub
         rest = {k: v for k, v in kwargs.items() if k not in (*where, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
-            saved = HarmonicConfig.from_pretrained(name, **where)
-            changed = (saved.to_dict().keys() - {"dtype"}) & rest.keys()
-            changes = {key: rest.pop(key) for key in changed}
-            config = HarmonicConfig.from_pretrained(name, **where, **changes)
+            options: dict[str, Any] = {**where, **rest, "return_unused_kwargs": True}
+            config, rest = HarmonicConfig.from_pretrained(config or name, **options)
         state_dict = _complete_state_dict(str(name), config, where, hub)
         loaded = super().from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
@@ -112,6 +107,13 @@ class HarmonicPreTrainedModel(PreTrainedModel):
                 model.generation_config = found
         model.config.name_or_path = model.name_or_path = str(name)
         return loaded
+
+    @staticmethod
+    def _published(name: Any, config: Any, **where: Any) -> dict[str, Any]:
+        """Return the fields of a configuration, of a checkpoint's own by default."""
+        if isinstance(config, PreTrainedConfig):
+            return config.to_dict()
+        return PreTrainedConfig.get_config_dict(config or name, **where)[0]
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save weights, configuration and the code that loads them without this package."""
@@ -231,30 +233,215 @@ class HarmonicModel(HarmonicPreTrainedModel):
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
-def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load the backbone of a checkpoint: any of transformers' own, NeoBERT, or of one of ours.
+class HarmonicHeadModel(HarmonicPreTrainedModel):
+    """A backbone and a head: what the models for every task share.
 
-    Args:
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        options: Further arguments of `from_pretrained`, such as `revision`, `dtype` and `token`.
+    A task says how many classes its head has, what of the hidden states the head sees (`select`),
+    and how a base becomes such a model (`from_base`).
 
-    Raises:
-        ValueError: A weight of the backbone is missing, has another shape, or is not used.
+    Attributes:
+        model: The backbone.
+        dist_head: The head, in float32.
+        loss_fn: What `forward` minimizes: maps head, `[N, D]` and labels `[N]` to `[N]`.
+        is_causal: Whether position t predicts token t + 1.
     """
-    if config.model_type == "harmonic":
-        return load_checked(HarmonicModel, name, config, **options).backbone
-    backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
-    return load_checked(backbone_class, name, config, **options, **without_pooler(config))
 
+    is_causal: ClassVar[bool] = False
+    _auto_map: ClassVar[dict[str, str]] = {  # every backbone can be fine-tuned for these tasks
+        "AutoModelForQuestionAnswering": "modeling_harmonic.HarmonicForQuestionAnswering",
+        "AutoModelForSequenceClassification": "modeling_harmonic.HarmonicForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_harmonic.HarmonicForTokenClassification",
+    }
 
-def commit_of(name: str, revision: str | None = None, **hub: Any) -> str | None:
-    """Return the commit that a revision of a repo stands for, None for a folder."""
-    if Path(name).is_dir():
-        return None
-    path = cached_file(name, CONFIG_NAME, revision=revision, **hub)
-    found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
-    return found[1] if found else None
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        self.model = HarmonicModel(config)
+        self.dist_head: Head = build_head(
+            config.head,
+            hidden_size=config.text_config.hidden_size,
+            vocab_size=self.num_classes(config),
+        )
+        self.loss_fn: LossFunction = negative_log_likelihood
+        self._set_tied_keys()
+        self.post_init()
+
+    @staticmethod
+    def num_classes(config: HarmonicConfig) -> int:
+        """Return V, the number of classes of the head: the tokens, unless a task has its own."""
+        return config.text_config.vocab_size
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return what the head sees, one vector for each label: every position, by default.
+
+        Args:
+            hidden_states: `[B, T, D]`, the backbone's last.
+            attention_mask: `[B, T]`, 1 = attend; None is all ones.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        return hidden_states
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels of what `select` leaves: all, in their shape, by default."""
+        return labels
+
+    def class_embeddings(self) -> Tensor:
+        """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
+        return self.dist_head.prototypes
+
+    @classmethod
+    def _around(
+        cls,
+        base: Base,
+        head: dict[str, Any] | None,
+        *,
+        embeddings: Tensor | None = None,
+        keep_head: bool = False,
+        **fields: Any,
+    ) -> Self:
+        """Build the model around a loaded base, with a new head in evaluation mode.
+
+        Args:
+            base: What `load_base` returned.
+            head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
+            embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
+            keep_head: Give the head all weights of the base's own.
+            fields: Further ones of the configuration.
+        """
+        head = dict(head or {"name": "dist"})
+        config = HarmonicConfig(
+            text_config=base.backbone.config,
+            head=head,
+            architectures=[cls.__name__],
+            **base.origin,
+            **fields,
+        )
+        model = cls._assemble(config, base.backbone)
+        if keep_head:
+            copy_head_(model.dist_head, base)
+        elif embeddings is not None:
+            model.dist_head.initialize_(embeddings)
+        model.config.head = model.dist_head.settings()
+        model.tie_weights()
+        return model.eval()
+
+    @classmethod
+    def _assemble(cls, config: HarmonicConfig, backbone: PreTrainedModel) -> Self:
+        """Build the model around a backbone, which is not copied, with a new head."""
+        with torch.device("meta"):
+            model = cls(config)
+        config = model.config
+        model.model.backbone = backbone
+        model.dist_head = build_head(
+            config.head,
+            hidden_size=config.text_config.hidden_size,
+            vocab_size=cls.num_classes(config),
+        ).to(backbone.device)
+        config.head = model.dist_head.settings()
+        vars(model)["hf_quantizer"] = vars(backbone).get("hf_quantizer")
+        settle_quantized_(model)
+        return model
+
+    @staticmethod
+    def _take_label_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take out what belongs to the labels.
+
+        No parameters of `forward`: transformers.Trainer takes each whose name has "label" in it for
+        labels that every batch has, and evaluates without a loss where one is missing.
+        """
+        return {name: kwargs.pop(name, None) for name in ("label_positions", "label_weights")}
+
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+        *,
+        label_positions: Tensor | None = None,
+        label_weights: Tensor | None = None,
+        shifts: bool = False,
+    ) -> Tensor | None:
+        """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
+        if labels is None:
+            return None
+        return mean_token_loss(
+            self.loss_fn,
+            self.dist_head,
+            hidden_states,
+            labels,
+            label_positions=label_positions,
+            label_weights=label_weights,
+            num_items_in_batch=num_items_in_batch,
+            causal=shifts,
+        )
+
+    def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:
+        """Whether to return logits: always without labels, otherwise if asked or not training."""
+        return labels is None or (not self.training if asked is None else asked)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
+        return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
+
+    @property
+    def h_exp(self) -> float | None:
+        """The head's exponent, None for heads without one."""
+        return self.config.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.dist_head.h_exp = value
+        self.config.head = self.dist_head.settings()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save with the head's settings as they are now, also where only the head was changed."""
+        self.config.head = self.dist_head.settings()
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def renormalize_prototypes_(self) -> None:
+        """Bring the prototypes back to norm 1 where the head wants it; tied ones stay."""
+        if not self.config.tie_word_embeddings:
+            self.dist_head.renormalize_()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's token embeddings."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the backbone's token embeddings."""
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> None:
+        """Return None: callers would take the weight of a layer for that of a linear softmax."""
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the token embeddings as transformers does, and a head over tokens with them.
+
+        New prototypes are drawn like the old ones. transformers starts new embeddings at their
+        mean, which is close to everything: a distance head would give it much probability.
+
+        Args:
+            args: Arguments of `PreTrainedModel.resize_token_embeddings`.
+            kwargs: Its keyword arguments.
+        """
+        num_before = len(self.dist_head.weight)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        num_classes = self.num_classes(self.config)
+        if num_classes != num_before:
+            if self.config.base_vocab_size is None:
+                self.config.base_vocab_size = num_before
+            self.dist_head = resized_head(self.dist_head, num_classes)
+            self.tie_weights()
+        return embeddings
+
+    def _set_tied_keys(self) -> None:
+        if self.config.tie_word_embeddings:
+            embeddings = self.get_input_embeddings()
+            path = next(name for name, module in self.named_modules() if module is embeddings)
+            weight = self.dist_head.weight
+            own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
+            self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
 
 
 def _complete_state_dict(

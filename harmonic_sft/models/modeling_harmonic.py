@@ -1,210 +1,30 @@
-"""Harmonic models: any backbone under one geometry-aware output head."""
+"""Harmonic models for every task: masked and next tokens, classes of texts and tokens, answers."""
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput
-from transformers.utils import can_return_tuple
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import can_return_tuple, logging
 
-from .backbones import settle_quantized_
-from .bases import Base, copy_head_, load_base
+from .backbones import Base, load_base
 from .configuration_harmonic import HarmonicConfig
-from .head import Head
-from .heads import build_head, resized_head
-from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
-from .objective import LossFunction, mean_token_loss, negative_log_likelihood
+from .modeling_backbone import HUB_OPTIONS, PLACE_OPTIONS, HarmonicHeadModel, HarmonicModel
 
+logger = logging.get_logger(__name__)
 INITS = ("input_embeddings", "output_embeddings", "base_head")
-
-
-class HarmonicHeadModel(HarmonicPreTrainedModel):
-    """A backbone and a head: what the models for every task share.
-
-    A task says how many classes its head has, what of the hidden states the head sees (`select`),
-    and how a base becomes such a model (`from_base`).
-
-    Attributes:
-        model: The backbone.
-        dist_head: The head, in float32.
-        loss_fn: What `forward` minimizes: maps head, `[N, D]` and labels `[N]` to `[N]`.
-        is_causal: Whether position t predicts token t + 1.
-    """
-
-    is_causal: ClassVar[bool] = False
-
-    def __init__(self, config: HarmonicConfig):
-        super().__init__(config)
-        self.model = HarmonicModel(config)
-        self.dist_head: Head = build_head(
-            config.head,
-            hidden_size=config.text_config.hidden_size,
-            vocab_size=self.num_classes(config),
-        )
-        self.loss_fn: LossFunction = negative_log_likelihood
-        self._set_tied_keys()
-        self.post_init()
-
-    @staticmethod
-    def num_classes(config: HarmonicConfig) -> int:
-        """Return V, the number of classes of the head: the tokens, unless a task has its own."""
-        return config.text_config.vocab_size
-
-    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return what the head sees, one vector for each label: every position, by default.
-
-        Args:
-            hidden_states: `[B, T, D]`, the backbone's last.
-            attention_mask: `[B, T]`, 1 = attend; None is all ones.
-
-        Returns:
-            `[B, T, D]`.
-        """
-        return hidden_states
-
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return the labels of what `select` leaves: all, in their shape, by default."""
-        return labels
-
-    def class_embeddings(self) -> Tensor:
-        """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
-        return self.dist_head.prototypes
-
-    @classmethod
-    def _around(
-        cls,
-        base: Base,
-        head: dict[str, Any] | None,
-        *,
-        embeddings: Tensor | None = None,
-        keep_head: bool = False,
-        **fields: Any,
-    ) -> Self:
-        """Build the model around a loaded base, with a new head in evaluation mode.
-
-        Args:
-            base: What `load_base` returned.
-            head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
-            embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
-            keep_head: Give the head all weights of the base's own.
-            fields: Further ones of the configuration.
-        """
-        head = dict(head or {"name": "dist"})
-        config = HarmonicConfig(
-            text_config=base.backbone.config,
-            head=head,
-            architectures=[cls.__name__],
-            **base.origin,
-            **fields,
-        )
-        with torch.device("meta"):
-            model = cls(config)
-        model.model.backbone = base.backbone
-        model.dist_head = build_head(
-            head, hidden_size=config.text_config.hidden_size, vocab_size=cls.num_classes(config)
-        ).to(base.backbone.device)
-        vars(model)["hf_quantizer"] = vars(base.backbone).get("hf_quantizer")
-        settle_quantized_(model)
-        if keep_head:
-            copy_head_(model.dist_head, base)
-        elif embeddings is not None:
-            model.dist_head.initialize_(embeddings)
-        model.config.head = model.dist_head.settings()
-        model.tie_weights()
-        return model.eval()
-
-    def _loss(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor | None,
-        label_positions: Tensor | None,
-        label_weights: Tensor | None,
-        num_items_in_batch: Tensor | int | None,
-        *,
-        shifts: bool = False,
-    ) -> Tensor | None:
-        """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
-        if labels is None:
-            return None
-        return mean_token_loss(
-            self.loss_fn,
-            self.dist_head,
-            hidden_states,
-            labels,
-            label_positions=label_positions,
-            label_weights=label_weights,
-            num_items_in_batch=num_items_in_batch,
-            causal=shifts,
-        )
-
-    def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:
-        """Whether to return logits: always without labels, otherwise if asked or not training."""
-        return labels is None or (not self.training if asked is None else asked)
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
-        return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
-
-    @property
-    def h_exp(self) -> float | None:
-        """The head's exponent, None for heads without one."""
-        return self.config.h_exp
-
-    @h_exp.setter
-    def h_exp(self, value: float) -> None:
-        self.dist_head.h_exp = value
-        self.config.head = self.dist_head.settings()
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save with the head's settings as they are now, also where only the head was changed."""
-        self.config.head = self.dist_head.settings()
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    def renormalize_prototypes_(self) -> None:
-        """Bring the prototypes back to norm 1 where the head wants it; tied ones stay."""
-        if not self.config.tie_word_embeddings:
-            self.dist_head.renormalize_()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's token embeddings."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the backbone's token embeddings."""
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> None:
-        """Return None: a head of prototypes is not the linear layer that callers expect here."""
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the token embeddings as transformers does, and a head over tokens with them.
-
-        New prototypes are drawn like the old ones. transformers starts new embeddings at their
-        mean, which is close to everything: a distance head would give it much probability.
-
-        Args:
-            args: Arguments of `PreTrainedModel.resize_token_embeddings`.
-            kwargs: Its keyword arguments.
-        """
-        num_before = len(self.dist_head.weight)
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        num_classes = self.num_classes(self.config)
-        if num_classes != num_before:
-            if self.config.base_vocab_size is None:
-                self.config.base_vocab_size = num_before
-            self.dist_head = resized_head(self.dist_head, num_classes)
-            self.tie_weights()
-        return embeddings
-
-    def _set_tied_keys(self) -> None:
-        if self.config.tie_word_embeddings:
-            embeddings = self.get_input_embeddings()
-            path = next(name for name, module in self.named_modules() if module is embeddings)
-            weight = self.dist_head.weight
-            own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
-            self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
 
 
 class HarmonicLanguageModel(HarmonicHeadModel):
@@ -213,6 +33,10 @@ class HarmonicLanguageModel(HarmonicHeadModel):
     def class_embeddings(self) -> Tensor:
         """Return the input embeddings `[V, D]`: the classes are tokens."""
         return self.get_input_embeddings().get_parameter("weight")
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`, moved as the settings say."""
+        return super()._logits(hidden_states) + self.config.logit_shift
 
     @classmethod
     def from_base(
@@ -299,7 +123,8 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
     """An encoder with a head that predicts masked tokens."""
 
     _auto_map: ClassVar[dict[str, str]] = {
-        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM"
+        **HarmonicHeadModel._auto_map,
+        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
     }
 
     @can_return_tuple
@@ -309,8 +134,6 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        label_positions: Tensor | None = None,
-        label_weights: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
@@ -322,23 +145,419 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
                 labelled positions reach the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            label_positions: `[N]`, from `scored_positions`; saves a wait for the device.
-            label_weights: Of each label, as `labels`; each loss is multiplied by its own.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
-            kwargs: The backbone's further arguments (`position_ids`, ...).
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments (`position_ids`, ...).
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
+        of_labels = self._take_label_options(kwargs)
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
-            loss=self._loss(
-                hidden_states, labels, label_positions, label_weights, num_items_in_batch
-            ),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, **of_labels),
             logits=self._logits(hidden_states) if needs_logits else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
+    """A decoder with a head that predicts the next token."""
+
+    _auto_map: ClassVar[dict[str, str]] = {
+        **HarmonicHeadModel._auto_map,
+        "AutoModelForCausalLM": "modeling_harmonic.HarmonicForCausalLM",
+    }
+    is_causal = True
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the positions that have a next token: all but the last, `[B, T - 1, D]`."""
+        return hidden_states[:, :-1]
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the labels `[B, T - 1]` of what `select` leaves: the next tokens."""
+        return labels[:, 1:]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save as the other models are; a trainer turns the cache off, which is not to be kept."""
+        vars(self.config).pop("use_cache", None)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @can_return_tuple
+    def forward(  # noqa: PLR0913 - transformers looks for these names when it generates
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend; of the cached tokens too.
+            position_ids: `[B, T]`. Without a cache, a position that does not continue the one
+                before it starts a new document, and tokens attend only to their own.
+            past_key_values: What earlier calls have left.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
+                With labels only the labelled positions reach the head.
+            use_cache: Return `past_key_values`; default: without labels, out of training.
+            logits_to_keep: Logits of so many last positions alone, or of those with these indices;
+                0 is all.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            output_logits: Return logits beside the loss. Default: not in training mode, where the
+                logits of every position would be the largest tensor.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; `shift_labels`
+                `[B, T]` in place of `labels`, shifted already: position t predicts its own entry,
+                as sequence parallelism cuts rows after the shift; the backbone's further arguments.
+
+        Returns:
+            `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
+        """
+        shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
+        if use_cache is None:
+            use_cache = labels is None and shift_labels is None and not self.training
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state  # [B, T, D]
+        # An integer is how many at the end, a tensor which.
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        targets = labels if shift_labels is None else shift_labels
+        needs_logits = self._needs_logits(targets, output_logits)
+        if shift_labels is not None:
+            of_labels["label_positions"] = None  # they are those of `labels`
+        loss = self._loss(
+            hidden_states, targets, num_items_in_batch, shifts=shift_labels is None, **of_labels
+        )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class HarmonicClassifier(HarmonicHeadModel):
+    """A head over the classes in `config.id2label`.
+
+    The checkpoint of another class, a language model's for one, gives its backbone alone: the head
+    is then new, `config.classifier_head`, linear by default.
+
+    A linear head also takes several classes at once and, as the only output, a number
+    (`config.problem_type`, or as transformers tells by `num_labels` and the labels' dtype).
+
+    Raises:
+        ValueError: One of those problems with another head, whose logits make one probability over
+            all classes.
+    """
+
+    _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
+
+    def __init__(self, config: HarmonicConfig):
+        if not self._is_trained(config.architectures):
+            config = copy.deepcopy(config)
+            config.head = dict(config.classifier_head or {"name": "linear"})
+            config.architectures = [type(self).__name__]
+            config.tie_word_embeddings = False
+            config.trained_parameters = None
+        problem = config.problem_type or "single_label_classification"
+        is_single = problem == "single_label_classification" and self.num_classes(config) > 1
+        if not is_single and config.head["name"] != "linear":
+            raise ValueError(
+                "problem_type: expected single_label_classification of two labels or more, got "
+                f"{problem} of {config.num_labels}. A {config.head['name']} head gives one "
+                "probability over all classes: take a linear one"
+            )
+        super().__init__(config)
+
+    @classmethod
+    def _is_trained(cls, architectures: list[str] | None) -> bool:
+        """Whether the head of a checkpoint is one of this class: transformers writes whose."""
+        names = {base.__name__ for base in cls.__mro__}
+        return not architectures or not names.isdisjoint(architectures)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model; of another class's checkpoint the backbone alone, under a new head.
+
+        Args:
+            pretrained_model_name_or_path: A folder or a name on the Hub.
+            model_args: Passed on.
+            config: A configuration, or where to find it.
+            kwargs: All options of `PreTrainedModel.from_pretrained`.
+        """
+        name = pretrained_model_name_or_path
+        if name is None or kwargs.get("state_dict") is not None:
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        where = {k: kwargs[k] for k in (*HUB_OPTIONS, *PLACE_OPTIONS) if k in kwargs}
+        if cls._is_trained(cls._published(name, config, **where).get("architectures")):
+            return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        loaded = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
+        found = loaded[0] if isinstance(loaded, tuple) else loaded
+        model = cls._assemble(found.config, found.backbone).eval()
+        logger.warning("dist_head: new in a %s: %s. Train it", cls.__name__, model.config.head)
+        if not isinstance(loaded, tuple):
+            return model
+        new = {f"dist_head.{key}" for key in model.dist_head.state_dict()}
+        return model, {**loaded[1], "missing_keys": loaded[1]["missing_keys"] | new}
+
+    @staticmethod
+    def num_classes(config: HarmonicConfig) -> int:
+        """Return V, the number of labels."""
+        assert config.num_labels is not None, "a configuration has two labels if it names none"
+        return config.num_labels
+
+    @classmethod
+    def from_base(
+        cls,
+        name: str,
+        *,
+        labels: Sequence[str],
+        revision: str | None = None,
+        head: dict[str, Any] | None = None,
+        init: str = "random",
+        pooling: str = "mean",
+        dtype: torch.dtype = torch.float32,
+        dropout: float | None = None,
+    ) -> Self:
+        """Put a new head on a pretrained encoder.
+
+        Args:
+            name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
+                then replaced.
+            labels: Names of the classes, in the order of the head's rows.
+            revision: A revision on the Hub.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            init: `random`, or `base_head`: the weights of the head of a base that is itself such a
+                model. For class means call `dist_head.initialize_` with them.
+            pooling: What stands for a whole text; see `HarmonicConfig`.
+            dtype: The backbone's dtype; the head is float32.
+            dropout: Probability of every dropout of the backbone; default: the base's own.
+
+        Raises:
+            ValueError: Fewer than two labels, or one twice; the checkpoint does not fill the
+                backbone, or has no such head over these labels.
+        """
+        head_class = cls if init == "base_head" else None
+        base = load_base(name, revision, head_class=head_class, dtype=dtype, dropout=dropout)
+        return cls.on_base(base, labels=labels, head=head, init=init, pooling=pooling)
+
+    @classmethod
+    def on_base(
+        cls,
+        base: Base,
+        *,
+        labels: Sequence[str],
+        head: dict[str, Any] | None = None,
+        init: str = "random",
+        pooling: str = "mean",
+    ) -> Self:
+        """Put a new head on a loaded base, which is not copied; see `from_base`.
+
+        Raises:
+            ValueError: Fewer than two labels, or one twice; the base has no such head over these
+                labels.
+        """
+        if len(labels) < 2 or len(set(labels)) < len(labels):
+            raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
+        if init not in ("random", "base_head"):
+            raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")
+        if base.head is not None and base.labels != list(labels):
+            raise ValueError(
+                f"init base_head: expected the labels of base {base.name} in their order, "
+                f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
+            )
+        return cls._around(
+            base,
+            head,
+            keep_head=init == "base_head",
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+            pooling=pooling,
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | TokenClassifierOutput:
+        """Predict the class of each text or token.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+            labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
+                several classes at once: as the logits, floating.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments.
+
+        Returns:
+            `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
+            texts or `[B, T, V]` of tokens.
+        """
+        of_labels = self._take_label_options(kwargs)
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
+        logits = self._logits(states)
+        loss = None
+        if labels is not None and self._is_free(labels):
+            weights = of_labels["label_weights"]
+            loss = self._free_loss(logits, labels, weights, num_items_in_batch)
+        elif labels is not None:
+            if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
+                raise ValueError(
+                    "labels: expected one class number for each of "
+                    f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
+                )
+            labels = labels.reshape(states.shape[:2])
+            loss = self._loss(states, labels, num_items_in_batch, **of_labels)
+        return self._output_class(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _is_free(self, labels: Tensor) -> bool:
+        """Whether every logit is a prediction of its own, as transformers tells it."""
+        problem, several = self.config.problem_type, self.num_classes(self.config) > 1
+        if self.config.head["name"] != "linear" or problem == "single_label_classification":
+            return False
+        return problem is not None or not several or labels.is_floating_point()
+
+    def _free_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        weights: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Return the mean loss of logits `[..., V]`, each a number or the odds of its own class."""
+        if labels.numel() != logits.numel():
+            raise ValueError(
+                f"labels: expected one number for each of {list(logits.shape)}, "
+                f"got {labels.dtype} of {list(labels.shape)}"
+            )
+        problem, target = self.config.problem_type, labels.to(logits.dtype).reshape(logits.shape)
+        is_number = problem == "regression" or (problem is None and logits.shape[-1] == 1)
+        loss_fn = F.mse_loss if is_number else F.binary_cross_entropy_with_logits
+        losses = loss_fn(logits, target, reduction="none")
+        if weights is not None:
+            losses = losses * weights.reshape(*logits.shape[:-1], -1)
+        return losses.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+class HarmonicForSequenceClassification(HarmonicClassifier):
+    """A backbone with a head that predicts the class, the classes or the score of a whole text."""
+
+    _output_class = SequenceClassifierOutput
+
+    def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return one vector for each text.
+
+        Args:
+            hidden_states: `[B, T, D]`.
+            attention_mask: `[B, T]`, 1 = attend; None is all ones.
+
+        Returns:
+            `[B, 1, D]`: the last attended token of a decoder; of an encoder the first one or, in
+            float32 or better, the mean over them.
+        """
+        if attention_mask is None:
+            attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
+        if self.config.is_causal or self.config.pooling == "cls":  # padding may be on both sides
+            attended = attention_mask.to(torch.int64)
+            place = attended.argmax(-1)
+            if self.config.is_causal:
+                place = attended.shape[1] - 1 - attended.flip(-1).argmax(-1)
+            rows = torch.arange(len(place), device=place.device)
+            return hidden_states[rows, place].unsqueeze(1)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        weights = attention_mask.to(wide).unsqueeze(-1)  # [B, T, 1]
+        total = (hidden_states.to(wide) * weights).sum(1, keepdim=True)
+        return total / weights.sum(1, keepdim=True).clamp_min(1)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, V]` for the vectors `[B, 1, D]` of texts."""
+        return super()._logits(hidden_states).squeeze(1)
+
+
+class HarmonicForTokenClassification(HarmonicClassifier):
+    """A backbone with a head that predicts the class of every token."""
+
+    _output_class = TokenClassifierOutput
+
+
+class HarmonicForQuestionAnswering(HarmonicClassifier):
+    """A backbone with a head that predicts where an answer starts and ends."""
+
+    @staticmethod
+    def num_classes(config: HarmonicConfig) -> int:
+        """Return 2: a logit for the start and one for the end."""
+        return 2
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Predict the span of the answer.
+
+        Args:
+            input_ids: `[B, T]`, question and text.
+            attention_mask: `[B, T]`, 1 = attend.
+            start_positions: `[B]`; one outside the row is not scored.
+            end_positions: `[B]`.
+            kwargs: The backbone's further arguments.
+
+        Returns:
+            `start_logits` and `end_logits` `[B, T]`, and with positions `loss`, the mean
+            cross-entropy of both in nats.
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        start_logits, end_logits = self._logits(outputs.last_hidden_state).unbind(-1)  # [B, T]
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

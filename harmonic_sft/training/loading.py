@@ -34,8 +34,7 @@ from harmonic_sft.models import (
     max_positions,
     random_base,
 )
-from harmonic_sft.models.backbones import trains
-from harmonic_sft.models.bases import check_quantization
+from harmonic_sft.models.backbones import check_quantization, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.adapters import add_lora_

@@ -20,7 +20,11 @@ def destination_of(hub: HubConfig) -> Destination:
     """Return where the hub section pushes to."""
     assert hub.repo_id is not None, "checked in HubConfig"
     return Destination(
-        repo_id=hub.repo_id, form=hub.form, private=hub.private, revision=hub.revision
+        repo_id=hub.repo_id,
+        form=hub.form,
+        private=hub.private,
+        revision=hub.revision,
+        license=hub.license,
     )
 
 
@@ -69,7 +73,8 @@ class PushCallback(TrainerCallback):
         staged = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
         try:
             trained = read_trained(folder)
-            stage(trained, Path(staged.name), form=self.to.form, repo_id=self.to.repo_id)
+            place, to = Path(staged.name), self.to
+            stage(trained, place, form=to.form, repo_id=to.repo_id, license=to.license)
         except (OSError, ValueError) as error:
             staged.cleanup()
             self._warn(folder, error)

@@ -178,7 +178,7 @@ def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
     state = PartialState()
     if state.is_main_process:
         if run.hub.push:
-            check_model(trainer.model.config, destination_of(run.hub))
+            check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
         claim_output_folder(run)
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
     trainer.claimed = True

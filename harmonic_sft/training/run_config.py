@@ -256,6 +256,7 @@ class HubConfig:
     )
     private: bool = Field(False, description="Create the repo as a private one")
     revision: str | None = Field(None, description="Branch to push to; null is main")
+    license: str | None = Field(None, description="Of the weights; null is the base's")
     every_save: bool = Field(False, description="Also push every checkpoint as it is saved")
 
     @model_validator(mode="after")

@@ -58,9 +58,9 @@ class Client:
 def hub(tiny_base):
     """A Hub that knows the user alice, and the base that she trains on."""
     with HubServer() as server:
-        server.base = server.add_repo(
-            "alice/base", {path.name: path.read_bytes() for path in tiny_base.iterdir()}
-        )
+        files = {path.name: path.read_bytes() for path in tiny_base.iterdir()}
+        files["README.md"] = b"---\nlicense: mit\n---\n"
+        server.base = server.add_repo("alice/base", files)
         yield server
 
 
@@ -85,6 +85,7 @@ def pushed(hub, client, tmp_path_factory, run_settings):
     """A run on the base of the Hub, pushed in every form; its folder."""
     folder = tmp_path_factory.mktemp("pushed")
     settings = run_settings("alice/base", folder / "run")
+    settings["peft"] = {"r": 2, "target_modules": ["query"], "layers_to_transform": [0]}
     settings["hub"] = {"push": True, "repo_id": "alice/full", "every_save": True}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     done = client("train", folder / "tiny.yaml")

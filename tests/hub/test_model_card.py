@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
-from harmonic_sft.hub.model_card import TASKS, model_card
+from harmonic_sft.hub.model_card import NEEDS, TASKS, model_card
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, NeoBERTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ def make_results(name="demo", steps=200):
 
 def make_card(config=None, **changes):
     settings = {"form": "full", "run": make_run(), "results": None, "step": 200, "figure": None}
+    settings["license"] = {}
     return model_card(config or make_config(), repo_id="me/my_model", **{**settings, **changes})
 
 
@@ -117,20 +119,44 @@ def test_the_metadata_reads_back_with_the_exact_numbers():
     assert {result.metric_name: result.metric_value for result in data.eval_results} == {
         "Masked-token accuracy (share, 0 to 1)": final["accuracy"],
         "Loss at h_exp -4 (nats per masked token)": final["loss"],
-        "Loss at the best post-hoc h_exp -7 (nats per masked token)": final["post_hoc_loss"],
-        "Masked tokens evaluated": 3501.0,
     }
+    types = [result.metric_type for result in data.eval_results]
+    assert sorted(types) == ["accuracy", "loss"]  # readers of the metadata know one of each
+
+
+def test_the_card_names_the_license_and_the_oldest_versions():
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for form in FORMS:
+        card = make_card(form=form, license={"license": "mit"})
+        assert ModelCard(card).data.license == "mit"
+        assert "The weights: mit." in card
+        assert ("The Python files: Apache-2.0" in card) == (form != "peft")
+        line = next(line for line in card.splitlines() if line.startswith("It needs "))
+        for package in ("torch", "transformers", *(["peft"] if form == "peft" else [])):
+            needed = next(r for r in requirements if r.startswith(package))
+            assert f"`{needed.removesuffix(',<6')}`" in line
+    named = {"license": "other", "license_name": "my-license", "license_link": "LICENSE.md"}
+    card = make_card(license=named)
+    assert "The weights: my-license." in card
+    assert ModelCard(card).data.to_dict().items() >= named.items()
 
 
 def test_an_adapter_is_marked_as_one():
     run = make_run(peft={"r": 8, "target_modules": [r".*\.qkv"]})
     card = make_card(form="peft", run=run)
     data = ModelCard(card).data
-    assert (data.library_name, data["base_model_relation"]) == ("peft", "adapter")
+    assert (data.library_name, data["base_model_relation"]) == ("harmonic-sft", "adapter")
     assert "lora" in data.tags
     assert "low-rank adapters" in card
     assert "- `peft.r`: `8`" in card
     assert r"- `peft.target_modules`: `[" in card
+
+
+def test_an_adapter_of_a_classifier_names_its_labels():
+    labels = {"architectures": ["HarmonicForSequenceClassification"], "id2label": {0: "a", 1: "b"}}
+    card = make_card(make_config(**labels), form="peft")
+    assert "HarmonicForSequenceClassification.from_base(" in card
+    assert "labels=['a', 'b']," in card
 
 
 def test_the_evaluation_table_holds_the_metrics_with_units():
@@ -175,8 +201,9 @@ def test_every_figure_has_a_source():
     text = re.sub(r"^```.*?^```$", "", body(card), flags=re.MULTILINE | re.DOTALL)
     for known in (r"\(https?:\S*\)", r"4\^\(-h_exp\)|d\^2|2 - 2 cos|-2 h_exp", r"_j\^2|float32"):
         text = re.sub(known, "", text)
-    values = [*leaves(run), *leaves(results), *leaves(config.to_dict())]
+    values = [*NEEDS, *leaves(run), *leaves(results), *leaves(config.to_dict())]
     words = {word for value in values if isinstance(value, str) for word in re.split(r"\s", value)}
+    words.add("Apache-2.0")
     for word in sorted(words, key=len, reverse=True):  # versions, names, dates
         if re.search(r"\d", word):
             text = text.replace(word, "").replace(word[:10], "")
@@ -250,6 +277,13 @@ def test_the_card_says_how_far_training_was():
     assert "best checkpoint of 200 optimizer" in make_card(results=make_results(), run=run)
 
 
+def test_the_card_counts_the_blocks_that_trained():
+    for count, shown in ((1, "the head and the last block\n"), (3, "and the last 3 blocks\n")):
+        run = make_run()
+        run["model"]["unfreeze"] = {"last_blocks": count}
+        assert shown in make_card(run=run)
+
+
 def test_the_training_time_is_that_of_the_last_session():
     for seconds, resume, shown in (
         (55.69, False, "\n- Training time, evaluations included: 0.9 minutes\n"),
@@ -281,7 +315,8 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     held = make_card(config, run=make_run(name), results=make_results(name))
     assert "In these weights `h_exp` is **-12**" in held
     assert "none gives a lower loss" in held
-    assert "`model.h_exp = -12`" in held
+    assert "set `model.h_exp`." in held
+    assert "model.h_exp =" not in held  # it has that value
     adapter = make_card(form="peft", results=make_results())
     assert "model.h_exp =" not in adapter
     assert '"h_exp": -4.0' in snippets(adapter)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -114,7 +115,7 @@ def test_a_revision_is_the_checkpoint_of_its_time(hub, loaded, pushed):
 def test_the_first_push_in_mid_training_has_code_and_card(hub, pushed):
     _, first, *_, last = hub.commits("alice/full")
     files = hub.files("alice/full", first)
-    assert {"modeling_harmonic.py", "heads.py", "bases.py", "README.md"} <= files.keys()
+    assert {"modeling_harmonic.py", "heads.py", "backbones.py", "README.md"} <= files.keys()
     assert b"-8" in files["README.md"]
     assert "training.png" in hub.files("alice/full", last)
 
@@ -137,6 +138,15 @@ def test_nothing_private_is_on_the_server(hub, pushed):
         for name in hub.files(repo):
             assert not name.startswith("_"), name
             assert not name.endswith((".bin", ".pt", ".pth", ".pkl")), name
+
+
+def test_an_adapter_has_its_two_files_a_card_and_the_tokenizer(hub, pushed):
+    files = hub.files("alice/peft")
+    always = {".gitattributes", "README.md", "training.png", "tokenizer.json"}
+    adapter = {"adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"}
+    assert files.keys() | {".gitattributes"} == always | adapter
+    settings = json.loads(files["adapter_config.json"])
+    assert settings["target_modules"] == ["model.backbone.encoder.layer.0.attention.self.query"]
 
 
 def test_another_form_replaces_the_weights_of_the_last(hub, client, pushed):
@@ -234,6 +244,19 @@ def test_files_of_others_stay_and_leftovers_of_ours_go(hub, client, pushed):
     assert {name: files.get(name) for name in mine} == mine
     assert not files.keys() & left.keys()
     assert not files.keys() & {"modules.json", "1_Pooling/config.json", "model.safetensors"}
+
+
+def test_the_license_is_the_bases_unless_another_is_named(hub, client, pushed):
+    for repo in ("alice/full", "alice/head", "alice/peft"):
+        assert ModelCard(hub.files(repo)["README.md"].decode()).data.license == "mit"
+    assert b"Apache License" in hub.files("alice/full")["LICENSE"]
+    hub.add_repo("alice/licensed", {"LICENSE": b"my own"})
+    words = ("--repo-id", "alice/licensed", "--license", "cc-by-4.0")
+    done = client("push", pushed, *words)
+    assert done["status"] == 0, done["err"]
+    files = hub.files("alice/licensed")
+    assert ModelCard(files["README.md"].decode()).data.license == "cc-by-4.0"
+    assert files["LICENSE"] == b"my own"
 
 
 def test_repos_of_other_models_are_refused(hub, client, pushed):

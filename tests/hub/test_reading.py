@@ -1,6 +1,7 @@
 """What other tools, and people with this package, make of a pushed repo."""
 
 import json
+import math
 import re
 
 import pytest
@@ -33,6 +34,49 @@ def test_sentence_transformers_takes_the_mean_of_the_hidden_states(elsewhere, pu
     for length, embedding in json.loads(written.splitlines()[-1]).values():
         torch.testing.assert_close(torch.tensor(embedding), expected, atol=1e-5, rtol=1e-4)
         assert length == 64
+
+
+SEARCH = """
+import sys, torch
+from sentence_transformers import CrossEncoder, SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+repo, shift = sys.argv[1], float(sys.argv[2])
+trusted = {"trust_remote_code": True}
+texts = ["aa ab ac", "ba"]
+counts = []
+for fields in ({}, {"logit_shift": shift}):
+    logits = Transformer(
+        repo, transformer_task="fill-mask", model_kwargs=trusted, processor_kwargs=trusted,
+        config_kwargs={**trusted, **fields},
+    )
+    encoder = SparseEncoder(modules=[logits, SpladePooling("max")])
+    vectors = encoder.encode(texts).to_dense()
+    counts.append(vectors.count_nonzero(1).min().item())
+assert counts[0] < 4 < counts[1], counts
+encoder.save_pretrained("sparse")
+again = SparseEncoder("sparse", trust_remote_code=True).encode(texts).to_dense()
+torch.testing.assert_close(again, vectors)
+for fields, shape in (({}, (2,)), ({"num_labels": 3}, (2, 3))):
+    encoder = CrossEncoder(repo, trust_remote_code=True, **fields)
+    pairs = [("aa ab", "ac"), ("ba", "bb")]
+    scores = encoder.predict(pairs)
+    assert scores.shape == shape
+    encoder.save_pretrained("cross")
+    again = CrossEncoder("cross", trust_remote_code=True).predict(pairs)
+    assert abs(again - scores).max() < 1e-6
+"""
+
+
+@pytest.mark.ecosystem
+def test_sentence_transformers_reads_a_repo_as_splade_and_as_a_cross_encoder(
+    elsewhere, pushed, tmp_path
+):
+    h_exp = HarmonicForMaskedLM.from_pretrained(pushed).h_exp
+    shift = -h_exp * math.log(2)  # tokens up to a right angle
+    for form in ("full", "head"):
+        elsewhere(SEARCH, f"alice/{form}", shift, cwd=tmp_path)
 
 
 EXPECTED = """

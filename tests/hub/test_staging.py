@@ -14,16 +14,18 @@ from transformers import AutoConfig
 
 from harmonic_sft import models
 from harmonic_sft.hub import read_trained, stage
-from harmonic_sft.hub.staging import copy_weights
-from harmonic_sft.models import HarmonicForMaskedLM, HarmonicForSequenceClassification
+from harmonic_sft.hub.staging import check_form, copy_weights
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
+)
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import train
 from tests.conftest import WORDS
 
 COMMIT = "a" * 40
-# Nothing that a masked model needs imports the models for other tasks.
-OTHERS = {"modeling_classification.py", "modeling_causal.py"}
-CODE = {path.name for path in Path(models.__file__).parent.glob("[!_]*.py")} - OTHERS
+CODE = {path.name for path in Path(models.__file__).parent.glob("[!_]*.py")} | {"LICENSE"}
 ALWAYS = {"README.md", "training.png", "tokenizer.json", "tokenizer_config.json"}
 PUBLISHED = {"base_model": "me/base", "base_revision": COMMIT}
 
@@ -53,16 +55,19 @@ def metadata(path):
 
 def test_the_full_form_is_complete_and_nothing_else(staged, finished_run):
     target = staged()
+    assert len(list(target.glob("*.py"))) <= 17
     sentences = {"modules.json", "sentence_bert_config.json", "1_Pooling/config.json"}
     assert names(target) == CODE | ALWAYS | sentences | {"config.json", "model.safetensors"}
     assert metadata(target / "model.safetensors") == {"format": "pt", "step": "6"}
     config = json.loads((target / "config.json").read_text())
     assert config["partial"] is False
+    tasks = ("MaskedLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
     assert config["auto_map"] == {
         "AutoConfig": "configuration_harmonic.HarmonicConfig",
         "AutoModel": "modeling_backbone.HarmonicModel",
-        "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
+        **{f"AutoModelFor{task}": f"modeling_harmonic.HarmonicFor{task}" for task in tasks},
     }
+    assert "Apache License" in (target / "LICENSE").read_text()
     inputs = torch.arange(5, 15).view(2, 5)
     models = [HarmonicForMaskedLM.from_pretrained(folder) for folder in (finished_run, target)]
     with torch.no_grad():
@@ -104,19 +109,12 @@ def test_the_form_head_holds_what_was_trained(staged, finished_run):
     assert metadata(target / "dist_head.safetensors") == {"format": "pt", "step": "6"}
 
 
-def test_an_adapter_has_its_two_files_a_card_and_the_tokenizer(staged):
-    target = staged("peft", **PUBLISHED)
-    assert names(target) == ALWAYS | {"adapter_config.json", "adapter_model.safetensors"}
-    assert metadata(target / "adapter_model.safetensors") == {"format": "pt", "step": "6"}
-
-
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
         ("head", {}, "--form head: expected a base on the Hub, got"),
         ("head", {"trained_parameters": None}, r"of an earlier version\. Use --form full"),
-        ("peft", {"trained_parameters": None}, r"of an earlier version\. Use --form full"),
-        ("peft", {"tie_word_embeddings": True}, "expected a head of its own, got one tied"),
+        ("peft", {}, r"--form peft: expected a run with LoRA .* whole blocks.* Use --form head"),
         ("head", {"base_vocab_size": 9}, "expected the base's vocabulary, got 109 tokens instead"),
         (
             "peft",
@@ -128,6 +126,11 @@ def test_an_adapter_has_its_two_files_a_card_and_the_tokenizer(staged):
 def test_a_form_that_could_not_be_loaded_again_is_refused(staged, form, changes, message):
     with pytest.raises(ValueError, match=message):
         staged(form, **changes)
+
+
+def test_lora_beside_a_tied_head_is_refused():
+    with pytest.raises(ValueError, match="expected a head of its own, got one tied"):
+        check_form(HarmonicConfig(tie_word_embeddings=True), "peft", True)
 
 
 def test_no_local_path_and_no_token_is_published(staged, tiny_base, monkeypatch):
@@ -193,7 +196,6 @@ def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run,
     trained = read_trained(classifier_run)
     trained.run["data"]["eval"]["source"] = {"path": "/home/alice/held_out.jsonl"}
     stage(trained, tmp_path, form="full", repo_id="alice/letters")
-    assert "modeling_classification.py" in names(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["id2label"] == {"0": "a", "1": "b", "2": "c", "3": "d"}
     assert "AutoModelForSequenceClassification" in fields["auto_map"]
@@ -215,10 +217,3 @@ def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run,
         assert text in card.text
     for word in ("ask token", "fill-mask", "one vector per token", "Masking:"):
         assert word not in card.text, word
-
-
-def test_an_adapter_of_a_classifier_names_its_labels(classifier_run, tmp_path):
-    stage(read_trained(classifier_run), tmp_path, form="peft", repo_id="alice/letters")
-    card = (tmp_path / "README.md").read_text()
-    assert "HarmonicForSequenceClassification.from_base(" in card
-    assert "labels=['a', 'b', 'c', 'd']," in card

@@ -14,17 +14,22 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from harmonic_sft.models import (
     HarmonicConfig,
+    HarmonicForCausalLM,
     HarmonicForMaskedLM,
+    HarmonicForQuestionAnswering,
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
     NeoBERTConfig,
     NeoBERTForMaskedLM,
 )
+from tests.models.test_modeling_backbone import cache_repo, write_partial
 
 V = 40
 LABELS = ["cat", "dog", "eel"]
@@ -40,6 +45,7 @@ TASKS = {
     "sequence": HarmonicForSequenceClassification,
     "token": HarmonicForTokenClassification,
 }
+CLASS_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 HEADS = {"dist": {"name": "dist", "h_exp": -3.0}, "linear": {"name": "linear"}}
 
 
@@ -236,11 +242,8 @@ def test_published_classifiers_need_no_package(base, tmp_path, elsewhere):
             torch.save(expected, tmp_path / f"{name}.pt")
             folders.append(name)
     saved = json.loads((tmp_path / "token-dist" / "config.json").read_text())
-    assert set(saved["auto_map"]) == {
-        "AutoConfig",
-        "AutoModel",
-        "AutoModelForTokenClassification",
-    }
+    autos = map("AutoModelFor{}".format, CLASS_TASKS)
+    assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", *autos}
     BertTokenizer.from_pretrained(base).save_pretrained(tmp_path / "tokenizer")
     written = elsewhere(READER, tmp_path, *folders)
     assert "not supported" not in written
@@ -300,3 +303,167 @@ def test_a_partial_classifier_is_completed_from_its_base(tmp_path, task, family)
         assert not HarmonicConfig.from_pretrained(tmp_path / "full").partial
     finally:
         shutil.rmtree(repo)
+
+
+TASKS_READER = """
+import os, sys, torch
+from transformers import (
+    AutoModelForQuestionAnswering, AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+torch.manual_seed(0)
+inputs = torch.load("inputs.pt", weights_only=True)
+options = {"trust_remote_code": True, "cache_dir": sys.argv[1]}
+for repo in sys.argv[2:]:
+    states = torch.load(f"{repo}.pt", weights_only=True)
+    for auto, fields, shapes in (
+        (AutoModelForSequenceClassification, {"num_labels": 3}, [(3, 3)]),
+        (AutoModelForSequenceClassification, {"num_labels": 1}, [(3, 1)]),
+        (
+            AutoModelForSequenceClassification,
+            {"num_labels": 4, "classifier_head": {"name": "dist", "h_exp": -3.0}},
+            [(3, 4)],
+        ),
+        (AutoModelForTokenClassification, {"num_labels": 5}, [(3, 8, 5)]),
+        (AutoModelForQuestionAnswering, {}, [(3, 8), (3, 8)]),
+    ):
+        model = auto.from_pretrained(repo, **fields, **options).eval()
+        outputs = model(**inputs, output_hidden_states=True)
+        logits = [outputs[key] for key in outputs if key.endswith("logits")]
+        assert [tuple(x.shape) for x in logits] == shapes, (repo, auto, shapes)
+        assert torch.equal(model.model(**inputs).last_hidden_state, states), (repo, auto)
+        head = model.dist_head.settings()
+        assert head["name"] == ("dist" if "classifier_head" in fields else "linear")
+        assert 0.01 < model.dist_head.weight.std() < 1, "drawn, not left empty"
+        model.save_pretrained("again")
+        again = auto.from_pretrained("again", trust_remote_code=True)
+        for one, other in zip(model(**inputs).values(), again(**inputs).values()):
+            # Not to the bit: a product with one column depends on where its weight lies.
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        assert again.config.architectures == [type(model).__name__]
+    # What was fine-tuned for one task is a base for another, in a folder that this process saved.
+    model = AutoModelForTokenClassification.from_pretrained("again", trust_remote_code=True)
+    assert torch.equal(model.model(**inputs).last_hidden_state, states)
+"""
+
+
+def test_language_models_are_bases_for_every_task_where_this_package_is_not(
+    base, tmp_path, elsewhere
+):
+    """Masked, tied, partial and causal repos, by transformers alone."""
+    torch.save(batch(), tmp_path / "inputs.pt")
+    Path(os.environ["HF_HUB_CACHE"]).mkdir(exist_ok=True)
+    cached = cache_repo("tasks/base", Path(base))
+    masked = HarmonicForMaskedLM.from_base("tasks/base", revision=cached)
+    masked.config.trained_parameters = ["dist_head.weight"]
+    masked.save_pretrained(tmp_path / "masked")
+    write_partial(tmp_path / "masked", tmp_path / "part")
+    HarmonicForMaskedLM.from_base(base, tie=True).save_pretrained(tmp_path / "tied")
+    llama = LlamaConfig(**SIZES, num_key_value_heads=2)
+    LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
+    causal = HarmonicForCausalLM.from_base(str(tmp_path / "llama"))
+    causal.save_pretrained(tmp_path / "causal")
+    states = masked.model(**batch()).last_hidden_state
+    for name in ("masked", "part", "tied"):
+        torch.save(states, tmp_path / f"{name}.pt")
+    torch.save(causal.model(**batch()).last_hidden_state, tmp_path / "causal.pt")
+    try:
+        elsewhere(
+            TASKS_READER,
+            os.environ["HF_HUB_CACHE"],
+            *("masked", "part", "tied", "causal"),
+            cwd=tmp_path,
+        )
+        found = HarmonicForSequenceClassification.from_pretrained(tmp_path / "part", num_labels=3)
+        assert found.dist_head.weight.shape == (3, 32)
+        assert torch.equal(found.model(**batch()).last_hidden_state, states)
+    finally:
+        shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--tasks--base")
+
+
+@pytest.fixture(scope="module")
+def published(base, tmp_path_factory):
+    """A saved masked model, which is a base for other tasks."""
+    folder = tmp_path_factory.mktemp("published")
+    HarmonicForMaskedLM.from_base(base).save_pretrained(folder)
+    return folder
+
+
+def test_a_single_output_learns_numbers_and_floating_labels_several_classes(published):
+    inputs, sequence = batch(), HarmonicForSequenceClassification
+    score = sequence.from_pretrained(published, num_labels=1)
+    numbers = torch.tensor([0.5, -2.0, 3.0])
+    found = score(**inputs, labels=numbers)
+    expected = sum(
+        (x - y) ** 2 for (x,), y in zip(found.logits.tolist(), numbers.tolist(), strict=True)
+    )
+    assert found.loss.item() == pytest.approx(expected / 3, rel=1e-5)
+    halved = score(**inputs, labels=numbers, num_items_in_batch=torch.tensor(6))
+    torch.testing.assert_close(halved.loss, found.loss / 2)
+    doubled = score(**inputs, labels=numbers, label_weights=torch.full((3,), 2.0))
+    torch.testing.assert_close(doubled.loss, found.loss * 2)
+    several = sequence.from_pretrained(published, num_labels=2)
+    hot = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    found = several(**inputs, labels=hot)
+    odds = found.logits.double().sigmoid()
+    expected = -(hot * odds.log() + (1 - hot) * (1 - odds).log()).mean()
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    several.config.problem_type = "multi_label_classification"
+    assert several(**inputs, labels=hot.long()).loss == found.loss
+    with pytest.raises(ValueError, match=r"labels: expected one number for each of \[3, 2\], got"):
+        several(**inputs, labels=torch.zeros(3))
+    one_of_two = sequence.from_pretrained(published, num_labels=2)
+    found = one_of_two(**inputs, labels=torch.tensor([0, 1, 1]))
+    expected = torch.nn.functional.cross_entropy(found.logits, torch.tensor([0, 1, 1]))
+    torch.testing.assert_close(found.loss, expected)
+
+
+def test_answers_are_scored_as_transformers_does(published):
+    model, inputs = HarmonicForQuestionAnswering.from_pretrained(published), batch()
+    positions = {
+        "start_positions": torch.tensor([1, 0, 99]),
+        "end_positions": torch.tensor([4, 2, 3]),
+    }
+    found = model(**inputs, **positions)
+    assert found.start_logits.shape == found.end_logits.shape == (3, 8)
+    starts, ends = found.start_logits.log_softmax(-1), found.end_logits.log_softmax(-1)
+    expected = -(starts[0, 1] + starts[1, 0]) / 2 - (ends[0, 4] + ends[1, 2] + ends[2, 3]) / 3
+    torch.testing.assert_close(found.loss, expected / 2)
+    assert model(**inputs).loss is None
+
+
+def test_a_decoder_reads_a_text_at_its_last_token(tmp_path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).save_pretrained(tmp_path / "base")
+    HarmonicForCausalLM.from_base(str(tmp_path / "base")).save_pretrained(tmp_path / "causal")
+    model = HarmonicForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+    for left in (False, True):
+        inputs = batch(left=left)
+        length = int(inputs["attention_mask"][1].sum())
+        kept = slice(8 - length, None) if left else slice(length)
+        positions = {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+        alone = model(input_ids=inputs["input_ids"][1:2, kept]).logits
+        torch.testing.assert_close(model(**inputs, **positions).logits[1:2], alone)
+    text = torch.randint(5, V, (1, 6))
+    assert torch.equal(
+        model(text).logits, model.dist_head(model.model(text).last_hidden_state[:, -1])
+    )
+
+
+def test_a_new_head_leaves_the_configuration_of_the_caller_alone(published):
+    config = HarmonicConfig.from_pretrained(published, num_labels=3)
+    model = HarmonicForSequenceClassification.from_pretrained(published, config=config)
+    assert config.head["name"] == "dist"
+    assert config.architectures == ["HarmonicForMaskedLM"]
+    assert model.config.head == {"name": "linear", "bias": True}
+    assert model.config.num_labels == 3
+
+
+class Finer(HarmonicForSequenceClassification):
+    """A user's own."""
+
+
+def test_a_subclass_keeps_the_head_it_was_trained_with(base, tmp_path):
+    model = make(base)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Finer.from_pretrained(tmp_path).dist_head.weight, model.dist_head.weight)

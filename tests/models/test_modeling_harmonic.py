@@ -1,6 +1,7 @@
 """Harmonic models around every encoder family: wrapping, saving, loading without the package."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
     T5Config,
+    Trainer,
+    TrainingArguments,
 )
 
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
     HarmonicModel,
     NeoBERTConfig,
     find_blocks,
@@ -157,7 +161,9 @@ def test_published_folder_needs_no_package(bases, tmp_path, elsewhere):
         saved = json.loads((tmp_path / family / "config.json").read_text())
         assert saved["head"]["h_exp"] == -6.5
         assert saved["base_model"] == family  # a local path is nobody's business
-        assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForMaskedLM"}
+        tasks = ("MaskedLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+        autos = {"AutoConfig", "AutoModel", *map("AutoModelFor{}".format, tasks)}
+        assert set(saved["auto_map"]) == autos
         assert not list((tmp_path / family).glob("_*"))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a"]
     vocab = tmp_path / "vocab.txt"
@@ -399,3 +405,76 @@ def test_nothing_of_this_machine_is_published(bases, tmp_path):
     names = {path.name for path in Path(tmp_path).iterdir()}
     assert {"model.safetensors", "config.json", "heads.py", "modeling_harmonic.py"} <= names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+
+
+def test_a_shift_moves_logits_and_no_probability(bases, tmp_path):
+    """On the sphere, logits are above 0 within an angle of 60 degrees: 90 with the shift."""
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "dist", "h_exp": -4.0})
+    model.save_pretrained(tmp_path)
+    shifted = HarmonicForMaskedLM.from_pretrained(tmp_path, logit_shift=4 * math.log(2))
+    inputs = batch()
+    with torch.no_grad():
+        before, after = model(**inputs), shifted(**inputs)
+        states = model.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+    cosines = torch.cosine_similarity(states.unsqueeze(-2), model.dist_head.prototypes, dim=-1)
+    clear = (cosines.abs() > 1e-3) & ((cosines - 0.5).abs() > 1e-3)
+    assert torch.equal((before.logits > 0)[clear], (cosines > 0.5)[clear])
+    assert torch.equal((after.logits > 0)[clear], (cosines > 0)[clear])
+    assert (after.logits > 0).sum() > 2 * (before.logits > 0).sum()
+    torch.testing.assert_close(after.logits.softmax(-1), before.logits.softmax(-1))
+    torch.testing.assert_close(after.loss, before.loss, rtol=0, atol=0)
+    shifted.save_pretrained(tmp_path)
+    assert HarmonicForMaskedLM.from_pretrained(tmp_path).config.logit_shift == 4 * math.log(2)
+
+
+@pytest.mark.parametrize("task", ["tokens", "number"])
+def test_the_trainer_of_transformers_accumulates_evaluates_and_predicts(bases, tmp_path, task):
+    """Without `label_names`: every parameter of `forward` named like labels is taken for one."""
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path / "published")
+    inputs = {**batch(0), "labels": batch(0)["labels"] if task == "tokens" else torch.arange(3.0)}
+    rows = [{key: value[index] for key, value in inputs.items()} for index in range(3)]
+    model_class, fields = (
+        (HarmonicForMaskedLM, {})
+        if task == "tokens"
+        else (HarmonicForSequenceClassification, {"num_labels": 1})
+    )
+    losses = []
+    for size, steps in ((3, 1), (1, 3)):
+        torch.manual_seed(0)
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        model = model_class.from_pretrained(tmp_path / "published", **fields)
+        for part in model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+        trainer = Trainer(
+            model,
+            args,
+            train_dataset=rows,
+            eval_dataset=rows,
+            compute_metrics=lambda found: {"size": float(found.predictions.size)},
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    found = trainer.evaluate()
+    with torch.no_grad():
+        expected = model.eval()(**inputs)
+    # The mean over batches is that over texts alone.
+    if task == "number":
+        assert found["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-4)
+    assert found["eval_loss"] > 0
+    assert found["eval_size"] == expected.logits.numel()
+    predicted = trainer.predict(rows)
+    torch.testing.assert_close(torch.tensor(predicted.predictions), expected.logits)
+    assert predicted.label_ids.tolist() == inputs["labels"].tolist()

@@ -224,7 +224,7 @@ def test_tokens_that_only_the_tokenizer_has(text, write, tmp_path):
     assert model.dist_head.weight.shape[0] == V + 4
     assert results["swap"] == {}  # another vocabulary
     with pytest.raises(ValueError, match=r"--form head: expected the base's vocabulary"):
-        check_form(model.config, "head")
+        check_form(model.config, "head", False)
 
 
 def test_a_tokenizer_without_pad_and_eos_is_refused(text, write, tmp_path):

@@ -19,8 +19,7 @@ from transformers.quantizers import AutoQuantizationConfig
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.models.backbones import is_quantized, settle_quantized_
-from harmonic_sft.models.bases import check_embeddings
+from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.preview import dry_run
@@ -145,7 +144,7 @@ def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_p
     model = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
     for form in ("head", "peft"):
         with pytest.raises(ValueError, match=f"--form {form}: expected a base in a floating dtype"):
-            check_form(model.config, form)
+            check_form(model.config, form, False)
 
 
 def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):

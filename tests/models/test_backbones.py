@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
-from harmonic_sft.models.bases import MULTIPLIED, SOFT_CAPPED, load_base
+from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 
 INPUTS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
