@@ -1,7 +1,9 @@
 """What every output head is, and what its logits are made of."""
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -143,13 +145,7 @@ class Head(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move with the model, but stay in float32 under `model.to(torch.bfloat16)`."""
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
-            return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
-
-        return super()._apply(keep_precision, recurse)
+        return super()._apply(functools.partial(keep_precision, fn), recurse)
 
 
 class SphereHead(Head):
@@ -243,6 +239,18 @@ class ScaledHead(SphereHead):
         return float(f"{math.exp(self.log_scale.mean().item()):.6g}")
 
 
+def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return `fn(tensor)`, but in the tensor's own dtype where it became one of less than 32 bits.
+
+    Args:
+        fn: What `nn.Module.to` and its kin do with each parameter.
+        tensor: A parameter, a buffer or a gradient.
+    """
+    moved = fn(tensor)
+    low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
+    return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 if it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -308,7 +316,10 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
         `[N]`, in nats.
     """
     own = logits.gather(-1, labels) if own is None else own
-    others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
+    others = logits.scatter(-1, labels, -torch.inf)
+    # By hand: torch (2.13) cannot compile `logsumexp` of a number of rows that it does not know.
+    peaks = others.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)
+    others = (others - peaks).exp().sum(-1, keepdim=True).log() + peaks
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 

@@ -260,7 +260,7 @@ def log_normalizer(kappa: Tensor, hidden_size: int) -> Tensor:
     """
     order = hidden_size / 2 - 1
     ratio = kappa / order
-    root = torch.hypot(ratio, torch.ones_like(ratio))  # 1 / t
+    root = (1 + ratio.square()).sqrt()  # 1 / t
     excess = ratio * (ratio / (1 + root))  # root - 1, without cancellation
     terms, uniform = _debye_sum(1 / root, order), _debye_sum(torch.ones_like(root), order)
     leading = order * (torch.log1p(excess / 2) - excess) + torch.log1p(excess) / 2

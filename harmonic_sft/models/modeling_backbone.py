@@ -163,6 +163,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
+        self._supports_flex_attn = self.backbone._supports_flex_attn
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:

@@ -1,6 +1,7 @@
 """Harmonic models: any backbone under one geometry-aware output head."""
 
 import copy
+import functools
 import os
 from typing import Any, ClassVar, Self
 
@@ -12,7 +13,7 @@ from transformers.utils import can_return_tuple
 from .backbones import settle_quantized_
 from .bases import Base, copy_head_, load_base
 from .configuration_harmonic import HarmonicConfig
-from .head import Head
+from .head import Head, keep_precision
 from .heads import build_head, resized_head
 from .modeling_backbone import HarmonicModel, HarmonicPreTrainedModel
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
@@ -38,6 +39,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.model = HarmonicModel(config)
+        self._supports_flex_attn = self.model._supports_flex_attn
         self.dist_head: Head = build_head(
             config.head,
             hidden_size=config.text_config.hidden_size,
@@ -112,6 +114,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         elif embeddings is not None:
             model.dist_head.initialize_(embeddings)
         model.config.head = model.dist_head.settings()
+        if model.config.tie_word_embeddings:
+            model._prepare_tied_embeddings()
         model.tie_weights()
         return model.eval()
 
@@ -205,6 +209,30 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             weight = self.dist_head.weight
             own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
+            self._keep_in_fp32_modules_strict.add(path)  # the head's weight is theirs
+            self._prepare_tied_embeddings()
+
+    def _prepare_tied_embeddings(self) -> None:
+        """Keep the table in float32, as the head, and hand it to a 16-bit body in 16 bits."""
+        embeddings = self.get_input_embeddings().float()
+        embeddings.register_forward_hook(functools.partial(_in_dtype_of, self.model.backbone))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move all weights; embeddings that are tied to the head stay in float32, as it does."""
+        if not self.config.tie_word_embeddings:
+            return super()._apply(fn, recurse)
+        weight = self.dist_head.weight
+
+        def move(tensor: Tensor) -> Tensor:
+            tied = tensor is weight or tensor is weight.grad
+            return keep_precision(fn, tensor) if tied else fn(tensor)
+
+        return super()._apply(move, recurse)
+
+
+def _in_dtype_of(body: nn.Module, embeddings: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Return embeddings in the lowest precision of a body: some layers take no other."""
+    return output.to(min((weight.dtype for weight in body.parameters()), key=lambda d: d.itemsize))
 
 
 class HarmonicLanguageModel(HarmonicHeadModel):
