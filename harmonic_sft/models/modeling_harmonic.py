@@ -209,7 +209,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             weight = self.dist_head.weight
             own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
-            self._keep_in_fp32_modules_strict.add(path)  # the head's weight is theirs
+            # The head's weight is theirs.
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), path}
             self._prepare_tied_embeddings()
 
     def _prepare_tied_embeddings(self) -> None:
