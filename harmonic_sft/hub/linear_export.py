@@ -24,7 +24,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.unit_rows import unit_rows
+from harmonic_sft.models.head import unit_rows
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {

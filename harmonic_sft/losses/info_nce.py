@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
-from harmonic_sft.models.head import at_least_float32
-from harmonic_sft.models.unit_rows import unit_rows
+from harmonic_sft.models.head import at_least_float32, unit_rows
 from harmonic_sft.ops import linear_cross_entropy
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
-from harmonic_sft.models.head import at_least_float32, dense_logits
-from harmonic_sft.models.unit_rows import inverse_norms
+from harmonic_sft.models.head import at_least_float32, dense_logits, inverse_norms
 from harmonic_sft.ops import by_chunks, chunked_loss
 
 

@@ -11,11 +11,10 @@ from .backbones import (
 )
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
-from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer
 from .head import AffineLogits, DistanceLogits, Head, LazyLogits, MixtureLogits
-from .heads import HEADS, build_head
-from .linear_heads import L2Head, LinearHead, PowerHead
+from .heads import HEADS, MultiHead, RotationHead, build_head
+from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
 from .modeling_backbone import (
     BLOCKS_FILE,
     HEAD_FILE,
@@ -33,14 +32,12 @@ from .modeling_harmonic import (
     HarmonicLanguageModel,
 )
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
-from .multi_head import MultiHead
 from .objective import (
     LossFunction,
     mean_token_loss,
     negative_log_likelihood,
     scored_positions,
 )
-from .rotation import RotationHead
 
 __all__ = [
     "BLOCKS_FILE",

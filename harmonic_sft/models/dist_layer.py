@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
-from .head import DistanceLogits, SphereHead, at_least_float32, exact_nll
-from .unit_rows import unit_rows
+from .head import DistanceLogits, SphereHead, at_least_float32, exact_nll, unit_rows
 
 Metric = Literal["euclidean", "mahalanobis"]
 
@@ -145,7 +145,7 @@ class DistLayer(SphereHead):
     def _stretched(self, hidden_states: Tensor) -> list[Tensor]:
         """Return both sides as `_stretch` maps them, normalized before on the sphere."""
         assert self.diagonal is not None, "the mahalanobis metric has a diagonal"
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with maybe_autocast(hidden_states.device.type, enabled=False):
             hidden_states = at_least_float32(hidden_states)
             sides = [hidden_states, self.weight.to(hidden_states.dtype)]
             if self.unit_sphere:

@@ -1,18 +1,22 @@
 """What every output head is, and what its logits are made of."""
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
-from .unit_rows import TINY, inverse_norms, unit_rows
-
+TINY = 1e-12  # norms up to which a vector has no direction
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
+MOST_NEAR = 8  # pairs of a row that are recomputed
 
 
 class AffineLogits(NamedTuple):
@@ -141,13 +145,7 @@ class Head(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move with the model, but stay in float32 under `model.to(torch.bfloat16)`."""
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
-            return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
-
-        return super()._apply(keep_precision, recurse)
+        return super()._apply(functools.partial(keep_precision, fn), recurse)
 
 
 class SphereHead(Head):
@@ -187,9 +185,110 @@ class SphereHead(Head):
             self.weight.div_(norms.clamp_min(TINY))
 
 
+class ScaledHead(SphereHead):
+    """A head whose logits are multiplied by a scale.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        scale: Above 0, what the scale is or starts at.
+        learn_scale: Make it a parameter, `log_scale`.
+        per_class: One scale for each class.
+
+    Raises:
+        ValueError: The scale is not above 0.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        scale: float,
+        learn_scale: bool,
+        per_class: bool = False,
+    ):
+        super().__init__()
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale: expected a number above 0, got {scale}")
+        self._scale = float(scale)
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
+        self.log_scale = None
+        if learn_scale:
+            shape = (vocab_size,) if per_class else ()
+            self.log_scale = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.reset_parameters()
+        self.renormalize_()
+
+    @property
+    def scale(self) -> Tensor | float:
+        """The scale now: a number, or a tensor with a gradient where it is learned."""
+        return self._scale if self.log_scale is None else self.log_scale.exp()
+
+    def reset_parameters(self) -> None:
+        """Draw prototypes of norm 1 on average; the scale is the one given."""
+        super().reset_parameters()
+        if self.log_scale is not None:
+            init.constant_(self.log_scale, math.log(self._scale))
+
+    def rounded_scale(self) -> float:
+        """Return the scale (of the classes, the geometric mean) as settings write it."""
+        if self.log_scale is None or self.log_scale.is_meta:
+            return self._scale
+        # Six digits: float32 returns 20 as 19.9999996, and the parameter itself is saved.
+        return float(f"{math.exp(self.log_scale.mean().item()):.6g}")
+
+
+def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return `fn(tensor)`, but in the tensor's own dtype where it became one of less than 32 bits.
+
+    Args:
+        fn: What `nn.Module.to` and its kin do with each parameter.
+        tensor: A parameter, a buffer or a gradient.
+    """
+    moved = fn(tensor)
+    low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
+    return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 if it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def inverse_norms(vectors: Tensor) -> Tensor:
+    """Return 1 / |v| of the last axis, `[...]`, and 0 for a vector without a direction."""
+    dtype = torch.promote_types(vectors.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
+    return norms.masked_fill(norms <= TINY, torch.inf).reciprocal()
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return the rows `[N, D]` at norm 1; one without a direction is 0 and gets no gradient.
+
+    Where the rows are a whole vocabulary, the ten passes over it that `F.normalize` and its
+    gradient take cost as much as several matrix products; these are five.
+    """
+    unit: Tensor = _UnitRows.apply(rows)
+    return unit
+
+
+class _UnitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        scale = inverse_norms(rows).unsqueeze(-1).to(rows.dtype)
+        unit = rows * scale
+        ctx.save_for_backward(unit, scale)
+        return unit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        unit, scale = ctx.saved_tensors
+        (grad,) = upstream
+        with maybe_autocast(grad.device.type, enabled=False):
+            radial = torch.linalg.vecdot(grad, unit).unsqueeze(-1)  # [N, 1]
+            return torch.addcmul(grad, unit, radial, value=-1).mul_(scale)
 
 
 def dense_logits(lazy: LazyLogits) -> Tensor:
@@ -199,7 +298,7 @@ def dense_logits(lazy: LazyLogits) -> Tensor:
         return parts.logsumexp(0) - math.log(len(lazy.parts))
     if isinstance(lazy, DistanceLogits):
         return distance_logits(lazy, None)
-    with torch.autocast(lazy.hidden_states.device.type, enabled=False):
+    with maybe_autocast(lazy.hidden_states.device.type, enabled=False):
         hidden_states = at_least_float32(lazy.hidden_states)
         bias = None if lazy.bias is None else lazy.bias.to(hidden_states.dtype)
         return F.linear(hidden_states, lazy.weight.to(hidden_states.dtype), bias)
@@ -217,7 +316,10 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
         `[N]`, in nats.
     """
     own = logits.gather(-1, labels) if own is None else own
-    others = logits.scatter(-1, labels, -torch.inf).logsumexp(-1, keepdim=True)
+    others = logits.scatter(-1, labels, -torch.inf)
+    # By hand: torch (2.13) cannot compile `logsumexp` of a number of rows that it does not know.
+    peaks = others.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)
+    others = (others - peaks).exp().sum(-1, keepdim=True).log() + peaks
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
@@ -238,7 +340,7 @@ def mixture_nll(losses: Tensor) -> Tensor:
 
 def distance_logits(lazy: DistanceLogits, labels: Tensor | None) -> Tensor:
     """Return `[N, V]` logits; distances of `labels` `[N, 1]` are taken by direct difference."""
-    with torch.autocast(lazy.hidden_states.device.type, enabled=False):
+    with maybe_autocast(lazy.hidden_states.device.type, enabled=False):
         hidden_states = at_least_float32(lazy.hidden_states)
         weight = lazy.weight.to(hidden_states.dtype)
         squared = squared_distances(hidden_states, weight, labels, unit_sphere=lazy.unit_sphere)
@@ -254,8 +356,9 @@ def squared_distances(
 ) -> Tensor:
     """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
 
-    Recomputed are the pairs of `labels` and those closer than `NEAR` of |x|^2 + |w|^2, at most
-    8 a row on average (the closest ones), so that memory stays bounded.
+    Recomputed are the pairs of `labels` and those of `near_pairs`: their float32 distances d are
+    off by less than 1e-6 of |x| + |w|, however small they are. The d ** 2 of all others is off by
+    less than 1e-6 of |x|^2 + |w|^2, which is 2e-5 of itself, unless it is near too.
 
     Args:
         hidden_states: `[N, D]`.
@@ -273,22 +376,14 @@ def squared_distances(
         hidden_states = hidden_states * inverse.unsqueeze(-1)
         # On the products: a normalized copy of the vocabulary costs more.
         dots = (hidden_states @ weight.T) * columns  # [N, V]
-        scale = dots.new_tensor(2.0)  # |x|^2 + |w|^2
+        scale = dots.new_full((), 2)  # |x|^2 + |w|^2
     else:
         dots = hidden_states @ weight.T
         scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
-    squared = scale - 2 * dots
-    near = squared.detach() < NEAR * scale.detach()
+    squared = (scale - 2 * dots).clamp_min(0)
+    rows, classes = near_pairs(squared.detach(), scale.detach(), labels)
     if labels is not None:
-        near.scatter_(-1, labels, False)
-    rows, classes = near.nonzero(as_tuple=True)
-    limit = 8 * max(len(squared), 128)
-    if len(rows) > limit:
-        closest = squared.detach()[rows, classes].topk(limit, largest=False).indices
-        rows, classes = rows[closest], classes[closest]
-        squared = squared.clamp_min(0)
-    if labels is not None:
-        rows = torch.cat([rows, torch.arange(len(labels), device=labels.device)])
+        rows = torch.cat([rows, torch.arange(labels.shape[0], device=labels.device)])
         classes = torch.cat([classes, labels.squeeze(-1)])
     prototypes = weight[classes]  # [P, D]
     if missing is not None:
@@ -297,3 +392,35 @@ def squared_distances(
     if missing is not None:
         exact = exact + missing[0][rows] + missing[1][classes]
     return squared.index_put((rows, classes), exact)
+
+
+def near_pairs(squared: Tensor, scale: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return rows `[P]` and classes `[P]` of the pairs to recompute, those of labels left out.
+
+    On a CPU these are the pairs closer than `NEAR` of the scale, at most `MOST_NEAR` a row on
+    average (the closest ones), so that memory stays bounded. Elsewhere, and while torch compiles or
+    exports, they are the `MOST_NEAR` closest of every row: no value decides a shape then, and no
+    device waits. A row with more near prototypes than that keeps the others as they are.
+
+    Args:
+        squared: `[N, V]`.
+        scale: |x|^2 + |w|^2, `[N, V]` or of no axis.
+        labels: `[N, 1]` or None.
+    """
+    if squared.device.type != "cpu" or torch.compiler.is_compiling():
+        num_others = squared.shape[1]
+        if labels is not None:
+            num_others -= 1
+            squared = squared.scatter(-1, labels, torch.inf)
+        closest = squared.topk(min(MOST_NEAR, num_others), largest=False).indices  # [N, K]
+        rows = torch.arange(closest.shape[0], device=closest.device).unsqueeze(-1)
+        return rows.expand_as(closest).flatten(), closest.flatten()
+    near = squared < NEAR * scale
+    if labels is not None:
+        near.scatter_(-1, labels, False)
+    rows, classes = near.nonzero(as_tuple=True)
+    limit = MOST_NEAR * max(len(squared), 128)
+    if len(rows) > limit:
+        closest = squared[rows, classes].topk(limit, largest=False).indices
+        rows, classes = rows[closest], classes[closest]
+    return rows, classes

@@ -1,16 +1,255 @@
-"""All output heads by name: what turns a hidden state into one logit per class."""
+"""Heads around other heads, and all output heads by name."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
-from .cosine_heads import CosineHead, VonMisesFisherHead
 from .dist_layer import DistLayer, check_metric
-from .head import Head
-from .linear_heads import L2Head, LinearHead, PowerHead
-from .multi_head import MultiHead
-from .rotation import RotationHead
+from .head import (
+    AffineLogits,
+    DistanceLogits,
+    Head,
+    LazyLogits,
+    MixtureLogits,
+    SphereHead,
+    at_least_float32,
+    exact_nll,
+    mixture_nll,
+    unit_rows,
+)
+from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
+
+INNER = ("cosine", "dist", "linear")
+
+
+class MultiHead(SphereHead):
+    """The mean of M softmaxes: p_j = mean_m softmax_j of head m on columns m of x and W.
+
+    Hidden states and prototypes are cut into M slices of D / M columns. Every slice is compared as
+    the inner head would compare it, on a unit sphere of its own where that head has one. The weight
+    stays one matrix, so that it can be tied; bias, scale and exponent of the inner head hold for
+    all slices. With M = 1 it is the inner head.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        num_heads: M, a divisor of D.
+        inner: `{"name": ..., fields...}` of a linear, cosine or Euclidean dist head; default:
+            linear.
+
+    Raises:
+        ValueError: M does not divide D, or the inner head is another one.
+
+    Source:
+        Liu 2026, Multi-head cross entropy loss (blog): the sum over linear heads, which the softmax
+        of its logarithm makes the mean. Over distances, multi-head harmonic loss, it is ours.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        num_heads: int = 4,
+        inner: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        inner = inner or {"name": "linear"}
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of hidden_size {hidden_size}, got {num_heads}"
+            )
+        if inner.get("name") not in INNER:
+            raise ValueError(
+                f"multi_head inner: expected one of {list(INNER)}, got {inner.get('name')!r}"
+            )
+        if inner.get("metric", "euclidean") != "euclidean":
+            raise ValueError(f"multi_head inner metric: expected euclidean, got {inner['metric']}")
+        self.num_heads = num_heads
+        self.inner = build_head(inner, hidden_size=hidden_size, vocab_size=vocab_size)
+        self.scaled_by_h_exp = self.inner.scaled_by_h_exp and num_heads == 1
+        self.unit_sphere = isinstance(self.inner, SphereHead) and self.inner.unit_sphere
+        self.renormalize_()
+
+    @property
+    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
+        """The inner head's weight, `[V, D]`."""
+        return self.inner.weight
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The slices the head compares with, side by side, `[V, D]`: each of norm 1 on spheres."""
+        return self._unit_slices(self.weight) if self.unit_sphere else self.weight
+
+    @property
+    def h_exp(self) -> float | None:
+        """The exponent of all slices, None where they measure no distances."""
+        return self.inner.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.inner.h_exp = value
+
+    def lazy_logits(self, hidden_states: Tensor) -> MixtureLogits:
+        """Return what the logits of `[N, D]` are made of: one part for each slice."""
+        return MixtureLogits(self._whole(hidden_states), self.num_heads)
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the negative log-likelihood of each label, accurate also where it is close to 0.
+
+        Args:
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+        """
+        parts = self.lazy_logits(hidden_states).parts
+        return mixture_nll(torch.stack([exact_nll(part, labels) for part in parts]))
+
+    def renormalize_(self) -> None:
+        """Scale every slice of every prototype back to norm 1; nothing to do off the sphere."""
+        if self.unit_sphere:
+            with torch.no_grad():
+                self.weight.copy_(self.prototypes)
+
+    def reset_parameters(self) -> None:
+        """Draw the inner head again."""
+        self.inner.reset_parameters()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the inner head's settings."""
+        fields = {"num_heads": self.num_heads, "inner": self.inner.settings()}
+        return {"name": "multi_head", **fields}
+
+    def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
+        """Return the logits whose columns are those of all slices."""
+        if not isinstance(self.inner, CosineHead):
+            whole = self.inner.lazy_logits(hidden_states)
+            assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"
+            return whole
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            directions = self._unit_slices(hidden_states)  # [N, D]
+            return AffineLogits(self.inner.scale * directions, self.prototypes)
+
+    def _unit_slices(self, vectors: Tensor) -> Tensor:
+        """Return `[N, D]` with every slice at norm 1, in float32 or better."""
+        slices = vectors.reshape(-1, vectors.shape[1] // self.num_heads)  # [N * M, D / M]
+        return unit_rows(at_least_float32(slices)).view_as(vectors)
+
+
+class RotationHead(Head):
+    """Another head, on hidden states turned by a learned orthogonal matrix R.
+
+    R is the Cayley transform (I + A / 2) (I - A / 2)^-1 of a skew-symmetric A, as torch computes
+    it: the family of (I - A) (I + A)^-1, with -2 A for A. A is the part of `skew` below the
+    diagonal, minus its transpose; it starts at 0 and R at I. R never mirrors, and turns no plane
+    by 180 degrees. One solve of D equations is made in each forward pass.
+
+    Where the inner head compares by dot product, cosine or Euclidean distance, R is no more than
+    R^T on all its prototypes: it learns something new only where these are frozen or tied, and
+    where the axes matter (a multi_head, an Lp distance).
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        inner: `{"name": ..., fields...}` of the head behind the rotation; default: cosine.
+
+    Source:
+        Cayley 1846. Lezcano-Casado 2019, Trivializations for Gradient-Based Optimization on
+        Manifolds, arXiv:1909.09501, is what torch follows; here with the base point I.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, inner: dict[str, Any] | None = None):
+        super().__init__()
+        self.inner = build_head(
+            inner or {"name": "cosine"}, hidden_size=hidden_size, vocab_size=vocab_size
+        )
+        self.scaled_by_h_exp = self.inner.scaled_by_h_exp
+        self.skew = nn.Parameter(torch.zeros(hidden_size, hidden_size, dtype=torch.float32))
+
+    @property
+    def rotation(self) -> Tensor:
+        """R, `[D, D]`, in the precision of the head."""
+        lower = self.skew.tril()
+        half = (lower - lower.T) / 2
+        identity = torch.eye(len(half), dtype=half.dtype, device=half.device)
+        if torch.onnx.is_in_onnx_export():
+            return 2 * _inverse_by_products(identity, half) - identity
+        return torch.linalg.solve(identity - half, identity + half)
+
+    @property
+    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
+        """The inner head's weight, `[V, D]`."""
+        return self.inner.weight
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The inner head's prototypes, `[V, D]`: what rotated hidden states are compared with."""
+        return self.inner.prototypes
+
+    @property
+    def h_exp(self) -> float | None:
+        """The inner head's exponent, None for heads without one."""
+        return self.inner.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.inner.h_exp = value
+
+    def rotate(self, hidden_states: Tensor) -> Tensor:
+        """Return R x for each row x of `[N, D]`, in float32 or better, whatever autocast says."""
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            hidden_states = at_least_float32(hidden_states)
+            return F.linear(hidden_states, self.rotation.to(hidden_states.dtype))
+
+    def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
+        """Return what the inner head's logits of the rotated `[N, D]` are made of."""
+        return self.inner.lazy_logits(self.rotate(hidden_states))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the inner head's logits `[N, V]` of the rotated hidden states `[N, D]`."""
+        return self.inner(self.rotate(hidden_states))
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the inner head's loss `[N]`, in nats, of the rotated hidden states `[N, D]`."""
+        return self.inner.nll(self.rotate(hidden_states), labels)
+
+    def initialize_(self, embeddings: Tensor) -> Self:
+        """Copy `embeddings` `[V, D]` into the inner head's prototypes; R stays as it is."""
+        self.inner.initialize_(embeddings)
+        return self
+
+    def renormalize_(self) -> None:
+        """Bring the inner head's prototypes back to where it defines them."""
+        self.inner.renormalize_()
+
+    def reset_parameters(self) -> None:
+        """Draw the inner head again and set R to I."""
+        self.inner.reset_parameters()
+        init.zeros_(self.skew)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name of this head and the settings of the inner one."""
+        return {"name": "rotation", "inner": self.inner.settings()}
+
+
+def _inverse_by_products(identity: Tensor, skew: Tensor) -> Tensor:
+    """Return (I - B) ** -1 of a skew-symmetric B `[D, D]` by Newton's iteration: ONNX cannot solve.
+
+    The error is some 1e-7 * |B|, as a solver's, where |B| < 500. What runs an ONNX file makes the
+    matrix once, when it loads the file, since it depends on weights alone.
+    """
+    wide = (identity - skew @ skew).abs().sum(0).max()  # no eigenvalue of I - B ** 2 is above it
+    inverse = (identity + skew) * (2 / (1 + wide))
+    for _ in range(24):
+        inverse = inverse @ (2 * identity - (identity - skew) @ inverse)
+    return inverse
+
 
 HEADS: dict[str, type[Head]] = {
     "linear": LinearHead,

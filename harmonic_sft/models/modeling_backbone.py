@@ -27,7 +27,7 @@ from .backbones import (
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
-from .head import Head
+from .head import Head, keep_precision
 from .heads import build_head, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 
@@ -165,6 +165,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
+        self._supports_flex_attn = self.backbone._supports_flex_attn
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
@@ -256,6 +257,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.model = HarmonicModel(config)
+        self._supports_flex_attn = self.model._supports_flex_attn
         self.dist_head: Head = build_head(
             config.head,
             hidden_size=config.text_config.hidden_size,
@@ -323,6 +325,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         elif embeddings is not None:
             model.dist_head.initialize_(embeddings)
         model.config.head = model.dist_head.settings()
+        if model.config.tie_word_embeddings:
+            model._prepare_tied_embeddings()
         model.tie_weights()
         return model.eval()
 
@@ -442,6 +446,31 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             weight = self.dist_head.weight
             own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
+            # The head's weight is theirs.
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), path}
+            self._prepare_tied_embeddings()
+
+    def _prepare_tied_embeddings(self) -> None:
+        """Keep the table in float32, as the head, and hand it to a 16-bit body in 16 bits."""
+        embeddings = self.get_input_embeddings().float()
+        embeddings.register_forward_hook(functools.partial(_in_dtype_of, self.model.backbone))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move all weights; embeddings that are tied to the head stay in float32, as it does."""
+        if not self.config.tie_word_embeddings:
+            return super()._apply(fn, recurse)
+        weight = self.dist_head.weight
+
+        def move(tensor: Tensor) -> Tensor:
+            tied = tensor is weight or tensor is weight.grad
+            return keep_precision(fn, tensor) if tied else fn(tensor)
+
+        return super()._apply(move, recurse)
+
+
+def _in_dtype_of(body: nn.Module, embeddings: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Return embeddings in the lowest precision of a body: some layers take no other."""
+    return output.to(min((weight.dtype for weight in body.parameters()), key=lambda d: d.itemsize))
 
 
 def _complete_state_dict(

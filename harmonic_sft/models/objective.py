@@ -31,14 +31,15 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
         `[N]` int64.
 
     Raises:
-        ValueError: A label is not a class. Only looked at on the CPU: elsewhere it would wait for
-            the device, whose own lookup of the class fails.
+        ValueError: A label is not a class. Only looked at on the CPU and outside of compiled
+            code: elsewhere it would wait for the device or break the graph, and the lookup of the
+            class fails.
     """
     scored = labels != IGNORE_INDEX
     if causal:
         scored[:, 0] = False
     positions = scored.flatten().nonzero().squeeze(-1)  # [N]
-    if labels.device.type == "cpu":
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         found = labels.flatten()[positions]
         if torch.any((found < 0) | (found >= num_classes)):
             raise ValueError(
@@ -93,7 +94,7 @@ def mean_token_loss(
         losses = losses * label_weights.flatten()[label_positions]
     total = losses.sum()
     if num_items_in_batch is None:
-        return total / max(len(labels), 1)
+        return total / torch.sym_max(labels.shape[0], 1)  # a graph keeps the number symbolic
     if isinstance(num_items_in_batch, Tensor):
         return total / num_items_in_batch.to(total.device).clamp_min(1)
     return total / max(num_items_in_batch, 1)

@@ -127,7 +127,7 @@ class Rows:
     """The tokens of a chunk once their normalizers are known.
 
     Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
-    s_j; `SecondWeights.log_share` says what they are divided by.
+    s_j; `CrossEntropy.log_share` says what they are divided by.
 
     Attributes:
         log_normalizer: `[T]`, logsumexp over all classes, distances in `Chunk.unit`.

@@ -131,9 +131,7 @@ class Softmax:
                 arguments, self.geometry, self.h_exp, self.hidden_states
             )
         else:
-            self.tiles = TorchTiles(
-                arguments, self.geometry, self.h_exp, stage.second, self.points, workers
-            )
+            self.tiles = TorchTiles(arguments, self.geometry, stage, self.points, workers)
 
     def place(self, tokens: slice, labels: Tensor) -> Chunk:
         """Return a chunk of tokens with their labels `[T, K]`."""

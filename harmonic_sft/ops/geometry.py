@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harmonic_sft.models.head import NEAR
-from harmonic_sft.models.unit_rows import inverse_norms, unit_rows
+from harmonic_sft.models.head import NEAR, inverse_norms, unit_rows
 
 # A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
 # left of the distances after it would have lost its digits.

@@ -15,7 +15,6 @@ from harmonic_sft.models.head import mixture_nll
 from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
 from harmonic_sft.ops.geometry import Geometry, build_geometry
 from harmonic_sft.ops.rows import log_moments
-from harmonic_sft.ops.tiles import SecondWeights
 
 
 class CrossEntropy:
@@ -26,8 +25,13 @@ class CrossEntropy:
         labels: `[N, K]`, -1 where padded or repeated.
         target: `[N, K]`, probabilities of the labels.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
+
+    Attributes:
+        num_sums: How many row sums `weigh` returns; None where the softmax has the only weights.
+        points: Of a transport.
     """
 
+    num_sums: int | None = None
     points: Geometry | None = None
 
     def __init__(self, arguments: Arguments, labels: Tensor, target: Tensor, h_exp: float | Tensor):
@@ -35,10 +39,22 @@ class CrossEntropy:
         self.smoothing, self.z_loss = arguments.label_smoothing, arguments.z_loss
         self.num_classes, self.linear = len(arguments.prototypes), arguments.kind == "linear"
 
-    @property
-    def second(self) -> SecondWeights | None:
-        """The weights beside those of the softmax, if the loss needs any."""
-        return None
+    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the second weights `[T, W]` of one tile, and `num_sums` row sums `[T]`.
+
+        `TileStatistics.second` holds the sums of the weights and of weight * logit, both without
+        the pairs, and then these.
+
+        Args:
+            tile: Its classes.
+            tokens: The chunk's tokens.
+            probs: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
+        """
+        raise AssertionError("only a second loss has weights")
+
+    def log_share(self, statistics: TileStatistics, rows: Rows, k: int | slice) -> Tensor:
+        """Return the logarithm `[T]` of what makes the weights of tile `k` those of `Rows`."""
+        raise AssertionError("only a second loss has weights")
 
     def normalizer(self, chunk: Chunk, row: Rows) -> Tensor:
         """Return the logsumexp of the logits themselves `[T]`, of distances not in `unit`."""
@@ -105,9 +121,9 @@ class CrossEntropy:
         weighted, logs = log_moments(statistics, self.h_exp)
         shares = torch.exp(statistics.log_scale - row.log_normalizer)
         found = row.mass * (shares * weighted).sum(0) - row.floor * logs.sum(0)
-        if self.second is not None and row.second is not None:
+        if row.second is not None:
             sums, products = statistics.second[:2]
-            shares = torch.exp(self.second.log_share(statistics, row, slice(None)))
+            shares = torch.exp(self.log_share(statistics, row, slice(None)))
             mean_logit = (shares * (products + statistics.log_scale * sums)).sum(0)
             found += row.second * mean_logit / self.h_exp
         found += ((slopes - row.floor.unsqueeze(1)) * chunk.logs).sum(1)
@@ -153,11 +169,6 @@ class Distillation(CrossEntropy):
         self.dtype = target.dtype
         self.states, self.weight = arguments.second_states, arguments.second_weight
         self.bias = arguments.second_bias
-
-    @property
-    def second(self) -> SecondWeights:
-        """The weights beside those of the softmax: the teacher's."""
-        return self
 
     def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e = exp(teacher's logit - peak), the peak, and the sums of e and e * log e."""
@@ -217,11 +228,6 @@ class Transport(CrossEntropy):
         ground = build_geometry("euclidean", points, 0.0, target.dtype, centered=False)
         self.points = self.ground = ground
         self.squares = ground.columns(0, self.num_classes)
-
-    @property
-    def second(self) -> SecondWeights:
-        """The weights beside those of the softmax: their costs."""
-        return self
 
     def targets(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]`."""

@@ -1,7 +1,6 @@
 """The tiles of a chunk in plain PyTorch: scores, their row sums, weights for the gradients."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,39 +8,13 @@ from torch import Tensor
 from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
 from harmonic_sft.ops.geometry import Geometry, near_limits
 from harmonic_sft.ops.products import GradientProducts
+from harmonic_sft.ops.stages import CrossEntropy
 from harmonic_sft.ops.workers import Workers
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
-
-
-class SecondWeights(Protocol):
-    """Weights beside those of the softmax, which a stage asks for.
-
-    Attributes:
-        num_sums: How many row sums `weigh` returns.
-    """
-
-    num_sums: int
-
-    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return weights `[T, W]` of one tile, and `num_sums` row sums `[T]`.
-
-        `TileStatistics.second` holds the sums of the weights and of weight * logit, both without
-        the pairs, and then these.
-
-        Args:
-            tile: Its classes.
-            tokens: The chunk's tokens.
-            probs: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
-        """
-        ...
-
-    def log_share(self, statistics: TileStatistics, rows: Rows, k: int | slice) -> Tensor:
-        """Return the logarithm `[T]` of what makes the weights of tile `k` those of `Rows`."""
-        ...
 
 
 class TorchTiles:
@@ -54,8 +27,7 @@ class TorchTiles:
     Args:
         arguments: The arguments of the call.
         geometry: How the prototypes `[V, D]` of this softmax are compared.
-        h_exp: The exponent; a tensor of no axis where reading it would halt a device.
-        second: The stage's second weights, or None.
+        stage: The loss's row-wise stage.
         points: Takes the gradient of the points of a transport, or None.
         workers: Share the tiles.
     """
@@ -64,13 +36,13 @@ class TorchTiles:
         self,
         arguments: Arguments,
         geometry: Geometry,
-        h_exp: float | Tensor,
-        second: SecondWeights | None,
+        stage: CrossEntropy,
         points: GradientProducts | None,
         workers: Workers,
     ):
-        self.geometry, self.h_exp, self.workers = geometry, h_exp, workers
-        self.second, self.points = second, points
+        self.geometry, self.workers = geometry, workers
+        self.stage, self.points, self.h_exp = stage, points, stage.h_exp
+        self.has_second = stage.num_sums is not None
         self.smoothed = arguments.label_smoothing > 0
         self.learns_bias = arguments.needs_gradient("class_bias")
         bias = arguments.class_bias
@@ -78,11 +50,11 @@ class TorchTiles:
         distances = not geometry.linear
         # Repeated squaring takes half the time of a logarithm and an exponential.
         self.power = 0
-        plain = distances and bias is None and second is None and not self.smoothed
-        if plain and isinstance(h_exp, float) and -h_exp % 1 == 0 and h_exp >= -1023:
-            self.power = int(-h_exp)
+        plain = distances and bias is None and not self.has_second and not self.smoothed
+        if plain and isinstance(self.h_exp, float) and -self.h_exp % 1 == 0 and self.h_exp >= -1023:
+            self.power = int(-self.h_exp)
         kept = {
-            "second": second is not None,
+            "second": self.has_second,
             "inverse": distances and self.smoothed,
             "probs": distances and (self.learns_bias or points is not None),
         }
@@ -154,7 +126,7 @@ class TorchTiles:
         self, chunk: Chunk, measure: bool
     ) -> tuple[TileStatistics, list[Tensor | None]]:
         shape, new_empty = (len(self.edges), len(chunk.placed)), chunk.placed.new_empty
-        num_sums = 0 if self.second is None else 2 + self.second.num_sums
+        num_sums = 0 if self.stage.num_sums is None else 2 + self.stage.num_sums
         statistics = TileStatistics(
             new_empty(shape),
             new_empty(shape),
@@ -188,7 +160,7 @@ class TorchTiles:
         else:
             logits = self._logits(scores, nearest, k, log_scale)
             place = logits
-            if self.second is not None or self.smoothed or statistics.moments is not None:
+            if self.has_second or self.smoothed or statistics.moments is not None:
                 place = None  # the logits are needed beside their exponentials
             elif self.geometry.linear and kept is not None:
                 place = kept[0]
@@ -211,9 +183,9 @@ class TorchTiles:
             torch.addcmul(finite.sum(1), there.sum(1), log_scale, out=statistics.logits[k])
         if statistics.moments is not None:
             self._measure(logits, probs, k, statistics)
-        if self.second is None:
+        if not self.has_second:
             return None
-        second, sums = self.second.weigh(self.edges[k], chunk.tokens, probs)
+        second, sums = self.stage.weigh(self.edges[k], chunk.tokens, probs)
         second = second.where(there, 0)
         sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
         for row, values in zip(statistics.second, sums, strict=True):
@@ -359,8 +331,8 @@ class TorchTiles:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
         found = kept[0].mul_((slope * rows.mass * share).unsqueeze(1))
-        if self.second is not None and rows.second is not None:
-            factors = slope * rows.second * torch.exp(self.second.log_share(statistics, rows, k))
+        if rows.second is not None:
+            factors = slope * rows.second * torch.exp(self.stage.log_share(statistics, rows, k))
             found.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
         if self.smoothed:
             floor = (slope * rows.floor).unsqueeze(1)

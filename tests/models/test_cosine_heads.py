@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import CosineHead, VonMisesFisherHead, build_head
-from harmonic_sft.models.cosine_heads import DEBYE, log_normalizer
+from harmonic_sft.models.linear_heads import DEBYE, log_normalizer
 
 D, V, N = 18, 30, 5
 HEADS = {

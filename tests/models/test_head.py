@@ -1,7 +1,9 @@
+"""What heads are made of: rows of norm 1."""
+
 import torch
 import torch.nn.functional as F
 
-from harmonic_sft.models.unit_rows import unit_rows
+from harmonic_sft.models.head import unit_rows
 
 
 def test_it_is_normalize_with_its_gradient():
