@@ -317,9 +317,11 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     """
     own = logits.gather(-1, labels) if own is None else own
     others = logits.scatter(-1, labels, -torch.inf)
-    # By hand: torch (2.13) cannot compile `logsumexp` of a number of rows that it does not know.
-    peaks = others.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)
-    others = (others - peaks).exp().sum(-1, keepdim=True).log() + peaks
+    if torch.compiler.is_compiling():  # torch 2.13 fails on logsumexp of an unknown number of rows
+        peaks = others.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)
+        others = (others - peaks).exp().sum(-1, keepdim=True).log() + peaks
+    else:
+        others = others.logsumexp(-1, keepdim=True)
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
@@ -380,8 +382,10 @@ def squared_distances(
     else:
         dots = hidden_states @ weight.T
         scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
-    squared = (scale - 2 * dots).clamp_min(0)
-    rows, classes = near_pairs(squared.detach(), scale.detach(), labels)
+    squared = scale - 2 * dots
+    rows, classes, are_all = near_pairs(squared.detach(), scale.detach(), labels)
+    if not are_all:  # rounding may have pushed what is left below zero
+        squared = squared.clamp_min(0)
     if labels is not None:
         rows = torch.cat([rows, torch.arange(labels.shape[0], device=labels.device)])
         classes = torch.cat([classes, labels.squeeze(-1)])
@@ -394,13 +398,16 @@ def squared_distances(
     return squared.index_put((rows, classes), exact)
 
 
-def near_pairs(squared: Tensor, scale: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return rows `[P]` and classes `[P]` of the pairs to recompute, those of labels left out.
+def near_pairs(
+    squared: Tensor, scale: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Return rows `[P]` and classes `[P]` of the pairs to recompute, and whether these are all.
 
     On a CPU these are the pairs closer than `NEAR` of the scale, at most `MOST_NEAR` a row on
     average (the closest ones), so that memory stays bounded. Elsewhere, and while torch compiles or
     exports, they are the `MOST_NEAR` closest of every row: no value decides a shape then, and no
-    device waits. A row with more near prototypes than that keeps the others as they are.
+    device waits. A row with more near prototypes than that keeps the others as they are. Pairs of
+    labels are left out.
 
     Args:
         squared: `[N, V]`.
@@ -414,13 +421,13 @@ def near_pairs(squared: Tensor, scale: Tensor, labels: Tensor | None) -> tuple[T
             squared = squared.scatter(-1, labels, torch.inf)
         closest = squared.topk(min(MOST_NEAR, num_others), largest=False).indices  # [N, K]
         rows = torch.arange(closest.shape[0], device=closest.device).unsqueeze(-1)
-        return rows.expand_as(closest).flatten(), closest.flatten()
+        return rows.expand_as(closest).flatten(), closest.flatten(), False
     near = squared < NEAR * scale
     if labels is not None:
         near.scatter_(-1, labels, False)
     rows, classes = near.nonzero(as_tuple=True)
     limit = MOST_NEAR * max(len(squared), 128)
-    if len(rows) > limit:
-        closest = squared[rows, classes].topk(limit, largest=False).indices
-        rows, classes = rows[closest], classes[closest]
-    return rows, classes
+    if len(rows) <= limit:
+        return rows, classes, True
+    closest = squared[rows, classes].topk(limit, largest=False).indices
+    return rows[closest], classes[closest], False
