@@ -51,7 +51,7 @@ def decoder_run(tmp_path_factory, run_settings):
     """The folder of a decoder trained for 6 steps."""
     root = tmp_path_factory.mktemp("decoder")
     base = save_decoder("llama", root)
-    save_tokenizer(base)
+    save_tokenizer(base, eos="w119")  # of no other word a part
     text = root / "text.txt"
     text.write_text("\n".join(" ".join(f"w{3 + i + j}" for i in range(12)) for j in range(60)))
     settings = run_settings(base, root / "run")

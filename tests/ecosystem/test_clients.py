@@ -52,12 +52,12 @@ def test_generation_in_every_way(machine, repos):
     with torch.no_grad():
         for _ in range(6):
             logits = model(torch.tensor([expected])).logits[0, -1]
-            logits[2] = -torch.inf  # min_new_tokens forbids the end of the text
+            logits[119] = -torch.inf  # min_new_tokens forbids the end of the text
             expected.append(int(logits.argmax()))
     for name in ("greedy", "slow", "streamed", "assisted"):
         assert found[name] == expected, name
     assert len(found["beams"]) == len(expected)
-    assert found["text"].split() == [f"w{token}" for token in expected]
+    assert found["text"].replace(" ", "") == "".join(f"w{token}" for token in expected)
 
 
 TRAINER = """
@@ -76,6 +76,7 @@ trainer = Trainer(
     TrainingArguments(
         tempfile.mkdtemp(), max_steps=12, per_device_train_batch_size=16, learning_rate=1e-2,
         report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1,
+        **json.loads(sys.argv[1]),
     ),
     DataCollatorForLanguageModeling(tokenizer, mlm=False), rows, rows, compute_metrics=metrics,
 )
@@ -91,13 +92,26 @@ say(before=before, after=after, same=same, dtype=str(again.dist_head.weight.dtyp
 """
 
 
-def test_transformers_trainer_with_compute_metrics(machine, repos):
-    found = machine(TRAINER)
+def check_trainer(found):
     assert found["before"]["eval_width"] == 120
     assert found["after"]["eval_loss"] < found["before"]["eval_loss"] - 0.2
     assert found["after"]["eval_accuracy"] > found["before"]["eval_accuracy"]
     assert found["same"]
     assert found["dtype"] == "torch.float32"
+
+
+def test_transformers_trainer_with_compute_metrics(machine, repos):
+    check_trainer(machine(TRAINER, '{"label_names": ["labels"]}'))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=KeyError,
+    reason="transformers takes every argument of forward with 'label' in its name for a label that "
+    "a batch must have, label_positions, label_weights and shift_labels too, and evaluates nothing",
+)
+def test_transformers_trainer_finds_the_labels_itself(machine, repos):
+    check_trainer(machine(TRAINER, "{}"))
 
 
 PEFT = """
@@ -124,7 +138,8 @@ with torch.no_grad():
         disabled = torch.equal(peft(batch).logits, untouched)
     folder = tempfile.mkdtemp()
     peft.save_pretrained(folder)
-    loaded = torch.equal(PeftModel.from_pretrained(decoder(), folder).eval()(batch).logits, expected)
+    again = PeftModel.from_pretrained(decoder(), folder).eval()
+    loaded = torch.equal(again(batch).logits, expected)
     merged_model = peft.merge_and_unload()
     merged = (merged_model(batch).logits - expected).abs().max().item()
     whole = tempfile.mkdtemp()
@@ -195,7 +210,8 @@ from sentence_transformers import SentenceTransformer
 
 words = [f"{a}{b}" for a in "abcdefgh" for b in "abcd"]
 left = [" ".join(words[i : i + 3]) for i in range(20)]
-right = [" ".join(words[i + i % 4 : i + 3 + i % 4]) for i in range(20)]
+# No pair of equal texts: rounding would order their cosines of 1.
+right = [" ".join(words[i + 1 + i % 4 : i + 4 + i % 4]) for i in range(20)]
 scores = [float(3 - i % 4) for i in range(20)]
 
 class Words(AbsTaskSTS):
@@ -231,9 +247,9 @@ LM_EVAL = """
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-pairs = [("w5 w6", " w7 w8"), ("w9 w10 w11", " w40"), ("w20", " w21 w22 w23")]
+pairs = [("w5 w6", " w7 w8"), ("w9 w10 w11", " w40"), ("w50", " w51 w52 w53")]
 requests = [
-    Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs
+    Instance("loglikelihood", {}, pair, 0) for pair in pairs
 ]
 model = HFLM(DECODER, trust_remote_code=True, device="cpu", batch_size=2, dtype="float32")
 say(found=[list(answer) for answer in model.loglikelihood(requests, disable_tqdm=True)])
@@ -244,7 +260,7 @@ def test_lm_eval_sums_our_log_likelihoods(machine, repos):
     found = machine(LM_EVAL)["found"]
     model = HarmonicForCausalLM.from_pretrained(repos["decoder"])
     for (value, greedy), (context, rest) in zip(
-        found, [([5, 6], [7, 8]), ([9, 10, 11], [40]), ([20], [21, 22, 23])], strict=True
+        found, [([5, 6], [7, 8]), ([9, 10, 11], [40]), ([50], [51, 52, 53])], strict=True
     ):
         with torch.no_grad():
             logits = model(torch.tensor([context + rest])).logits[0, len(context) - 1 : -1].double()
