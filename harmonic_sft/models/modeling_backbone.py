@@ -132,6 +132,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         """
         super().dequantize(dtype)
         vars(self.config.text_config).pop("quantization_config", None)
+        # transformers 5.23 keeps how weights were unpacked, and fails to undo it when it saves.
+        vars(self).pop("_weight_conversions", None)
         return self
 
     def gradient_checkpointing_enable(
