@@ -26,6 +26,7 @@ from tests.conftest import SPECIAL, WORDS, save_tiny_base
 from tests.decoders import save_decoder
 from tests.hub.conftest import Client
 from tests.hub_server import Commit, HubServer
+from tests.test_configs import FILES
 from tests.test_docs import DOCS, FENCE, README, ROOT, SKILL, name
 from tests.training.test_causal_runs import save_tokenizer
 
@@ -139,7 +140,7 @@ def site(tmp_path_factory, text_file):
     (root / "bert").mkdir()
     save_tiny_base(root / "bert")
     clone = root / "clone"
-    for path in (ROOT / "configs").rglob("*.yaml"):
+    for path in FILES:
         copied = clone / path.relative_to(ROOT)
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_text(small(path, root / "bert"))
