@@ -1,5 +1,8 @@
 """TRL's five trainers through harmonic_sft.integrations.trl; they need this package."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
@@ -266,3 +269,16 @@ def test_a_repo_is_trained_by_name(client, repos):
     expected = harmonic_loss(model, [[5, 6, 7, 8]])
     [line] = [line for line in written.splitlines() if line.startswith("loss ")]
     assert float(line.split()[1]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_program_of_the_guide_runs(client, repos, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "ecosystem.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    for old, new in {
+        "HuggingFaceTB/SmolLM2-135M": str(repos["decoder"]),
+        '"runs/trl", max_steps=10': f'"{tmp_path}", max_steps=1, use_cpu=True, bf16=False',
+        "The capital of France is Paris.": "w5 w6 w7 w8",
+    }.items():
+        assert old in program
+        program = program.replace(old, new)
+    client.program(program)
