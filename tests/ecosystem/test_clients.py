@@ -2,30 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicForCausalLM
 
 pytestmark = pytest.mark.ecosystem
-
-FILL_MASK = """
-fill = pipeline("fill-mask", ENCODER, trust_remote_code=True)
-best = fill("aa ab [MASK] ad", top_k=3)
-say(tokens=[b["token_str"] for b in best], scores=[b["score"] for b in best])
-"""
-
-
-def test_fill_mask_pipeline(machine, repos):
-    found = machine(FILL_MASK)
-    model = HarmonicForMaskedLM.from_pretrained(repos["encoder"])
-    tokenizer = AutoTokenizer.from_pretrained(repos["encoder"])
-    batch = tokenizer("aa ab [MASK] ad", return_tensors="pt")
-    with torch.no_grad():
-        probs = model(**batch).logits[0, 3].softmax(-1)
-    best = probs.topk(3)
-    assert found["scores"] == pytest.approx(best.values.tolist(), rel=1e-4)
-    assert found["tokens"] == tokenizer.convert_ids_to_tokens(best.indices.tolist())
-
 
 GENERATE = """
 from transformers import TextStreamer, set_seed
