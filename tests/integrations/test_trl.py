@@ -1,10 +1,13 @@
 """What TRL is told of each token; its trainers themselves are in tests/ecosystem."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harmonic_sft.integrations import trl
-from harmonic_sft.models import build_head
+from harmonic_sft.models import HarmonicForCausalLM, build_head
+from tests.decoders import save_decoder
 
 D, V, N = 8, 30, 7
 FIELDS = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
@@ -97,3 +100,53 @@ def test_without_trl_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(trl, "version", missing)
     with pytest.raises(ValueError, match=r"got none. Run pip install 'harmonic-sft\[trl\]'"):
         trl.patch()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A decoder as TRL gets it, and one as it was."""
+    base = save_decoder("llama", tmp_path_factory.mktemp("base"))
+    models = [HarmonicForCausalLM.from_base(str(base), head=HEADS["dist"]) for _ in range(2)]
+    trl.add_harmonic_head_(
+        models[0], SimpleNamespace, temperature=1.0, outputs=("log_probs", "is_top1")
+    )
+    return models
+
+
+def test_labels_are_shifted_ignored_and_counted(model):
+    patched, plain = model
+    ids = torch.arange(3, 15).view(2, 6)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    found = patched(input_ids=ids, labels=labels, fused_lm_head=True)
+    log_probs = plain(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    mask = labels[:, 1:] != -100
+    assert torch.equal(found.label_mask, mask)
+    torch.testing.assert_close(found.log_probs, log_probs * mask, atol=1e-4, rtol=1e-5)
+    assert found.loss.item() == pytest.approx(plain(ids, labels=labels).loss.item(), rel=1e-5)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    again = patched(input_ids=ids, shift_labels=shifted, num_items_in_batch=14, fused_lm_head=True)
+    assert again.log_probs.shape == (2, 6)
+    assert again.loss.item() == pytest.approx(found.loss.item() * 7 / 14, rel=1e-6)
+
+
+def test_without_labels_there_is_a_differentiable_zero(model):
+    ids = torch.arange(3, 9).view(1, 6)
+    found = model[0](input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    assert found.loss.item() == 0
+    found.loss.backward()
+
+
+def test_without_the_flag_the_model_is_as_before(model):
+    patched, plain = model
+    ids = torch.arange(3, 9).view(1, 6)
+    assert torch.equal(patched(ids).logits, plain(ids).logits)
+    assert torch.equal(patched(ids, labels=ids).loss, plain(ids, labels=ids).loss)
+    words = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    assert torch.equal(patched.generate(ids, **words), plain.generate(ids, **words))
+
+
+def test_a_router_loss_is_refused(model):
+    ids = torch.arange(3, 9).view(1, 6)
+    with pytest.raises(ValueError, match="router_aux_loss_coef: expected 0 on a harmonic model"):
+        model[0](ids, labels=ids, fused_lm_head=True, output_router_logits=True)
