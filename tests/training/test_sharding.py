@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config import load_config_from_file
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
 from harmonic_sft import HarmonicForCausalLM, HarmonicLoss
 from harmonic_sft.training.sharding import shard_
@@ -100,3 +103,17 @@ def test_a_tied_head_in_16_bits_is_refused(base):
     model = HarmonicForCausalLM.from_base(str(base), tie=True)
     with pytest.raises(ValueError, match="dtype: expected None for a tied head, which is float32"):
         shard_(model, None, dtype=torch.bfloat16)
+
+
+def test_accelerate_would_shard_every_block(base):
+    """By the policy of configs/accelerate/fsdp2.yaml; the head then belongs to the rest."""
+    model = HarmonicForCausalLM.from_base(str(base))
+    settings = load_config_from_file(str(ROOT / "configs/accelerate/fsdp2.yaml")).fsdp_config
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=settings["fsdp_version"],
+        auto_wrap_policy=settings["fsdp_auto_wrap_policy"],
+        reshard_after_forward=settings["fsdp_reshard_after_forward"],
+    )
+    policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    found = [name for name, module in model.named_modules() if policy(module)]
+    assert found == ["model.backbone.layers.0", "model.backbone.layers.1"]
