@@ -6,6 +6,7 @@ BIN := .venv/bin
 DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
 QUANTIZED := .venv/quantized
+ECOSYSTEM := .venv/ecosystem
 
 # One process, on the first GPU if there is one: several GPUs would need several processes.
 # Without the number of threads, accelerate would allow PyTorch a single CPU core.
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # "All" leaves out what needs a GPU, the network, or packages of its own.
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-.PHONY: demo demo-compare test test-all test-quantized wheel-test check docs size clean
+.PHONY: demo demo-compare test test-all test-quantized test-ecosystem wheel-test check docs size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -39,6 +40,10 @@ test-all: $(INSTALLED)
 
 test-quantized: $(INSTALLED) $(QUANTIZED)/.installed
 	PYTHONPATH="$(CURDIR)/$(QUANTIZED)" $(BIN)/python -m pytest -m quantized
+
+# Other people's tools, in an environment that sees .venv: imported there, they would slow every test.
+test-ecosystem: $(ECOSYSTEM)/.installed
+	$(ECOSYSTEM)/bin/python -m pytest -m ecosystem
 
 # Builds wheel and sdist, installs the wheel into an environment of its own that links torch and the
 # other requirements from .venv, and trains two steps of the demo there, in another folder.
@@ -78,4 +83,11 @@ $(INSTALLED): $(DEMO_INSTALLED)
 
 $(QUANTIZED)/.installed: requirements-quantized.txt $(DEMO_INSTALLED)
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(QUANTIZED) -r $<
+	@touch $@
+
+$(ECOSYSTEM)/.installed: $(INSTALLED)
+	$(BIN)/python -m venv $(ECOSYSTEM)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(ECOSYSTEM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
+	$(ECOSYSTEM)/bin/python -m pip install -c constraints.txt -e '.[ecosystem]'
 	@touch $@

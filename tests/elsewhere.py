@@ -41,15 +41,21 @@ for line in sys.stdin:
 
 
 class Elsewhere:
-    """Runs programs with torch, transformers and sentence-transformers, without this package.
+    """Runs programs with a few packages, by default sentence-transformers, without this package.
 
     Args:
         folder: A new one, for its virtual environment.
         environment: Variables of the process; the Hub's are read once, when it starts.
+        packages: Distributions beside torch, transformers and safetensors.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str]):
-        packages = ("torch", "transformers", "safetensors", "sentence-transformers")
+    def __init__(
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        packages: tuple[str, ...] = ("sentence-transformers",),
+    ):
+        packages = ("torch", "transformers", "safetensors", *packages)
         python = clean_environment(folder / "venv", packages)
         self.folder, self.count = folder, 0
         self.process = subprocess.Popen(

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config import load_config_from_file
 
 from harmonic_sft.training import load_run_config
 
@@ -52,3 +53,17 @@ def test_what_a_recipe_costs_is_what_was_measured():
     best = json.loads((ROOT / "docs" / "demo_results.json").read_text())["demo"]["final"]
     for text in (guide, (ROOT / "configs" / "neobert.yaml").read_text()):
         assert f"{best['post_hoc_loss']:.2f} at the best exponent" in text
+
+
+ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_accelerate_takes_its_files_and_they_say_what_was_not_run(path):
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "no"  # the head is float32
+    assert config.fsdp_config.get("fsdp_version", 2) == 2
+    assert bool(config.fsdp_config) == (path.stem == "fsdp2")
+    header = path.read_text().split("compute_environment:")[0]
+    assert f"configs/accelerate/{path.name}" in header
+    assert "Not run on GPUs" in header

@@ -126,6 +126,18 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Self:
+        """Unpack quantized weights, and forget that the backbone had them.
+
+        Args:
+            dtype: Of the backbone then; default: as transformers does.
+        """
+        super().dequantize(dtype)
+        vars(self.config.text_config).pop("quantization_config", None)
+        # transformers 5.23 keeps how weights were unpacked, and fails to undo it when it saves.
+        vars(self).pop("_weight_conversions", None)
+        return self
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:

@@ -55,7 +55,10 @@ from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
 
 logger = logging.getLogger(__name__)
-DISTRIBUTED_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+DISTRIBUTED_PLUGINS = {  # why each is refused
+    "ACCELERATE_USE_FSDP": "evaluations would read shards of the head",
+    "ACCELERATE_USE_DEEPSPEED": "it keeps weights of its own, and prototypes would lose norm 1",
+}
 
 
 class Ready(NamedTuple):
@@ -141,11 +144,11 @@ def check_launch(args: TrainingArguments) -> None:
         ValueError: FSDP, DeepSpeed, several GPUs in one process, or processes that do not know
             of each other.
     """
-    for variable in DISTRIBUTED_PLUGINS:
+    for variable, reason in DISTRIBUTED_PLUGINS.items():
         if os.environ.get(variable, "false").lower() in ("true", "1"):
             plugin = variable.removeprefix("ACCELERATE_USE_")
             raise ValueError(
-                f"accelerate launch: expected no {plugin}, got {variable}. "
+                f"accelerate launch: expected no {plugin}, got {variable}: {reason}. "
                 "Use plain data parallelism (--multi_gpu)"
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

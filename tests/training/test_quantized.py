@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -197,3 +198,77 @@ def test_packed_weights_are_not_cast(base, dtype):
         kept = packed[f"model.{name}"]
         plain = "norm" in name or "embed" in name
         assert torch.equal(tensor, kept.to(dtype) if plain else kept), name
+
+
+PEFT_WARNINGS = pytest.mark.filterwarnings(  # its own call, and that merging rounds
+    "ignore:.is_gradient_checkpointing:FutureWarning", "ignore:Merge lora:UserWarning"
+)
+ROWS = torch.tensor([[3 + start + step for step in range(10)] for start in range(8)])
+
+
+@pytest.fixture
+def qlora(base, tmp_path):
+    """A 4-bit body with LoRA and a head that trained for 8 steps; the model and its folder."""
+    if not base.parent.name.startswith(("nf4", "nested")):
+        pytest.skip("not 4 bits")
+    torch.manual_seed(0)
+    start = HarmonicForCausalLM.from_base(str(base), head={"name": "dist", "h_exp": -6.0})
+    start.save_pretrained(tmp_path / "start")
+    model = HarmonicForCausalLM.from_pretrained(tmp_path / "start")
+    settings = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["dist_head"],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(model, settings).train()
+    packed = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=ROWS, labels=ROWS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad or torch.equal(parameter, packed[name]), name
+    model.save_pretrained(tmp_path / "adapter")
+    return model.eval(), tmp_path
+
+
+@PEFT_WARNINGS
+@torch.no_grad()
+def test_qlora_trains_and_loads_again(qlora):
+    model, folder = qlora
+    head = model.get_base_model().dist_head.modules_to_save.default
+    assert head.weight.dtype == torch.float32
+    loaded = PeftModel.from_pretrained(
+        HarmonicForCausalLM.from_pretrained(folder / "start"), folder / "adapter"
+    ).eval()
+    assert torch.equal(loaded(ROWS).logits, model(ROWS).logits)
+
+
+@PEFT_WARNINGS
+@torch.no_grad()
+def test_qlora_is_merged_without_loss_into_a_body_that_is_unpacked(qlora):
+    model, folder = qlora
+    body = HarmonicForCausalLM.from_pretrained(folder / "start").dequantize()
+    merged = PeftModel.from_pretrained(body, folder / "adapter").merge_and_unload().eval()
+    expected = model(ROWS).logits
+    torch.testing.assert_close(merged(ROWS).logits, expected, atol=1e-4, rtol=1e-4)
+    merged.save_pretrained(folder / "merged")
+    loaded = HarmonicForCausalLM.from_pretrained(folder / "merged")
+    assert torch.equal(loaded(ROWS).logits, merged(ROWS).logits)
+    assert not any(is_quantized(parameter) for parameter in loaded.parameters())
+
+
+@PEFT_WARNINGS
+@torch.no_grad()
+def test_qlora_merged_into_packed_weights_is_rounded(qlora):
+    model, _ = qlora
+    expected = model(ROWS).logits
+    merged = model.merge_and_unload()
+    difference = (merged(ROWS).logits - expected).abs().max()
+    assert difference > 1e-2

@@ -394,9 +394,13 @@ def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeyp
     args = load_run_config(make_yaml()).training_arguments()
     check_launch(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="accelerate launch: expected no FSDP"):
+    with pytest.raises(ValueError, match=r"launch: expected no FSDP.*shards of the head"):
         check_launch(args)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"expected no DEEPSPEED.*prototypes would lose norm 1"):
+        check_launch(args)
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(
         ValueError, match="accelerate launch: expected --mixed_precision no, got bf16"

@@ -1,0 +1,1 @@
+"""Trainers of other libraries on our models; every module needs its library."""

@@ -1,0 +1,228 @@
+"""TRL's trainers on harmonic decoders: they get log-probabilities from our heads."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LazyLogits
+from harmonic_sft.models.objective import IGNORE_INDEX
+from harmonic_sft.ops import LossOptions, by_chunks, chunked_loss
+
+TESTED = ("1.15", "1.16")  # with all patch releases
+HOOK = "add_fused_lm_head"
+MODULES = (  # where TRL defines it, and who imports it from there
+    "trl.trainer.utils",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
+)
+
+
+def patch() -> Callable[[], None]:
+    """Let TRL's SFT, DPO, KTO, GRPO and RLOO trainers work on models with a `dist_head`.
+
+    They multiply hidden states by the weight of `get_output_embeddings()`, which a harmonic model
+    does not have. Call this before you make a trainer. It replaces one function of TRL,
+    `add_fused_lm_head`, for harmonic models alone; all others are treated as before.
+
+    Returns:
+        A function that gives TRL its own back. Trainers made in between keep working.
+
+    Raises:
+        ValueError: TRL is not installed, or its version is not among the tested ones.
+    """
+    check_version()
+    modules = [import_module(name) for name in MODULES]
+    original = vars(modules[0])[HOOK]
+    output_class = vars(modules[0])["FusedCausalLMOutput"]
+
+    @functools.wraps(original)
+    def add_head(
+        model: PreTrainedModel,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Sequence[str] = ("log_probs",),
+    ) -> None:
+        if model.config.model_type == "harmonic":  # also where its class came from the Hub
+            add_harmonic_head_(model, output_class, temperature=temperature, outputs=outputs)
+        else:
+            original(model, temperature, cast_lm_head_to_fp32, outputs)
+
+    def use(function: Callable[..., None]) -> None:
+        for module in modules:
+            vars(module)[HOOK] = function
+
+    use(add_head)
+    return functools.partial(use, original)
+
+
+def check_version() -> None:
+    """Refuse a TRL whose trainers were not tested.
+
+    Raises:
+        ValueError: It is missing, older or newer.
+    """
+    wanted = f"trl: expected version {TESTED[0]} to {TESTED[-1]}"
+    install = "Run pip install 'harmonic-sft[trl]'"
+    try:
+        found = version("trl")
+    except PackageNotFoundError as error:
+        raise ValueError(f"{wanted}, got none. {install}") from error
+    if not Version(TESTED[0]) <= Version(".".join(found.split(".")[:2])) <= Version(TESTED[-1]):
+        raise ValueError(f"{wanted}, got {found}. {install}")
+
+
+def add_harmonic_head_(
+    model: Any, output_class: type, *, temperature: float, outputs: Sequence[str]
+) -> None:
+    """Give a model a forward pass that knows `fused_lm_head=True`; without it, it is the old one.
+
+    Args:
+        model: A `HarmonicForCausalLM`. Changed in place.
+        output_class: What the new forward pass returns: TRL's `FusedCausalLMOutput`.
+        temperature: What logits are divided by.
+        outputs: Fields of `token_fields`.
+    """
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` reads its signature
+    def harmonic_forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            kwargs |= {"labels": labels, "shift_labels": shift_labels}
+            return forward(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+        if kwargs.get("output_router_logits"):
+            raise ValueError("router_aux_loss_coef: expected 0 on a harmonic model, got another")
+        kwargs["use_cache"] = False
+        hidden_states = self.model(*args, **kwargs).last_hidden_state  # [B, T, D]
+        if shift_labels is None:
+            assert labels is not None, "TRL scores labels"
+            hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+        mask = shift_labels != IGNORE_INDEX  # [B, T]
+        found = token_fields(
+            self.dist_head,
+            hidden_states[mask],
+            shift_labels[mask],
+            temperature=temperature,
+            outputs=outputs,
+        )
+        # Attached to the graph also where no label is left.
+        fields = {
+            name: value.new_zeros(mask.shape).masked_scatter(mask, value)
+            for name, value in found.items()
+        }
+        count = mask.sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        return output_class(
+            loss=-fields["log_probs"].sum() / count, label_mask=mask, aux_loss=None, **fields
+        )
+
+    model.forward = types.MethodType(harmonic_forward, model)
+
+
+def token_fields(
+    head: Head,
+    hidden_states: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """Return what TRL asks of each token, without logits for all of them at once.
+
+    Args:
+        head: Of the model.
+        hidden_states: `[N, D]`.
+        labels: `[N]`, every one a class in `[0, V)`.
+        temperature: What logits are divided by.
+        outputs: Beside `log_probs`: `entropy` in nats, differentiable; `is_top1`, whether the
+            label is the most probable class; `mean_logits` over the classes; `log_sum_sq_probs`,
+            the log of the sum of squared probabilities. The last two take a
+            pass of their own each.
+
+    Returns:
+        `[N]` by name.
+    """
+
+    def measure(name: str) -> Tensor:
+        one = functools.partial(_dense_field, name=name, temperature=temperature)
+        return by_chunks(one, head, hidden_states, labels)
+
+    fields: dict[str, Tensor] = {}
+    lazy = _cooled(head.lazy_logits(hidden_states), temperature)
+    if lazy is not None:
+        # TRL weighs tokens after this, so gradients made with the losses would be lost.
+        options = LossOptions(gradients="recompute")
+        found = chunked_loss(lazy, labels, options=options, with_metrics=True)
+        sources = [t for t in (hidden_states, *head.parameters()) if t.requires_grad]
+        entropy = _Entropy.apply(found.entropy, measure, *sources)
+        fields = {
+            "log_probs": -found.loss,
+            "entropy": entropy,
+            "is_top1": found.predictions == labels,
+        }
+    wanted = {"log_probs", *outputs}
+    return {name: fields[name] if name in fields else measure(name) for name in sorted(wanted)}
+
+
+def _cooled(lazy: LazyLogits | None, temperature: float) -> AffineLogits | DistanceLogits | None:
+    """Return what logits over the temperature are made of; None if nothing fits."""
+    if isinstance(lazy, DistanceLogits):
+        return lazy._replace(h_exp=lazy.h_exp / temperature)
+    if isinstance(lazy, AffineLogits):
+        bias = None if lazy.bias is None else lazy.bias / temperature
+        return lazy._replace(hidden_states=lazy.hidden_states / temperature, bias=bias)
+    return None
+
+
+def _dense_field(
+    head: Head, hidden_states: Tensor, labels: Tensor, *, name: str, temperature: float
+) -> Tensor:
+    """Return one field `[n]` from the logits of a few tokens."""
+    logits = head(hidden_states) / temperature  # [n, V]
+    if name == "mean_logits":
+        return logits.detach().mean(-1)
+    if name == "is_top1":
+        return (logits.argmax(-1) == labels).to(logits.dtype)
+    log_probs = logits.log_softmax(-1)
+    if name == "log_probs":
+        return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if name == "entropy":
+        return -(log_probs.exp() * log_probs).sum(-1)
+    assert name == "log_sum_sq_probs", f"TRL asks for {name}, which no tested version does"
+    return (2 * log_probs.detach()).logsumexp(-1)
+
+
+class _Entropy(torch.autograd.Function):
+    """An entropy that the loss pass has measured; gradients, which few losses want, on demand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, measure: Callable[[str], Tensor], *sources: Tensor
+    ) -> Tensor:
+        ctx.measure = measure
+        ctx.save_for_backward(*sources)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            entropy = ctx.measure("entropy")
+        found = torch.autograd.grad(entropy, ctx.saved_tensors, upstream, allow_unused=True)
+        return (None, None, *found)

@@ -1,0 +1,40 @@
+"""FSDP2 for training loops of your own: the model in shards, the head in float32."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from harmonic_sft.models import HarmonicHeadModel, find_blocks
+
+
+def shard_(model: HarmonicHeadModel, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+    """Shard every block, the head, and the rest over processes, with `fully_shard`.
+
+    Losses call methods of the head and read its weight, so gathering it for `forward` alone would
+    leave them a shard. It is gathered for those methods, and kept until the backward pass.
+
+    Args:
+        model: Changed in place; make the optimizer afterwards.
+        mesh: Of the processes.
+        dtype: What the backbone computes in; default: what its weights are. The head computes in
+            float32.
+
+    Raises:
+        ValueError: The head shares its weight with embeddings that compute in 16 bits.
+    """
+    is_tied = model.config.tie_word_embeddings
+    if is_tied and dtype is not None:
+        raise ValueError(f"dtype: expected None for a tied head, which is float32, got {dtype}")
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for block in find_blocks(model.model.backbone)[1]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    if not is_tied:  # a shared weight has to be in one group: that of the rest
+        own = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(model.dist_head, mesh=mesh, mp_policy=own, reshard_after_forward=False)
+        for method in ("lazy_logits", "nll"):
+            register_fsdp_forward_method(model.dist_head, method)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
