@@ -22,7 +22,7 @@ A run's folder has two files, which are never published; the `digest` of the lis
 import base64
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -42,6 +42,20 @@ SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
 
 Kind = Literal["exact", "near"]
 Verdict = Literal["unseen", "seen", "unknown"]
+
+
+class Duplicates(NamedTuple):
+    """How many training documents are copies of held-out ones."""
+
+    exact: int = 0
+    near: int = 0
+
+    def plus(self, kinds: Sequence[Kind | None]) -> "Duplicates":
+        """Return the numbers with more documents."""
+        return Duplicates(self.exact + kinds.count("exact"), self.near + kinds.count("near"))
+
+
+NO_DUPLICATES = Duplicates()
 
 
 class Ancestor(NamedTuple):
@@ -101,8 +115,13 @@ class HeldOut:
     @classmethod
     def of_texts(cls, texts: Sequence[str]) -> "HeldOut":
         """List documents of plain text."""
-        hashes = [ngram_hashes(word_hashes(text)) for text in texts]
-        return cls([fingerprint(text) for text in texts], hashes)
+        return cls.of((fingerprint(text), word_hashes(text)) for text in texts)
+
+    @classmethod
+    def of(cls, documents: Iterable[tuple[str, np.ndarray]]) -> "HeldOut":
+        """List documents by their fingerprints and word hashes."""
+        traces = [(name, ngram_hashes(words)) for name, words in documents]
+        return cls([name for name, _ in traces], [hashes for _, hashes in traces])
 
     @cached_property
     def digest(self) -> str:
@@ -151,6 +170,42 @@ class HeldOut:
         """The document that each of `_ngrams` stands in, `[G]`."""
         lengths = [len(hashes) for hashes in self.ngrams]
         return np.repeat(np.arange(len(lengths)), lengths)[self._order]
+
+
+def leaves(kind: Kind | None, *, drop_near: bool) -> bool:
+    """Tell whether a document of this kind leaves the training data."""
+    return kind == "exact" or (kind == "near" and drop_near)
+
+
+def leave_out(
+    documents: Iterable[tuple[str, np.ndarray]], held_out: HeldOut, *, drop_near: bool
+) -> tuple[np.ndarray, Duplicates, np.ndarray]:
+    """Leave copies of held-out documents out of training documents.
+
+    Args:
+        documents: Fingerprint and word hashes of each.
+        held_out: The documents to evaluate on.
+        drop_near: Whether near duplicates leave too.
+
+    Returns:
+        Which documents stay, `[documents]` bool; how many copies there were, those that stay
+        included; and the `short_hashes` of the documents that stay.
+
+    Raises:
+        ValueError: None would stay.
+    """
+    names, kinds = [], []
+    for name, words in documents:
+        names.append(name)
+        kinds.append(held_out.kind_of(name, words))
+    stay = np.array([not leaves(kind, drop_near=drop_near) for kind in kinds], dtype=bool)
+    if not stay.any():
+        raise ValueError(
+            "data.eval: expected training documents besides copies of held-out ones, got "
+            f"{len(stay)} copies. Add sources"
+        )
+    trained = short_hashes([name for name, stays in zip(names, stay, strict=True) if stays])
+    return stay, Duplicates().plus(kinds), trained
 
 
 def short_hashes(fingerprints: Sequence[str]) -> np.ndarray:

@@ -70,7 +70,9 @@ def make_stream(tokenizer, tmp_path):
 
     def make(num_words, **settings):
         for part in range(2):
-            words = [f"word{index % 200}" for index in range(part, num_words, 2)]
+            # No word comes twice of those that are held out, the first ones.
+            numbers = [i if i < 6 else 6 + i % 194 for i in range(part, num_words, 2)]
+            words = [f"word{number}" for number in numbers]
             (tmp_path / f"part{part}.txt").write_text("\n".join(words) + "\n")
         config = DataConfig(
             sources=[Source(path=str(tmp_path / "part*.txt"), streaming=True)],
