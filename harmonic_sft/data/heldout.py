@@ -230,7 +230,7 @@ def record(
         base: `model.base`; None for random weights.
         trained: `short_hashes` of its training documents; None for a stream.
     """
-    base_digest = None if base is None else (_read(Path(base)) or {}).get("digest")
+    base_digest = None if base is None else (_read(_home(base)) or {}).get("digest")
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
@@ -275,7 +275,7 @@ def lineage(
     found: list[Ancestor] = []
     expected: str | None = None
     while model is not None:
-        folder = Path(model).expanduser()
+        folder = _home(model)
         saved = _read(folder)
         if saved is None or (found and saved["digest"] != expected):
             return [*found, Ancestor(model, "unknown")]
@@ -323,6 +323,12 @@ def _base64(hashes: np.ndarray) -> str:
 
 def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: source.get(key) for key in SAME_SOURCE}
+
+
+def _home(model: str) -> Path:
+    """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
+    folder = Path(model).expanduser()
+    return folder.parent if folder.name.startswith("checkpoint-") else folder
 
 
 def _read(folder: Path) -> dict[str, Any] | None:

@@ -144,6 +144,13 @@ def test_every_model_on_the_way_is_judged(tmp_path):
     assert judged(fresh, ["a"]) == [("unseen", 0)]
 
 
+def test_a_checkpoint_is_judged_as_its_run(tmp_path):
+    model = run(tmp_path, ["a"], ["b"])
+    assert judged(f"{model}/checkpoint-2", ["b"]) == [("seen", 1)]
+    child = run(tmp_path / "2", ["a"], ["b"], base=f"{model}/checkpoint-2")
+    assert judged(child, ["a"]) == [("unseen", 0), ("unseen", 0)]
+
+
 def test_base_that_was_replaced_since_is_unknown(tmp_path):
     base = run(tmp_path / "1", ["a"], ["b"])
     model = run(tmp_path / "2", ["a"], ["b"], base=base)
