@@ -175,15 +175,13 @@ def spoken_text(
         return " ".join(map(str, ids)), " ".join(map(str, ids[own]))
     conversation = _conversation(row, row_format)
     bodies = [plain_body(message) for message in conversation.messages]
-    own_bodies = [
+    first = conversation.completion or 0
+    answers = [
         body
-        for body, message in zip(bodies, conversation.messages, strict=True)
+        for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
         if message["role"] == "assistant"
     ]
-    if conversation.completion is not None:
-        prompted = conversation.messages[: conversation.completion]
-        own_bodies = own_bodies[sum(turn["role"] == "assistant" for turn in prompted) :]
-    return "\n".join(bodies), "\n".join(own_bodies)
+    return "\n".join(bodies), "\n".join(answers)
 
 
 def _finish(row: Encoded | str, prefix: list[int], loss_on: LossOn) -> Encoded | str:

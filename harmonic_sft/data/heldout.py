@@ -141,35 +141,29 @@ class HeldOut:
         """
         if document in self._names:
             return "exact"
-        if not len(self._ngrams) or len(words) < NGRAM:
+        if len(words) < NGRAM:
             return None
+        hashes, owners = self._index
         own = ngram_hashes(words)
-        first = np.searchsorted(self._ngrams, own, side="left")
-        last = np.searchsorted(self._ngrams, own, side="right")
+        first = np.searchsorted(hashes, own, side="left")
+        last = np.searchsorted(hashes, own, side="right")
         found = np.flatnonzero(last > first)
         if 2 * len(found) <= len(own):
             return None
-        owners = np.concatenate([self._owners[first[i] : last[i]] for i in found])
-        return "near" if 2 * np.bincount(owners).max() > len(own) else None
+        shared = np.concatenate([owners[first[i] : last[i]] for i in found])
+        return "near" if 2 * np.bincount(shared).max() > len(own) else None
 
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset(self.fingerprints)
 
     @cached_property
-    def _order(self) -> np.ndarray:
-        return np.argsort(np.concatenate([*self.ngrams, np.zeros(0, np.uint64)]), kind="stable")
-
-    @cached_property
-    def _ngrams(self) -> np.ndarray:
-        """All 13-grams of the list, `[G]`, sorted."""
-        return np.concatenate([*self.ngrams, np.zeros(0, np.uint64)])[self._order]
-
-    @cached_property
-    def _owners(self) -> np.ndarray:
-        """The document that each of `_ngrams` stands in, `[G]`."""
-        lengths = [len(hashes) for hashes in self.ngrams]
-        return np.repeat(np.arange(len(lengths)), lengths)[self._order]
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """All 13-grams of the list, sorted, and the document of each, both `[G]`."""
+        hashes = np.concatenate([*self.ngrams, np.zeros(0, np.uint64)])
+        owners = np.repeat(np.arange(len(self.ngrams)), [len(part) for part in self.ngrams])
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], owners[order]
 
 
 def leaves(kind: Kind | None, *, drop_near: bool) -> bool:
