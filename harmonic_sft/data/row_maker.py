@@ -352,6 +352,8 @@ def document_starts(rows: datasets.Dataset) -> np.ndarray:
 
 def document_traces(rows: datasets.Dataset) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the fingerprint and the word hashes, `[W]`, of every document."""
+    if not len(rows):  # such a table may have no columns
+        return
     for table in rows.select_columns(list(TRACES)).with_format("arrow").iter(batch_size=10_000):
         words = table["words"].combine_chunks()
         ends, values = words.offsets.to_numpy(), words.values.to_numpy()

@@ -294,6 +294,8 @@ def _results(
 ) -> dict[str, Any]:
     """Gather what is written about a run, from all processes."""
     trainer = ready.trainer
+    left_out, duplicates = _left_out(ready)
+    held_out = held_out_results(run, ready.data, duplicates)
     return {
         "run": run.output_dir.name,
         "base": run.model.base,
@@ -303,7 +305,7 @@ def _results(
         "neighbors_after": _neighbors(run, ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**_data_results(run, ready), "eval_sha256": fingerprint(ready.data.eval)},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "config": to_plain(run),
         "environment": environment(),
@@ -316,8 +318,8 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
     return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
 
 
-def _data_results(run: RunConfig, ready: Ready) -> dict[str, Any]:
-    """Return what was left out, by all processes, and how full packed rows are."""
+def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
+    """Return what was left out, by all processes, how full packed rows are, and the copies."""
     trainer = ready.trainer
     found = []
     for stream, snapshot in trainer.stream_state["streams"].items():
@@ -334,15 +336,13 @@ def _data_results(run: RunConfig, ready: Ready) -> dict[str, Any]:
         sum(counts) for counts in zip((0, 0, 0), *left_out.values(), strict=True)
     )
     known = ready.data.duplicates
-    return {
+    results = {
         "rows_left_out": ready.left_out + skipped,
         "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
         "fill_rate": ready.data.fill_rate,
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
-        "held_out": held_out_results(
-            run, ready.data, Duplicates(known.exact + exact, known.near + near)
-        ),
     }
+    return results, Duplicates(known.exact + exact, known.near + near)
 
 
 def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
