@@ -99,7 +99,8 @@ def small(config: Path, base: Path) -> str:
     task = model.get("task", "masked_lm")
     path = {"masked_lm": "my.txt", "causal_lm": "chats.jsonl"}.get(task, "labelled.jsonl")
     source = {"path": path, "streaming": data["sources"][0].get("streaming", False)}
-    labelled = {"label_column": "label", "eval": {"source": source}}
+    held_out = {"source": {"path": "evaluated.jsonl"}}
+    labelled = {"label_column": "label", "eval": held_out}
     settings["data"] = {
         **data,
         "sources": [source],
@@ -148,10 +149,13 @@ def site(tmp_path_factory, text_file):
         copied.write_text(small(path, root / "bert"))
     for file in ("my.txt", "other.txt"):
         shutil.copy(text_file, clone / file)
-    chat = {"prompt": "w5 w6 w7", "completion": "w8 w9"}
-    (clone / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
-    rows = [{"text": word, "label": word[0]} for word in WORDS[:16]]
-    (clone / "labelled.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tables = {
+        "chats": [{"prompt": f"w5 w6 w{i}", "completion": "w8 w9"} for i in range(40)],
+        "labelled": [{"text": word, "label": word[0]} for word in WORDS[:16]],
+        "evaluated": [{"text": f"{word} {word}", "label": word[0]} for word in WORDS[:16]],
+    }
+    for file, rows in tables.items():
+        (clone / f"{file}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with HubServer(users={"hf_test_token_me": "me"}) as hub:
         add_repos(hub, root)
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: tiny models

@@ -119,7 +119,7 @@ class ConversationWriter:
                 "none. Set one of them."
             )
         written = [
-            (message["role"], _plain_body(message), index in turns)
+            (message["role"], plain_body(message), index in turns)
             for index, message in enumerate(conversation.messages)
         ]
         if conversation.tools:
@@ -225,7 +225,8 @@ class ConversationWriter:
         return pieces
 
 
-def _plain_body(message: dict[str, Any]) -> str:
+def plain_body(message: dict[str, Any]) -> str:
+    """Return what a turn says: its content and its tool calls."""
     calls = [
         f"<tool_call>{_json(call['function'])}</tool_call>"
         for call in message.get("tool_calls", [])

@@ -13,6 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.batches import LabeledRows, PaddingCollator
 from harmonic_sft.data.files import BAD, PLACE
+from harmonic_sft.data.heldout import (
+    NO_DUPLICATES,
+    Duplicates,
+    HeldOut,
+    fingerprint,
+    leave_out,
+    word_hashes,
+)
 from harmonic_sft.data.loading import choose_eval
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import check_tokenizer, weight_of
@@ -37,6 +45,12 @@ class _Row(NamedTuple):
     labels: Sequence[str | int]  # one, or one for each word
     weight: float = 1.0
 
+    @property
+    def traces(self) -> tuple[str, np.ndarray]:
+        """The fingerprint and the word hashes of the text, `[W]`; the label does not count."""
+        text = self.text if isinstance(self.text, str) else " ".join(self.text)
+        return fingerprint(text), word_hashes(text)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledData:
@@ -51,6 +65,9 @@ class LabeledData:
     num_tokens: int  # of the training rows, special ones included
     fill_rate: None = None  # rows are never packed
     bad_rows: BadRows = field(default_factory=BadRows)
+    held_out: HeldOut = field(default_factory=HeldOut)
+    duplicates: Duplicates = NO_DUPLICATES
+    trained: np.ndarray | None = None
 
 
 def load_labeled_data(
@@ -107,6 +124,13 @@ def load_labeled_data(
     for part, found in (("sources", train), ("eval.source", held_out)):
         if not found and (part == "sources" or config.eval.documents):
             raise ValueError(f"data.{part}: expected rows with text and a label, got none")
+    held = HeldOut.of(row.traces for row in held_out)
+    duplicates, trained = NO_DUPLICATES, None
+    if not eval_only:
+        traces = [row.traces for row in train]
+        drop_near = config.eval.drop_near_duplicates
+        stay, duplicates, trained = leave_out(traces, held, drop_near=drop_near)
+        train = [row for row, stays in zip(train, stay, strict=True) if stays]
     names = list(labels or _sorted_labels(train))
     _check_labels(held_out if labels is None else [*train, *held_out], names)
     encode = functools.partial(_encode, names=names, tokenizer=tokenizer, config=config, task=task)
@@ -123,6 +147,9 @@ def load_labeled_data(
         num_documents=len(train),
         num_tokens=sum(map(len, train_rows.input_ids)),
         bad_rows=bad_rows,
+        held_out=held,
+        duplicates=duplicates,
+        trained=trained,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRow
-from harmonic_sft.data.chat import Conversation, ConversationWriter
+from harmonic_sft.data.chat import Conversation, ConversationWriter, plain_body
 from harmonic_sft.data.encoding import (
     Encoded,
     Piece,
@@ -146,6 +146,42 @@ def encode(
     encoded = encode_pieces(drafts, tokenizer=tokenizer, word_ids=word_ids)
     prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
     return [_finish(row, prefix, loss_on) for row in encoded]
+
+
+def spoken_text(
+    row: Mapping[str, Any], row_format: Format, *, column: str = "text"
+) -> tuple[str, str]:
+    """Return all that a row says, and what of it is its own: no template and no prompt.
+
+    Args:
+        row: One that `encode` has taken.
+        row_format: Its format.
+        column: As in `encode`.
+
+    Returns:
+        The text, twice; of a conversation its turns, and those of the assistant in the completion;
+        of `input_ids` the numbers, and those that have a label or are in a mask.
+    """
+    if row_format == "text":
+        return row[column], row[column]
+    if row_format == "tokens":
+        ids = np.asarray(row["input_ids"])
+        own = np.ones(len(ids), dtype=bool)
+        if row.get("labels") is not None:
+            own = np.asarray(row["labels"]) != IGNORE_INDEX
+        for mask in ("completion_mask", "assistant_masks"):
+            if row.get(mask) is not None:
+                own &= np.asarray(row[mask]) != 0
+        return " ".join(map(str, ids)), " ".join(map(str, ids[own]))
+    conversation = _conversation(row, row_format)
+    bodies = [plain_body(message) for message in conversation.messages]
+    first = conversation.completion or 0
+    answers = [
+        body
+        for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
+        if message["role"] == "assistant"
+    ]
+    return "\n".join(bodies), "\n".join(answers)
 
 
 def _finish(row: Encoded | str, prefix: list[int], loss_on: LossOn) -> Encoded | str:

@@ -1,13 +1,12 @@
 """What a run trains on, printed: counts, lengths, fill rate and one row, without a model."""
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import datasets
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
@@ -15,51 +14,14 @@ from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels, RowMasker
 from harmonic_sft.data.row_maker import document_names, row_lengths, rows_table
-from harmonic_sft.data.streams import Members, StreamedRows
 from harmonic_sft.results import show_table
 
 STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
-NUM_BINS = 10
-BAR_WIDTH = 40
-# How each kind of token is written, so that it is told without color, and its style.
-STYLES = {
-    "special": ("<{}>", "cyan"),
-    "predicted": ("[{}]", "bold green"),
-    "scored": ("{}", ""),
-    "context": ("({})", "dim"),
-}
+SIGNS = {"special": "<{}>", "predicted": "[{}]", "scored": "{}", "context": "({})"}
 LEGEND = (
-    ("special", "special token", "never predicted"),
-    ("predicted", "predicted", "the model sees the mask token"),
-    ("predicted", "predicted -> seen", "the model sees another token, or the right one"),
-    ("scored", "other text", "may be predicted, but not in this epoch"),
-    ("context", "context", "never predicted"),
+    "[predicted], and after -> what the model sees if not the mask token; <special token>; "
+    "(context, never predicted); the rest may be predicted in another epoch"
 )
-DECODER_LEGEND = (
-    ("predicted", "predicted", "from what stands before it"),
-    ("special", "special token", "not predicted"),
-    ("context", "context", "not predicted"),
-)
-
-
-class Counts(NamedTuple):
-    """What rows hold; scored are the tokens that can ever be predicted."""
-
-    lengths: np.ndarray  # [rows], in tokens, special ones included
-    num_documents: int
-    num_ordinary: int
-    num_scored: int
-
-
-class _View(NamedTuple):
-    """What is shown of a training set."""
-
-    title: str
-    counts: Counts
-    pack_lengths: np.ndarray | None  # [packs]; None if every row is an item of its own
-    shown: Members
-    is_stream: bool = False
-    repeats: bool = False  # a source has ended and begun again
 
 
 def inspect_data(
@@ -84,37 +46,94 @@ def inspect_data(
     Raises:
         ValueError: There is no row of this number.
     """
-    masker = data.eval.masker
-    num_items = len(data.train) if isinstance(data.train, MaskedRows) else STREAM_ITEMS
+    is_stream = not isinstance(data.train, MaskedRows)
+    num_items = STREAM_ITEMS if is_stream else len(data.train)
     if not 0 <= seed_row < num_items:
         raise ValueError(
             f"seed_row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
         )
+    rows, packs, epochs = _items(data)
+    is_packed = any(len(pack) > 1 for pack in packs)
+    kind = "packs" if is_packed else "rows"
+    title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
+    masker = data.eval.masker if is_stream else data.train.masker
+    parts = {title: rows, "evaluation": data.eval.rows}
+    counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
+    show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    if any(epochs):
+        console.print("A source of the stream ended within these and began again.")
+    lines = [f"Rows left out: {data.bad_rows.total}", *data.bad_rows.first]
+    console.print("\n  ".join(lines))
+    if not is_stream:
+        copies = "Copies of held-out documents: {} exact ones, left out, and {} near ones"
+        console.print(copies.format(*data.duplicates))
+    lengths = row_lengths(rows)
+    sizes = {"rows": lengths}
+    if is_packed:
+        packed = np.array([lengths[pack].sum() for pack in packs])
+        sizes = {"rows, if not packed": lengths, "packs": packed}
+    _show_sizes(title, sizes, data, rows_per_step, batch_size or rows_per_step)
+    pack = packs[seed_row]
+    what = "Row" if len(pack) == 1 else f"Pack of {len(pack)} rows, number"
+    console.print(f"{what} {seed_row} in the first epoch\n{LEGEND}")
+    for index in pack:
+        row = rows[int(index)]
+        name = ", ".join(f"{key} {int(row[key])}" for key in ("source", "document", "chunk"))
+        console.print(f"\n-- {name}: {len(row['input_ids'])} tokens --")
+        console.print(sample_text(row, epochs[int(index)], masker=masker, tokenizer=tokenizer))
+
+
+def _items(data: LoadedData) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int]]:
+    """Return rows, the rows' numbers in every item, and their epochs."""
     if isinstance(data.train, MaskedRows):
-        view = _view_table(data.train, seed_row)
-    else:
-        view = _view_stream(data.train, masker, seed_row)
-    _show_counts(view, data)
-    _show_lengths("Lengths of rows", view.counts.lengths, view.title)
-    if view.pack_lengths is not None:
-        _show_lengths("Lengths of packs", view.pack_lengths, view.title)
-    _show_batches(view, data, rows_per_step, batch_size or rows_per_step)
-    _show_sample(view.shown, seed_row, masker=masker, tokenizer=tokenizer)
+        rows = data.train.rows
+        packs = data.train.packs or list(np.arange(len(rows))[:, None])
+        return rows, packs, [0] * len(rows)
+    in_turn = zip(*(logical.rows(None) for logical in data.train.streams), strict=True)
+    items = itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS)
+    members = [pack for pack, _ in items]
+    ends = np.cumsum([len(pack) for pack in members])
+    rows, epochs = zip(*itertools.chain.from_iterable(members), strict=True)
+    table = rows_table(rows).with_format("numpy")
+    return table, np.split(np.arange(len(rows)), ends[:-1]), epochs
 
 
-def count_rows(rows: datasets.Dataset, masker: RowLabels) -> Counts:
-    """Count what rows hold, some thousands of them in memory at a time."""
-    num_ordinary = num_scored = 0
+def count_rows(rows: datasets.Dataset, masker: RowLabels) -> tuple[int, int, int, int]:
+    """Count documents, rows, tokens and those that can ever be predicted, in parts."""
+    tokens = scored = 0
     for batch in rows.with_format("arrow").iter(batch_size=10_000):
-        tokens = {
+        columns = {
             name: batch[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             for name in ("input_ids", "scored")
             if name in batch.column_names
         }
-        num_ordinary += int((~masker.special_tokens[tokens["input_ids"]]).sum())
-        num_scored += int(masker.maskable(tokens).sum())
-    num_documents = np.unique(document_names(rows), axis=1).shape[1]
-    return Counts(row_lengths(rows), num_documents, num_ordinary, num_scored)
+        tokens += len(columns["input_ids"])
+        scored += int(masker.maskable(columns).sum())
+    documents = np.unique(document_names(rows), axis=1).shape[1]
+    return documents, len(rows), tokens, scored
+
+
+def _show_sizes(
+    title: str,
+    sizes: Mapping[str, np.ndarray],
+    data: LoadedData,
+    rows_per_step: int,
+    batch_size: int,
+) -> None:
+    """Print how long rows and packs are, and how full their batches."""
+    lines = []
+    for kind, lengths in sizes.items():
+        quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()
+        rate = f"{100 * _fill_rate(lengths, data, batch_size):.1f} %"
+        per_step = round(float(rows_per_step * lengths.mean()))
+        # A stream has no end, so neither has its epoch.
+        is_table = isinstance(data.train, MaskedRows)
+        steps = -(-len(lengths) // rows_per_step) if is_table else None
+        lines.append([kind, *quantiles, rate, per_step, steps])
+    columns = ["tokens of", "shortest", "median", "95 %", "longest"]
+    columns += ["fill rate", "tokens per step", "steps per epoch, about"]
+    show_table(f"Batches of {batch_size}, {rows_per_step} in a step: {title}", columns, lines)
 
 
 def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
@@ -127,14 +146,13 @@ def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
     starts = np.arange(0, len(shuffled), batch_size)  # [batches]
     longest = np.maximum.reduceat(shuffled, starts)  # [batches]
     width = -(-longest // multiple) * multiple  # [batches]
-    sizes = np.diff(starts, append=len(shuffled))  # [batches]
-    return float(shuffled.sum() / (width * sizes).sum())
+    return float(shuffled.sum() / (width * np.diff(starts, append=len(shuffled))).sum())
 
 
 def sample_text(
     row: Mapping[str, Any], epoch: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
-) -> Text:
-    """Write one row with every token's part in training, readable with and without color.
+) -> str:
+    """Write one row with every token's part in training.
 
     Args:
         row: What `masker` takes.
@@ -159,111 +177,16 @@ def sample_text(
     texts = [_decode(tokenizer, row_ids[part]) for part in parts]
     # Tokens made of bytes hold the spaces themselves; word pieces do not.
     holds_spaces = "".join(texts) == _decode(tokenizer, row_ids)
-    line = Text()
+    line = ""
     for text, part in zip(texts, parts, strict=True):
         kind, first = str(kinds[part[0]]), part[0]
         bare = text.lstrip(" ") or text
-        line.append(text[: len(text) - len(bare)] if holds_spaces else " " if line else "")
+        line += text[: len(text) - len(bare)] if holds_spaces else " " if line else ""
         hides = isinstance(masker, RowMasker)  # a decoder sees what it has predicted
         if kind == "predicted" and hides and masked["input_ids"][first] != masker.mask_token_id:
             bare = f"{bare} -> {_decode(tokenizer, masked['input_ids'][part]).strip(' ')}"
-        line.append_text(_write(kind, bare))
+        line += SIGNS[kind].format(bare)
     return line
-
-
-def _view_table(table: MaskedRows, number: int) -> _View:
-    counts = count_rows(table.rows, table.masker)
-    members, pack_lengths = np.array([number]), None
-    if table.packs is not None:
-        members = table.packs[number]
-        pack_lengths = np.array([counts.lengths[pack].sum() for pack in table.packs])
-    return _View("train", counts, pack_lengths, [(table.rows[int(row)], 0) for row in members])
-
-
-def _view_stream(stream: StreamedRows, masker: RowLabels, number: int) -> _View:
-    in_turn = zip(*(logical.rows(None) for logical in stream.streams), strict=True)
-    items = itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS)
-    packs = [pack for pack, _ in items]
-    rows = [row for pack in packs for row, _ in pack]
-    pack_lengths = None
-    if len(rows) > len(packs):
-        pack_lengths = np.array([sum(len(row["input_ids"]) for row, _ in pack) for pack in packs])
-    title = f"first {len(packs)} {'rows' if pack_lengths is None else 'packs'} of a stream"
-    repeats = any(epoch > 0 for pack in packs for _, epoch in pack)
-    return _View(
-        title, count_rows(rows_table(rows), masker), pack_lengths, packs[number], True, repeats
-    )
-
-
-def _show_counts(view: _View, data: LoadedData) -> None:
-    parts = {view.title: view.counts, "evaluation": count_rows(data.eval.rows, data.eval.masker)}
-    rows = [
-        [
-            title,
-            counts.num_documents,
-            len(counts.lengths),
-            int(counts.lengths.sum()),
-            counts.num_ordinary,
-            counts.num_scored,
-        ]
-        for title, counts in parts.items()
-    ]
-    columns = ["", "documents", "rows", "tokens", "without special", "scored"]
-    show_table("Data", columns, rows)
-    if view.repeats:
-        _console().print("A source of the stream ended within these and began again.")
-    lines = [f"Rows left out: {data.bad_rows.total}", *data.bad_rows.first]
-    _console().print("\n  ".join(lines), soft_wrap=True)
-
-
-def _show_lengths(title: str, lengths: np.ndarray, of: str) -> None:
-    """Print a histogram with bins of the same width."""
-    longest = int(lengths.max())
-    width = -(-longest // NUM_BINS)
-    counts = np.bincount((lengths - 1) // width)  # [bins]
-    rows = [
-        [
-            f"{index * width + 1} to {min((index + 1) * width, longest)}",
-            int(count),
-            "#" * int(np.ceil(BAR_WIDTH * count / counts.max())),
-        ]
-        for index, count in enumerate(counts)
-    ]
-    show_table(f"{title}: {of}", ["tokens", "number", ""], rows)
-
-
-def _show_batches(view: _View, data: LoadedData, rows_per_step: int, batch_size: int) -> None:
-    kinds = {"rows": view.counts.lengths}
-    if view.pack_lengths is not None:
-        kinds = {"rows, if not packed": view.counts.lengths, "packs": view.pack_lengths}
-    table = []
-    for kind, lengths in kinds.items():
-        fill_rate = _fill_rate(lengths, data, batch_size)
-        per_step = rows_per_step * lengths.mean()
-        # A stream has no end, so neither has its epoch.
-        steps = None if view.is_stream else -(-len(lengths) // rows_per_step)
-        table.append([kind, f"{100 * fill_rate:.1f} %", round(float(per_step)), steps])
-    show_table(
-        f"Batches of {batch_size}, {rows_per_step} in a step: {view.title}",
-        ["", "fill rate", "tokens per step", "steps per epoch, about"],
-        table,
-    )
-
-
-def _show_sample(
-    shown: Members, number: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Print a row, or the rows of a pack one below the other, and what the signs mean."""
-    console = _console()
-    what = "Row" if len(shown) == 1 else f"Pack of {len(shown)} rows, number"
-    console.print(f"{what} {number} in the first epoch", style="bold")
-    for kind, text, meaning in LEGEND if isinstance(masker, RowMasker) else DECODER_LEGEND:
-        console.print(Text("  ").append_text(_write(kind, text)).append(f"  {meaning}"))
-    for row, epoch in shown:
-        name = ", ".join(f"{key} {int(row[key])}" for key in ("source", "document", "chunk"))
-        console.print(f"\n-- {name}: {len(row['input_ids'])} tokens --", style="bold")
-        text = sample_text(row, epoch, masker=masker, tokenizer=tokenizer)
-        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray) -> str:
@@ -272,12 +195,3 @@ def _decode(tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray) -> str:
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in text
     )
-
-
-def _write(kind: str, text: str) -> Text:
-    pattern, style = STYLES[kind]
-    return Text(pattern.format(text), style=style)
-
-
-def _console() -> Console:
-    return Console(markup=False, highlight=False, emoji=False)

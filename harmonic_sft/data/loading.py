@@ -23,6 +23,7 @@ from harmonic_sft.data.batches import (
 from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
 from harmonic_sft.data.formats import Format, recognize
+from harmonic_sft.data.heldout import NO_DUPLICATES, Duplicates, HeldOut, leave_out
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
     EVAL_EPOCH,
@@ -32,9 +33,11 @@ from harmonic_sft.data.masking import (
     special_tokens,
 )
 from harmonic_sft.data.row_maker import (
+    TRACES,
     RowMaker,
     check_tokenizer,
-    document_names,
+    document_starts,
+    document_traces,
     row_lengths,
     rows_table,
     tokenize_table,
@@ -60,6 +63,9 @@ class LoadedData:
     num_tokens: int | None = None  # the same
     fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
+    held_out: HeldOut = field(default_factory=HeldOut)  # the documents of `eval`
+    duplicates: Duplicates = NO_DUPLICATES  # in the sources; streams count while training
+    trained: np.ndarray | None = None  # `short_hashes` of the training documents
 
 
 def load_data(
@@ -98,8 +104,6 @@ def load_data(
         needs_mask=not is_causal,
     )
     masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
-    eval_masker = replace(masker, seed=config.eval.seed)
-    bad_rows = BadRows(skip=config.on_bad_row == "skip")
     # A tokenizer may end every row itself.
     ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
     opened = [
@@ -110,39 +114,87 @@ def load_data(
     )
     if config.padding_free:
         collator = PaddingFreeCollator()
+    bad_rows = BadRows(skip=config.on_bad_row == "skip")
     if config.sources[0].streaming:
         streams = _logical_streams(opened, config, seed, bad_rows)
-        streams, held_out = split_streams(streams, eval_documents=config.eval.documents)
-        return LoadedData(
-            train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
-            eval=MaskedRows(held_out, eval_masker, fixed_epoch=EVAL_EPOCH),
-            collator=collator,
-            bad_rows=bad_rows,
-        )
+        return _streamed_data(streams, config, masker, collator, bad_rows)
     rows = _table_rows(opened, config, bad_rows)
-    held_out, num_documents = rows, 0
+    data = _table_data(rows, config, masker, collator, vocab_size, eval_only=eval_only)
+    return replace(data, bad_rows=bad_rows)
+
+
+def _streamed_data(
+    streams: list[LogicalStream],
+    config: DataConfig,
+    masker: RowLabels,
+    collator: PaddingCollator | PaddingFreeCollator,
+    bad_rows: BadRows,
+) -> LoadedData:
+    streams, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
+    held_out = HeldOut.of(document_traces(eval_rows))
+    for stream in streams:
+        stream.leave_out(held_out, drop_near=config.eval.drop_near_duplicates)
+    return LoadedData(
+        train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
+        eval=_eval_rows(eval_rows, masker, config),
+        collator=collator,
+        bad_rows=bad_rows,
+        held_out=held_out,
+    )
+
+
+def _table_data(
+    rows: datasets.Dataset,
+    config: DataConfig,
+    masker: RowLabels,
+    collator: PaddingCollator | PaddingFreeCollator,
+    vocab_size: int,
+    *,
+    eval_only: bool,
+) -> LoadedData:
+    drop_near = config.eval.drop_near_duplicates
+    eval_rows, num_documents = rows, 0
+    duplicates, trained = NO_DUPLICATES, None
     if not eval_only:
-        rows, held_out, num_documents = split_table(
+        rows, eval_rows, num_documents = split_table(
             rows, eval_documents=config.eval.documents, seed=config.eval.seed
         )
+    held_out = HeldOut.of(document_traces(eval_rows))
+    if not eval_only:
+        stay, duplicates, trained = leave_out(document_traces(rows), held_out, drop_near=drop_near)
+        num_documents = int(stay.sum())
+        if not stay.all():
+            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
     packs = rate = None
     if config.packing:
         lengths = row_lengths(rows)
         packs = pack(lengths, config.context_length)
         rate = fill_rate(lengths, packs, config.context_length)
     counts = unigram_counts(rows, vocab_size)  # [V]
-    if not is_causal:  # special tokens are never predicted
+    if isinstance(masker, RowMasker):  # special tokens are never predicted
         counts = np.where(masker.special_tokens, 0, counts)
     return LoadedData(
-        train=MaskedRows(rows, masker, packs=packs),
-        eval=MaskedRows(held_out, eval_masker, fixed_epoch=EVAL_EPOCH),
+        train=MaskedRows(_plain(rows), masker, packs=packs),
+        eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
         unigram_counts=counts,
         num_documents=num_documents,
         num_tokens=int(counts.sum()),
         fill_rate=rate,
-        bad_rows=bad_rows,
+        held_out=held_out,
+        duplicates=duplicates,
+        trained=trained,
     )
+
+
+def _eval_rows(rows: datasets.Dataset, masker: RowLabels, config: DataConfig) -> MaskedRows:
+    """Mask rows by the seed of the evaluation."""
+    return MaskedRows(_plain(rows), replace(masker, seed=config.eval.seed), fixed_epoch=EVAL_EPOCH)
+
+
+def _plain(rows: datasets.Dataset) -> datasets.Dataset:
+    """Leave what tells copies of documents away from rows that a model gets."""
+    return rows.remove_columns([name for name in TRACES if name in rows.column_names])
 
 
 def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
@@ -163,8 +215,7 @@ def split_table(
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    # True at a new document, [rows].
-    starts = np.diff(document_names(rows), axis=1, prepend=-1).any(axis=0)
+    starts = document_starts(rows)
     num_documents = int(starts.sum())
     chosen = choose_eval(num_documents, eval_documents, seed=seed)  # [documents]
     in_eval = chosen[np.cumsum(starts) - 1]  # [rows]

@@ -25,14 +25,22 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
-from harmonic_sft.data.formats import Format, encode
+from harmonic_sft.data.formats import Format, encode, spoken_text
+from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.sources import document_name, numbered_rows
 
 BATCH_DOCUMENTS = 1000
 BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
-CODE = ("files", "row_maker", "formats", "chat", "encoding")  # modules that decide what a row holds
+CODE = (
+    "files",
+    "row_maker",
+    "formats",
+    "chat",
+    "encoding",
+    "heldout",
+)  # modules that decide what a row holds
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
@@ -41,7 +49,10 @@ FEATURES = {
     "source": datasets.Value("int32"),
     "document": datasets.Value("int64"),
     "chunk": datasets.Value("int32"),
+    "fingerprint": datasets.Value("string"),
+    "words": datasets.List(datasets.Value("uint32")),
 }
+TRACES = ("fingerprint", "words")  # columns that only the first row of a document has
 
 
 def check_tokenizer(
@@ -176,12 +187,19 @@ class RowMaker:
                 kept = sum(len(row["input_ids"]) - num_special for row in chunks)
                 bad_rows.unscored_tokens += len(encoded.input_ids) - kept if chunks else 0
                 chunks = [row | weight for row in chunks]
+            if chunks:
+                chunks[0] |= self._traces(document)
             if not chunks:
                 number = document_name(document["document"])
                 place = document.get(PLACE) or f"{self.name}, {number}"
                 bad_rows.report(self.name, place, encoded if isinstance(encoded, str) else BLANK)
             rows += chunks
         return rows
+
+    def _traces(self, document: Row) -> dict[str, Any]:
+        """Return what tells copies of a document."""
+        whole, own = spoken_text(document, self.row_format, column=self.column)
+        return {"fingerprint": fingerprint(whole), "words": word_hashes(own)}
 
     def _weight(self, document: Row) -> dict[str, float]:
         """Return the column `weight` of a document's rows, nothing if they have none."""
@@ -310,10 +328,9 @@ def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list
 def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
     """Make a table of rows; those of plain text may predict everything if others have `scored`."""
     columns = [name for name in FEATURES if any(name in row for row in rows)]
-    table = {
-        name: [row[name] if name in row else [True] * len(row["input_ids"]) for row in rows]
-        for name in columns
-    }
+    if "scored" in columns:
+        rows = [{"scored": [True] * len(row["input_ids"]), **row} for row in rows]
+    table = {name: [row.get(name) for row in rows] for name in columns}
     features = datasets.Features({name: FEATURES[name] for name in columns})
     return datasets.Dataset.from_dict(table, features=features)
 
@@ -324,6 +341,25 @@ def row_lengths(rows: datasets.Dataset) -> np.ndarray:
     return np.concatenate(
         [batch["input_ids"].combine_chunks().value_lengths().to_numpy() for batch in batches]
     )
+
+
+def document_starts(rows: datasets.Dataset) -> np.ndarray:
+    """Tell which rows begin a document, `[rows]` bool; the rows of one stand together."""
+    names = document_names(rows)  # [2, rows]
+    is_other = names[:, 1:] != names[:, :-1]
+    return np.append(np.ones(min(1, len(rows)), dtype=bool), is_other.any(axis=0))
+
+
+def document_traces(rows: datasets.Dataset) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the fingerprint and the word hashes, `[W]`, of every document."""
+    if not len(rows):  # such a table may have no columns
+        return
+    for table in rows.select_columns(list(TRACES)).with_format("arrow").iter(batch_size=10_000):
+        words = table["words"].combine_chunks()
+        ends, values = words.offsets.to_numpy(), words.values.to_numpy()
+        for index, name in enumerate(table["fingerprint"].to_pylist()):
+            if name is not None:
+                yield name, values[ends[index] : ends[index + 1]]
 
 
 def document_names(rows: datasets.Dataset) -> np.ndarray:

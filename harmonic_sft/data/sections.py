@@ -72,6 +72,11 @@ class EvalConfig:
         default=42,
         description="chooses them; the same for every training.seed, so that runs are comparable",
     )
+    drop_near_duplicates: bool = Field(
+        default=False,
+        description="also leave documents out of training of which more than half of the 13-grams "
+        "stand in one held-out document; exact copies always leave",
+    )
     source: Source | None = Field(
         default=None, description="classification: evaluate on all rows of this place instead"
     )

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import datasets
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import pack
 from harmonic_sft.data.files import BAD, Row
+from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind, leaves
 from harmonic_sft.data.keyed_random import permutation, random_bits
-from harmonic_sft.data.row_maker import RowMaker
+from harmonic_sft.data.row_maker import TRACES, RowMaker
 from harmonic_sft.data.sources import STREAM_BITS, unreadable
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
@@ -37,6 +38,8 @@ class Snapshot(TypedDict):
             those found while opening the sources not at all.
         reasons: The first of these that were not blank, those of the window included.
         sources: The `epoch` of every source, the documents read in it, the library's own state.
+        duplicates: Copies of held-out documents that it had met in the first pass; without them,
+            an earlier version wrote the snapshot and looked for none.
     """
 
     rows: int
@@ -44,6 +47,7 @@ class Snapshot(TypedDict):
     skipped: int
     reasons: list[str]
     sources: list[dict[str, Any]]
+    duplicates: NotRequired[Duplicates]
 
 
 class StreamState(TypedDict):
@@ -59,6 +63,7 @@ class Place(NamedTuple):
     stream: int
     row: int
     skipped: int
+    duplicates: Duplicates
     snapshot: Snapshot
 
 
@@ -170,6 +175,11 @@ class LogicalStream:
         self.make_rows, self.bad_rows = make_rows, bad_rows
         self.window, self.seed, self.capacity = window, seed, capacity
         self._starts: list[dict[str, Any] | None] = [None] * len(sources)
+        self._held_out, self._drop_near = HeldOut(), False
+
+    def leave_out(self, held_out: HeldOut, *, drop_near: bool) -> None:
+        """Leave copies of held-out documents out as they pass."""
+        self._held_out, self._drop_near = held_out, drop_near
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
         """Keep the first documents from every pass, such as those of the evaluation.
@@ -223,10 +233,12 @@ class LogicalStream:
         """
         readers = self._readers()
         given = windows = skipped = 0
+        duplicates = Duplicates()
         reasons: list[str] = []
         if snapshot is not None:
             given, windows = snapshot["rows"], snapshot["windows"]
             skipped, reasons = snapshot["skipped"], snapshot["reasons"]
+            duplicates = Duplicates(*snapshot.get("duplicates", ()))
             for reader, state in zip(readers, snapshot["sources"], strict=True):
                 reader.load(state)
         barren = [0] * len(readers)  # ends of each source since the last row
@@ -235,23 +247,43 @@ class LogicalStream:
             documents, ended = self._read(readers, windows)
             rows: Members = []
             bad_rows = self._counter()
+            kinds: list[Kind | None] = []
             for (source, epoch), group in documents.items():
                 counter = bad_rows if epoch == 0 else self._counter()
-                rows += [(row, epoch) for row in self.make_rows[source](group, counter)]
+                made, found = self._without_duplicates(self.make_rows[source](group, counter))
+                rows += [(row, epoch) for row in made]
+                kinds += found if epoch == 0 else []
             reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
             here = Snapshot(
-                rows=given, windows=windows, skipped=skipped, reasons=reasons, sources=states
+                rows=given,
+                windows=windows,
+                skipped=skipped,
+                reasons=reasons,
+                sources=states,
+                duplicates=duplicates,
             )
             skipped += bad_rows.total
+            duplicates = duplicates.plus(kinds)
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
-                yield members, Place(self.number, given, skipped, here)
+                yield members, Place(self.number, given, skipped, duplicates, here)
                 given += 1
             windows += 1
         raise ValueError(
             "data.sources: expected more documents than the evaluation split takes, got none "
             "after it. Lower data.eval.documents"
         )
+
+    def _without_duplicates(self, rows: Sequence[Row]) -> tuple[list[Row], list[Kind | None]]:
+        """Leave out copies of held-out documents, and of other rows what tells them."""
+        kept: list[Row] = []
+        kinds: list[Kind | None] = [None]
+        for row in rows:
+            if "fingerprint" in row:  # a new document
+                kinds.append(self._held_out.kind_of(row["fingerprint"], row["words"]))
+            if not leaves(kinds[-1], drop_near=self._drop_near):
+                kept.append({key: row[key] for key in row if key not in TRACES})
+        return kept, kinds
 
     def _read(
         self, readers: Sequence[SourceReader], windows: int

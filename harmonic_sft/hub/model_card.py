@@ -104,6 +104,10 @@ def model_card(
         Markdown with a block of YAML metadata.
     """
     results = results or {}
+    documents = (results.get("data") or {}).get("held_out") or {}
+    seen = _seen(documents)
+    if seen == "yes":  # then the numbers tell nothing
+        results = {**results, "before": {}, "final": {}, "history": []}
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
     names = [name for name in config.architectures or [] if name in TASKS]
     architecture = names[0] if names else "HarmonicForMaskedLM"
@@ -135,6 +139,8 @@ def model_card(
         "dtype": str(config.dtype or "").removeprefix("torch."),
         "run": run,
         "sources": [_source(source) for source in run["data"].get("sources") or ()],
+        "documents": documents,
+        "seen": seen,
         "eval_source": None if held_out is None else _source(held_out),
         "hyperparameters": list(_hyperparameters(run)),
         "log": _log(results),
@@ -170,6 +176,14 @@ def model_card(
         metadata["base_model_relation"] = "adapter" if form == "peft" else "finetune"
     card = ModelCard.from_template(metadata, str(TEMPLATE), None, **context)
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
+
+
+def _seen(documents: dict[str, Any]) -> str:
+    """Say whether a base was trained on the held-out documents: yes, no or unknown."""
+    verdicts = [entry["verdict"] for entry in documents.get("lineage") or ()]
+    if "seen" in verdicts:
+        return "yes"
+    return "unknown" if "unknown" in verdicts else "no"
 
 
 def _eval_results(

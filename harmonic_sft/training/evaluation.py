@@ -25,6 +25,7 @@ from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, write_results
 from harmonic_sft.training.batches import head_inputs
+from harmonic_sft.training.held_out import check_unseen, to_results
 from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
 from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
 from harmonic_sft.training.report import show_metrics
@@ -71,6 +72,7 @@ def evaluate_folder(
         eval_only=any(key == "data" or key.startswith("data.sources") for key in keys)
         and not any(key.startswith("data.eval") for key in keys),
     )
+    ancestors = check_unseen(folder, data, data_config)
     model = load_checked(MODELS[task], str(folder), config)
     if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
         model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
@@ -85,7 +87,11 @@ def evaluate_folder(
         "head": model.config.head,
         "final": summarize(scores, model.dist_head, grid),
         "documents": num_documents,
-        "data": {**to_plain(data_config), "eval_sha256": fingerprint(data.eval)},
+        "data": {
+            **to_plain(data_config),
+            "eval_sha256": fingerprint(data.eval),
+            "held_out": {"sha256": data.held_out.digest, "lineage": to_results(ancestors)},
+        },
         "environment": environment(),
     }
     write_results(folder / "results", "eval", results)

@@ -67,6 +67,9 @@ def log_data(data: LoadedData | LabeledData) -> None:
     )
     if data.fill_rate is not None:
         logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
+    if any(data.duplicates):
+        message = "Copies of held-out documents: %d exact ones were left out; near ones: %d."
+        logger.info(message, *data.duplicates)
     if tokens := data.bad_rows.unscored_tokens:
         logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
     if first := data.bad_rows.first:

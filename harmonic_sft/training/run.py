@@ -13,6 +13,7 @@ from transformers import TrainerState, TrainingArguments, set_seed
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.heldout import Duplicates
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
@@ -28,6 +29,7 @@ from harmonic_sft.training.head_swap import (
     eval_labels,
     measure_swap,
 )
+from harmonic_sft.training.held_out import held_out_results, record_held_out
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -215,6 +217,7 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
+        record_held_out(run, ready.data)
         write_results(path.parent, path.stem, before)
     return before
 
@@ -294,6 +297,8 @@ def _results(
 ) -> dict[str, Any]:
     """Gather what is written about a run, from all processes."""
     trainer = ready.trainer
+    left_out, duplicates = _left_out(ready)
+    held_out = held_out_results(run, ready.data, duplicates)
     return {
         "run": run.output_dir.name,
         "base": run.model.base,
@@ -303,7 +308,7 @@ def _results(
         "neighbors_after": _neighbors(run, ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**_data_results(ready), "eval_sha256": fingerprint(ready.data.eval)},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "config": to_plain(run),
         "environment": environment(),
@@ -316,25 +321,31 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
     return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
 
 
-def _data_results(ready: Ready) -> dict[str, Any]:
-    """Return what was left out, by all processes, and how full packed rows are."""
+def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
+    """Return what was left out, by all processes, how full packed rows are, and the copies."""
     trainer = ready.trainer
-    found = [
-        (stream, max(snapshot["skipped"], trainer.skipped.get(int(stream), 0)), snapshot["reasons"])
-        for stream, snapshot in trainer.stream_state["streams"].items()
-    ]
-    skipped: dict[str, int] = {}
-    reasons = list(ready.data.bad_rows.first)
-    for stream, count, first in sorted(gather_object(found)):
+    found = []
+    for stream, snapshot in trainer.stream_state["streams"].items():
+        counts = (snapshot["skipped"], *snapshot.get("duplicates", (0, 0)))
         # A process knows what a stream had left out by its own last row.
-        skipped[stream] = max(skipped.get(stream, 0), count)
+        counts = max(counts, trainer.left_out.get(int(stream), counts))
+        found.append((stream, counts, snapshot["reasons"]))
+    left_out: dict[str, tuple[int, ...]] = {}  # bad rows, exact and near duplicates
+    reasons = list(ready.data.bad_rows.first)
+    for stream, counts, first in sorted(gather_object(found)):
+        left_out[stream] = max(left_out.get(stream, counts), counts)
         reasons += first
-    return {
-        "rows_left_out": ready.left_out + sum(skipped.values()),
+    skipped, exact, near = (
+        sum(counts) for counts in zip((0, 0, 0), *left_out.values(), strict=True)
+    )
+    known = ready.data.duplicates
+    results = {
+        "rows_left_out": ready.left_out + skipped,
         "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
         "fill_rate": ready.data.fill_rate,
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
     }
+    return results, Duplicates(known.exact + exact, known.near + near)
 
 
 def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) -> None:

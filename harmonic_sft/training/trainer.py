@@ -189,7 +189,8 @@ class HarmonicTrainer(Trainer):
         self.data_seconds = 0.0
         self.stream_state = StreamState(rows=0, streams={})
         self._stream_states: dict[int, StreamState] = {}  # by the step they belong to
-        self.skipped: dict[int, int] = {}  # documents left out by logical streams, so far
+        # Of logical streams so far: bad rows, exact and near duplicates.
+        self.left_out: dict[int, tuple[int, ...]] = {}
         self._num_chunks = 1
         # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
         self._checkpoints_blocks = args.gradient_checkpointing
@@ -367,7 +368,7 @@ class HarmonicTrainer(Trainer):
         self.state.num_input_tokens_seen += num_tokens
         if isinstance(self.train_dataset, StreamedRows):
             places = [place for batch in batches for place in batch.pop("places")]
-            self.skipped |= {place.stream: place.skipped for place in places}
+            self.left_out |= {p.stream: (p.skipped, *p.duplicates) for p in places}
             before, step = self.stream_state, self.state.global_step
             self.stream_state = advance(before, places, len(places) * self.args.world_size)
             self._stream_states = {step: before, step + 1: self.stream_state}
@@ -393,7 +394,7 @@ class HarmonicTrainer(Trainer):
             paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
             states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
             snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
-            if not states or any(s.keys() != Snapshot.__annotations__.keys() for s in snapshots):
+            if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
                 raise ValueError(
                     f"resume: expected {STREAM_STATE.format(0)} of this version in "
                     f"{str(checkpoint)!r}, got {'another' if states else 'none'}. "

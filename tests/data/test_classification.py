@@ -44,7 +44,9 @@ def load(path, tokenizer, *, task="sequence_classification", labels=None, **fiel
     return load_labeled_data(config, task=task, tokenizer=tokenizer, **options)
 
 
-ROWS = [{"text": "red blue", "label": label} for label in ["b", "a", "b", "c", "a", "b", "c", "a"]]
+TEXTS = [f"{one} {other}" for one in ("red", "blue", "gray") for other in ("blue", "gray", "red")]
+LABELS = ["b", "a", "b", "c", "a", "b", "c", "a"]
+ROWS = [{"text": text, "label": label} for text, label in zip(TEXTS, LABELS, strict=False)]
 
 
 def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
@@ -64,7 +66,8 @@ def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
 
 
 def test_integers_are_sorted_as_numbers_and_named(write, tokenizer):
-    rows = [{"text": "red", "label": label} for label in [10, 2, 2, 10, 2, 10]]
+    labels = [10, 2, 2, 10, 2, 10]
+    rows = [{"text": text, "label": n} for text, n in zip(TEXTS, labels, strict=False)]
     assert load(write(rows), tokenizer).labels == ["2", "10"]
 
 
@@ -73,7 +76,7 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
-    rows = {"text": ["red"] * 6, "label": [0, 1, 0, 1, 0, -1]}
+    rows = {"text": TEXTS[:6], "label": [0, 1, 0, 1, 0, -1]}
     saved = datasets.Dataset.from_dict(rows, features=features)
     saved.save_to_disk(tmp_path / "saved")
     saved.select(range(5)).to_parquet(tmp_path / "a.parquet")
@@ -85,11 +88,22 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
 
 
 def test_labels_of_csv_are_text(tmp_path, tokenizer):
-    lines = ["text,label", *(f"red,{label}" for label in [10, 2, 2, 10, 2, 10])]
+    labels = [10, 2, 2, 10, 2, 10]
+    lines = ["text,label", *(f"{text},{n}" for text, n in zip(TEXTS, labels, strict=False))]
     (tmp_path / "a.csv").write_text("\n".join(lines))
     data = load(str(tmp_path / "a.csv"), tokenizer)
     assert data.labels == ["10", "2"]
     assert data.num_documents == 4
+
+
+def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):
+    rows = [*ROWS, {"text": "red  blue", "label": "c"}]
+    held_out = write([{"text": "red blue", "label": "a"}], "eval.jsonl")
+    data = load(write(rows), tokenizer, eval={"source": {"path": held_out}})
+    assert data.duplicates == (2, 0)  # whatever their labels are
+    assert data.num_documents == len(data.train) == len(data.trained) == 7
+    assert [5, 6] not in [row["input_ids"][1:3].tolist() for row in data.train]
+    assert len(data.held_out.fingerprints) == 1
 
 
 def test_another_file_is_evaluated_whole(write, tokenizer):
@@ -110,7 +124,8 @@ def test_a_long_text_is_cut_and_that_is_told(write, tokenizer, caplog):
 
 def test_batches_are_padded(write, tokenizer):
     rows = [*ROWS, {"text": "red", "label": "a"}]
-    data = load(write(rows), tokenizer, eval={"documents": 1}, pad_to_multiple_of=4)
+    held_out = {"source": {"path": write([{"text": "gray", "label": "a"}], "eval.jsonl")}}
+    data = load(write(rows), tokenizer, eval=held_out, pad_to_multiple_of=4)
     short, long = {"input_ids": np.array([2, 5, 3]), "labels": np.array(0)}, data.train[0]
     batch = data.collator([short, long])
     assert batch["input_ids"].tolist()[0] == [2, 5, 3, 0]
@@ -124,7 +139,7 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
         {"text": ["blue"], "label": ["y"]},
         {"text": ["gray"], "label": ["x"]},
     ]
-    held_out = write(rows[:1], "eval.jsonl")
+    held_out = write([{"text": ["gray", "gray"], "label": ["x", "x"]}], "eval.jsonl")
     task = "token_classification"
     options = {"task": task, "eval": {"source": {"path": held_out}}}
     data = load(write(rows), tokenizer, **options)
@@ -165,11 +180,11 @@ def test_columns_that_are_not_there_are_named(write, tokenizer):
 
 
 def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
-    one = [{"text": "red", "label": "a"}] * 5
+    one = [{"text": text, "label": "a"} for text in TEXTS]
     with pytest.raises(ValueError, match=r"expected two classes or more .* got \['a'\]"):
         load(write(one), tokenizer)
     with pytest.raises(ValueError, match="expected strings or integers, got both"):
-        load(write([*ROWS, {"text": "red", "label": 1}] * 2), tokenizer)
+        load(write([*ROWS, *({"text": f"red {i}", "label": i} for i in range(3))]), tokenizer)
     unseen = write([{"text": "red", "label": "z"}], "eval.jsonl")
     with pytest.raises(ValueError, match=r"data.eval: expected labels that the training .* 'z'"):
         load(write(ROWS), tokenizer, eval={"source": {"path": unseen}})

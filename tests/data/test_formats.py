@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BLANK
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import encode, recognize
+from harmonic_sft.data.formats import encode, recognize, spoken_text
 
 USER = {"role": "user", "content": "word1"}
 ASSISTANT = {"role": "assistant", "content": "word2"}
@@ -389,3 +389,46 @@ def test_documents_are_tokenized_alike_alone_and_in_a_batch(tokenizer):
     alone = [one(row, "sharegpt", tokenizer, "assistant", word_ids=True) for row in rows]
     assert together == alone
     assert json.dumps(rows[0]) == json.dumps(GLAIVE)
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "whole", "own"),
+    [
+        ({"body": "one two"}, "text", "one two", "one two"),
+        (
+            {"messages": [{"role": "system", "content": "Be kind."}, USER, ASSISTANT, USER]},
+            "messages",
+            "Be kind.\nword1\nword2\nword1",
+            "word2",
+        ),
+        (WITH_INPUT, "alpaca", None, "word3"),
+        ({"prompt": "one", "completion": "two"}, "prompt_completion", "one\ntwo", "two"),
+        (
+            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+            "prompt_completion",
+            "word1\nword2\nword1\nword2",
+            "word2",
+        ),
+        ({"input_ids": [5, 6, 7]}, "tokens", "5 6 7", "5 6 7"),
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "tokens", "5 6 7", "6 7"),
+        (
+            {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "completion_mask": [0, 0, 1]},
+            "tokens",
+            "5 6 7",
+            "7",
+        ),
+    ],
+)
+def test_prompts_and_templates_are_not_a_rows_own(row, form, whole, own):
+    found = spoken_text(row, form, column="body")
+    assert found[1] == own
+    assert whole is None or found[0] == whole
+
+
+def test_a_call_of_a_tool_is_the_assistants_own():
+    whole, own = spoken_text(GLAIVE, "sharegpt")
+    assert own.split("\n")[0] == "word3"
+    assert own.split("\n")[-1] == "word8 word9"
+    assert '"word5"' in own
+    assert "word7" not in own
+    assert "word7" in whole

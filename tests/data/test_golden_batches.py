@@ -25,7 +25,8 @@ def folder(tmp_path):
     for part in range(3):
         rows = [json.dumps({"text": text, "n": [part]}) for text in texts[part::3]]
         (tmp_path / f"part{part}.jsonl").write_text("\n".join([*rows[:4], "{cut", *rows[4:]]))
-    Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "a.parquet", batch_size=16)
+    longer = [f"cd {text}" for text in texts]  # copies of held-out documents would leave
+    Dataset.from_dict({"text": longer}).to_parquet(tmp_path / "a.parquet", batch_size=16)
     turns = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": text[:20]}]
         for text in texts
@@ -59,7 +60,7 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
     ("name", "names", "settings", "expected"),
     [
         ("tokenizer", {"a.txt": None}, {"mask": WORDS}, "31fec1d764b19ac7"),
-        ("tokenizer", {"a.parquet": None, "a.txt": None}, {"packing": True}, "b8502c9fa4c514f7"),
+        ("tokenizer", {"a.parquet": None, "a.txt": None}, {"packing": True}, "3674606c0c0edc56"),
         (
             "byte_tokenizer",
             {"chat.jsonl": None},
@@ -86,7 +87,7 @@ def test_batches_of_tables(request, folder, name, names, settings, expected):
         (
             {"part*.jsonl": 3.0, "a.parquet": 1.0},
             {"packing": True, "on_bad_row": "skip"},
-            "5235c3afd1d11958",
+            "4c49de9d80841f78",
         ),
         ({"part*.jsonl": None, "chat.jsonl": None}, {"on_bad_row": "skip"}, "5ead64c9e4967d0b"),
     ],

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import MaskedRows
-from harmonic_sft.data.loading import load_data, split_streams, split_table
+from harmonic_sft.data.heldout import fingerprint
+from harmonic_sft.data.loading import choose_eval, load_data, split_streams, split_table
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.row_maker import RowMaker, tokenize_table
 from harmonic_sft.data.streams import LogicalStream, advance
@@ -103,6 +104,86 @@ def test_streamed_file_has_the_rows_and_masks_of_the_table(tokenizer, path, whol
     assert stream.fill_rate is None
 
 
+def numbered(first, count):
+    """Text of consecutive words, without a 13-gram in common with that of other words."""
+    return " ".join(f"word{number}" for number in range(first, first + count))
+
+
+LONG = [numbered(20 * index, 15) for index in range(8)]  # three 13-grams each
+NEAR = numbered(40, 14) + " a"  # two of the three 13-grams of LONG[2]
+FAR = numbered(60, 13) + " a b"  # one of the three of LONG[3]
+
+
+def of_copies(tokenizer, tmp_path, *, streaming, **settings):
+    """Eight documents, the evaluation among them, and then a copy of each, a near one and a far."""
+    lines = [*LONG, *(f"  {text} " for text in LONG), NEAR, FAR]
+    (tmp_path / "copies.txt").write_text("\n".join(lines))
+    source = Source(path=str(tmp_path / "copies.txt"), streaming=streaming)
+    return load(tokenizer, source, **settings)
+
+
+def documents_of(items, tokenizer):
+    """The text of every row's document, by the first word of its first chunk."""
+    return [tokenizer.decode(item[1:-1]).split()[0] for item in originals(items)]
+
+
+@pytest.mark.parametrize(("drop_near", "expected"), [(False, 10), (True, 9)])
+def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
+    tokenizer, tmp_path, drop_near, expected
+):
+    """The first four documents are held out; their copies are numbers 8 to 11 of the stream."""
+    held_out = EvalConfig(documents=4, drop_near_duplicates=drop_near)
+    settings = {"streaming": True, "eval": held_out, "window": 3}
+    data = of_copies(tokenizer, tmp_path, **settings)
+    assert data.held_out.fingerprints == [fingerprint(text) for text in LONG[:4]]
+    rows_of_one = 3  # 15 words, 6 in a row
+    num_rows = expected * rows_of_one
+    items = list(itertools.islice(data.train, 2 * num_rows + 1))
+    names = [row["place"].duplicates for row in items]
+    assert names[0] == (0, 0)
+    assert names[num_rows] == names[-1] == (4, 1)  # a second pass counts none again
+    assert "word0" not in documents_of(items, tokenizer)
+    places = [item["place"] for item in items]
+    again = of_copies(tokenizer, tmp_path, **settings)
+    again.train.state = json.loads(json.dumps(advance(data.train.state, places[:20], 20)))
+    for resumed, whole in zip(again.train, items[20:], strict=False):
+        assert key(resumed) == key(whole)
+        assert resumed["place"].duplicates == whole["place"].duplicates
+
+
+@pytest.mark.parametrize("drop_near", [False, True])
+def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_near):
+    """Held out are 1, 4, 6, 9, 10 and 14 of 18, so 12 is a copy of 4, 2 one of 10, 16 a near one.
+
+    FAR shares one of its three 13-grams with a document that is not held out anyway.
+    """
+    held_out = EvalConfig(documents=6, seed=5, drop_near_duplicates=drop_near)
+    data = of_copies(tokenizer, tmp_path, streaming=False, eval=held_out)
+    assert np.flatnonzero(choose_eval(18, 6, seed=5)).tolist() == [1, 4, 6, 9, 10, 14]
+    assert data.held_out.fingerprints == [fingerprint(LONG[i]) for i in (1, 4, 6, 1, 2, 6)]
+    assert data.duplicates == (2, 1)
+    stay = [0, 3, 5, 7, 8, 11, 13, 15, *([] if drop_near else [16]), 17]
+    assert list(dict.fromkeys(data.train.rows["document"])) == stay
+    texts = [*LONG, *LONG, NEAR, FAR]
+    assert data.num_documents == len(stay)
+    assert data.trained.tolist() == sorted({int(fingerprint(texts[i])[:16], 16) for i in stay})
+    assert set(data.eval.rows.column_names) == set(data.train.rows.column_names)
+    assert not {"fingerprint", "words"} & set(data.train.rows.column_names)
+
+
+def test_documents_without_copies_are_all_trained_on(tokenizer, path):
+    data = load(tokenizer, Source(path=path))
+    assert data.duplicates == (0, 0)
+    assert len(data.trained) == data.num_documents == NUM_DOCUMENTS - 5
+
+
+def test_training_data_of_nothing_but_copies_are_refused(tokenizer, tmp_path):
+    (tmp_path / "same.txt").write_text("word1 word2\n" * 5)
+    message = r"data\.eval: expected training documents besides copies .* got 4 copies"
+    with pytest.raises(ValueError, match=message):
+        load(tokenizer, Source(path=str(tmp_path / "same.txt")), eval=EvalConfig(documents=1))
+
+
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("word1\nword2\nword3\n")
@@ -172,11 +253,14 @@ def test_broken_line_of_a_stream_is_an_error_unless_skipped(tokenizer, tmp_path)
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, streaming):
-    turns = [{"role": role, "content": "word1"} for role in ("user", "assistant")]
     for name in ("a", "b"):
-        rows = [json.dumps({"messages": turns}) for _ in range(8)]
+        turns = [
+            [{"role": role, "content": f"{name} word{i}"} for role in ("user", "assistant")]
+            for i in range(8)
+        ]
         if name == "b":
-            rows[6] = json.dumps({"messages": turns[::-1]})
+            turns[6].reverse()
+        rows = [json.dumps({"messages": messages}) for messages in turns]
         (tmp_path / f"{name}.jsonl").write_text("\n\n".join(rows))
     source = Source(path=f"{tmp_path}/*.jsonl", streaming=streaming)
     with pytest.raises(ValueError, match=rf"got 'assistant' .* in '{tmp_path}/b.jsonl', line 13\."):
@@ -186,7 +270,7 @@ def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, str
 @pytest.mark.parametrize(("ending", "streaming"), [("txt", False), ("csv", False), ("jsonl", True)])
 def test_long_document_is_cut_and_whole(byte_tokenizer, tmp_path, ending, streaming):
     """102,000 tokens in chunks of 510."""
-    texts = ["word1"] * 30
+    texts = [f"word{index}" for index in range(10, 40)]
     texts[17] = "x" * 102_000
     lines = [json.dumps({"text": text}) for text in texts] if ending == "jsonl" else texts
     header = ["text"] if ending == "csv" else []
@@ -202,7 +286,7 @@ def test_long_document_is_cut_and_whole(byte_tokenizer, tmp_path, ending, stream
     )
     rows = [len(item["input_ids"]) for item in itertools.islice(items(data.train), 227)]
     assert rows.count(512) == 200
-    assert rows.count(7) == 27
+    assert rows.count(8) == 27
 
 
 def test_mixture_by_weight_of_tables_is_refused(tokenizer, path):
@@ -451,8 +535,11 @@ def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
 
 def test_only_the_assistant_is_predicted(tmp_path, causal_tokenizer):
     path = tmp_path / "chat.jsonl"
-    turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
-    path.write_text("\n".join([json.dumps({"messages": turns})] * 2))
+    turns = [
+        [{"role": "user", "content": f"w5 w{i}"}, {"role": "assistant", "content": "w7"}]
+        for i in (5, 6)
+    ]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
     data = load_causal(path, causal_tokenizer, loss_on="assistant", context_length=8)
     row = data.train[0]
     predicted = row["labels"] != IGNORE_INDEX

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.files import BAD, PLACE, FileRows, file_shards
+from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
 
 TEXTS = [
@@ -39,12 +40,19 @@ def row_maker(tokenizer, **settings):
 def make(maker, documents, skip=False):
     """Rows, and what makes none."""
     bad_rows = BadRows(skip=skip)
-    return maker(documents, bad_rows), bad_rows
+    return [plain(row) for row in maker(documents, bad_rows)], bad_rows
+
+
+def plain(row):
+    """A row as JSON has it, without columns that it has not."""
+    words = {} if row.get("words") is None else {"words": [int(word) for word in row["words"]]}
+    return {name: value for name, value in row.items() if value is not None} | words
 
 
 def make_table(maker, documents, skip=False, num_proc=None):
     bad_rows = BadRows(skip=skip)
-    return tokenize_table(documents, maker, bad_rows, num_proc).to_list(), bad_rows
+    table = tokenize_table(documents, maker, bad_rows, num_proc).to_list()
+    return [plain(row) for row in table], bad_rows
 
 
 def texts_table(texts):
@@ -216,6 +224,8 @@ def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
             "source": 1,
             "document": 5,
             "chunk": 1,
+            "fingerprint": fingerprint(" ".join(map(str, input_ids))),
+            "words": word_hashes(str(input_ids[7])).tolist(),
         }
     ]
     assert not bad_rows.total

@@ -548,3 +548,15 @@ def test_state_of_an_earlier_version_is_taken_unless_it_had_bad_rows(lines):
     assert read_lines(reader)[0][0] == ("3", 3)
     with pytest.raises(ValueError, match=r"resume: expected streams without bad .* got line 2"):
         reader.load({**state, "last_bad": "line 2"})
+
+
+def test_snapshot_of_a_version_that_looked_for_no_copies_is_taken():
+    (stream,) = logical_streams()
+    whole = list(itertools.islice(stream.rows(None), 12))
+    _, place = whole[-1]
+    old = {key: value for key, value in place.snapshot.items() if key != "duplicates"}
+    resumed = list(itertools.islice(stream.rows(old), 12 - old["rows"]))
+    assert [collect(rows) for rows, _ in resumed] == [
+        collect(rows) for rows, _ in whole[old["rows"] :]
+    ]
+    assert resumed[-1][1].duplicates == (0, 0)

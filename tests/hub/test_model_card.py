@@ -465,3 +465,42 @@ def test_every_task_has_words_and_old_models_fill_masks():
         assert ModelCard(card).data.pipeline_tag == task.pipeline
         assert f"fine-tuned {task.purpose}." in card
     assert ModelCard(make_card(make_config())).data.pipeline_tag == "fill-mask"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [([], "no"), (["unseen", "unseen"], "no"), (["unseen", "unknown"], "unknown")],
+)
+def test_the_card_says_whether_the_base_has_seen_the_evaluation(verdicts, expected):
+    lineage = [{"model": "runs/x", "verdict": v, "documents_seen": 0} for v in verdicts]
+    results = make_results()
+    card = make_card(results={**results, "data": {"held_out": held_out_of_32(lineage)}})
+    assert (
+        "- Held out: 32 documents. The sha256 of the list of their fingerprints is `ab12`" in card
+    )
+    assert "left out of the training data: 3; near copies: 1, trained on" in card
+    assert f"- Was the base trained on held-out documents: {expected}\n" in card
+    assert "## Evaluation" in card
+    assert "held-out documents" not in make_card(results=results)
+
+
+def test_an_evaluation_that_the_base_has_seen_is_not_published():
+    lineage = [{"model": "runs/x", "verdict": "seen", "documents_seen": 15}]
+    results = {**make_results(), "data": {"held_out": held_out_of_32(lineage)}}
+    card = make_card(results=results)
+    assert "documents: yes. So no evaluation is published" in card
+    assert "## Evaluation" not in card
+    assert ModelCard(card).data.eval_results is None
+    for metric in ("loss", "post_hoc_loss"):
+        assert f"{results['final'][metric]:.3f}" not in card
+
+
+def held_out_of_32(lineage):
+    return {
+        "documents": 32,
+        "sha256": "ab12",
+        "exact_duplicates": 3,
+        "near_duplicates": 1,
+        "near_duplicates_left_out": False,
+        "lineage": lineage,
+    }

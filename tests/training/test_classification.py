@@ -92,9 +92,16 @@ def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task
     again = evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])["final"]
     for key in ("loss", "accuracy", "ece", "tokens", "error_cosine"):
         assert again[key] == pytest.approx(final[key], rel=1e-5, abs=1e-7), key
-    rows = tmp_path / "rows.jsonl"
-    whole = evaluate_folder(tmp_path / "run", [f"data={rows}", "training.use_cpu=true"])
-    assert whole["documents"] == len(rows.read_text().splitlines())
+    rows, others = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
+    with pytest.raises(ValueError, match=r"eval: expected documents that no model was trained on"):
+        evaluate_folder(tmp_path / "run", [f"data={rows}", "training.use_cpu=true"])
+    lines = [json.loads(line) for line in rows.read_text().splitlines()[:5]]
+    for row in lines:  # read backwards they are other documents
+        row["text"] = " ".join(row["text"].split()[::-1]) if "seq" in task else row["text"][::-1]
+        row["label"] = row["label"] if "seq" in task else row["label"][::-1]
+    others.write_text("\n".join(map(json.dumps, lines)))
+    whole = evaluate_folder(tmp_path / "run", [f"data={others}", "training.use_cpu=true"])
+    assert whole["documents"] == 5
 
 
 def test_class_means_start_better_than_random_prototypes(make):

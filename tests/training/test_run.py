@@ -1,6 +1,7 @@
 """A whole run, and every bad input: one line, before any training."""
 
 import json
+import random
 import re
 import shutil
 
@@ -82,7 +83,10 @@ def test_training_learns_the_rule_of_the_text(make_yaml, tmp_path):
 def test_a_base_that_did_not_load_is_refused_before_training(make_yaml, tmp_path, tiny_base):
     """The base has random weights: its own head knows less than the frequencies of the words."""
     text = tmp_path / "six_words.txt"
-    text.write_text("aa ab aa ac aa ba ad bb aa\n" * 60)
+    words = ["aa", "ab", "aa", "ac", "aa", "ba", "ad", "bb", "aa"]
+    generator = random.Random(0)
+    lines = [" ".join(generator.sample(words, k=9)) for _ in range(60)]
+    text.write_text("\n".join(lines))
     base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
     base.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
@@ -115,7 +119,9 @@ def test_evaluating_the_folder_gives_the_closing_numbers(finished_run, tmp_path)
     for key in ("loss", "accuracy", "tokens", "post_hoc_loss", "h_exp"):
         assert again["final"][key] == pytest.approx(results["final"][key], rel=1e-6)
     other = tmp_path / "other.txt"
-    other.write_text("aa ab ac ad ba bb bc bd\n" * 30)
+    words = ["aa", "ab", "ac", "ad", "ba", "bb", "bc", "bd"]
+    lines = [" ".join(words[i % 8 :] + words[: i // 8]) for i in range(32)]
+    other.write_text("\n".join(lines))
     moved = evaluate_folder(folder, [f"data.sources=[{{path: {other}}}]", "data.eval.documents=9"])
     assert moved["final"]["tokens"] != results["final"]["tokens"]
     with pytest.raises(ValueError, match=r"eval: expected overrides of \['data', 'training'\]"):

@@ -12,6 +12,7 @@ import torch
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.heldout import Duplicates
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train
@@ -139,20 +140,30 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
-    def snapshot(skipped, *reasons):
-        return {"skipped": skipped, "reasons": list(reasons)}
+    def snapshot(skipped, *reasons, **duplicates):
+        return {"skipped": skipped, "reasons": list(reasons), **duplicates}
 
     ready = SimpleNamespace(
         left_out=1,
-        data=SimpleNamespace(bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None),
+        data=SimpleNamespace(
+            bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None, duplicates=Duplicates()
+        ),
         trainer=SimpleNamespace(
-            stream_state={"streams": {"0": snapshot(2, "b: cut"), "3": snapshot(1)}},
-            skipped={0: 5},  # in the window begun last
+            stream_state={
+                "streams": {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
+            },
+            left_out={0: (5, 1, 2)},  # in the window begun last
         ),
     )
-    other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
+    other = [
+        ("3", (4, 7, 0), ["d: cut"]),
+        ("0", (2, 1, 0), ["b: cut"]),
+        ("1", (10, 0, 0), ["c: cut"]),
+    ]
     monkeypatch.setattr(run, "gather_object", lambda found: other + found)
-    assert run._data_results(ready) == {
+    results, duplicates = run._left_out(ready)
+    assert duplicates == (1 + 7, 2)
+    assert results == {
         "rows_left_out": 1 + 5 + 10 + 4,
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,

@@ -1,0 +1,330 @@
+"""Held-out documents: their fingerprints, their copies in training data, and who trained on them.
+
+What other parts of the package use:
+
+- `fingerprint(text)` names a document by what it says, whatever tokenizer reads it.
+- `HeldOut.of_texts(texts)` is a list of documents; its method
+  `kind_of(fingerprint(text), word_hashes(text))` says whether a text is an `"exact"` or a `"near"`
+  duplicate of one of them, or None.
+- `record(folder, ...)` writes the list of a run, `lineage(model, ...)` judges for a model, its base
+  and so on whether documents are new to it, and `seen_by` says it in a sentence.
+
+A run's folder has two files, which are never published; the `digest` of the list may be:
+
+- `results/held_out.json`: `fingerprints`, one per held-out document; `ngrams`, for each of them the
+  hashes of its own 13-grams (base64 of little-endian uint64); `digest` of the list; `sources`, the
+  places where the documents came from; `base`, the model the run began with (null: random weights);
+  and `base_digest`, the digest of that model's list (null: it has none).
+- `results/trained_documents.npy`: the first 64 bits of the fingerprint of every training document,
+  sorted uint64. A run on a stream has no such file.
+"""
+
+import base64
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from harmonic_sft.results import read_results, write_results
+
+NGRAM = 13  # words
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
+# Writing systems without spaces between words: every character is a word.
+WORD = re.compile(r"[^\W\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")
+LIST, TRAINED = "held_out", "trained_documents.npy"
+SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
+
+Kind = Literal["exact", "near"]
+Verdict = Literal["unseen", "seen", "unknown"]
+
+
+class Duplicates(NamedTuple):
+    """How many training documents are copies of held-out ones."""
+
+    exact: int = 0
+    near: int = 0
+
+    def plus(self, kinds: Sequence[Kind | None]) -> "Duplicates":
+        """Return the numbers with more documents."""
+        return Duplicates(self.exact + kinds.count("exact"), self.near + kinds.count("near"))
+
+
+NO_DUPLICATES = Duplicates()
+
+
+class Ancestor(NamedTuple):
+    """A model, and whether documents are new to it; `seen` counts those that are not."""
+
+    model: str
+    verdict: Verdict
+    seen: int = 0
+
+
+def fingerprint(text: str) -> str:
+    """Name a document by its text: 32 hexadecimal digits, equal up to white space.
+
+    Args:
+        text: All that the document says; of a conversation every turn.
+    """
+    plain = " ".join(text.split()).encode("utf-8", "surrogatepass")
+    return sha256(plain).hexdigest()[:32]
+
+
+def word_hashes(text: str) -> np.ndarray:
+    """Return the hash of every word, `[W]` uint32, without case and punctuation.
+
+    Args:
+        text: What is the document's own: without templates, system prompts and prompts.
+    """
+    words = WORD.findall(text.lower())
+    return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)
+
+
+def ngram_hashes(words: np.ndarray) -> np.ndarray:
+    """Return the distinct hashes of 13 words in a row, `[G]` uint64, sorted; none of fewer words.
+
+    Source:
+        13-grams of lower-case words without punctuation: Brown et al. 2020, Language Models are
+        Few-Shot Learners, arXiv:2005.14165, appendix C. There one common 13-gram is enough.
+    """
+    count = max(0, len(words) - NGRAM + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for place in range(NGRAM):
+        hashes = hashes * FACTOR + words[place : place + count].astype(np.uint64)
+    return np.unique(hashes)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Documents that are kept out of training.
+
+    Attributes:
+        fingerprints: One per document.
+        ngrams: `[G]` uint64 of each document, from `ngram_hashes`.
+    """
+
+    fingerprints: Sequence[str] = ()
+    ngrams: Sequence[np.ndarray] = ()
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> "HeldOut":
+        """List documents of plain text."""
+        return cls.of((fingerprint(text), word_hashes(text)) for text in texts)
+
+    @classmethod
+    def of(cls, documents: Iterable[tuple[str, np.ndarray]]) -> "HeldOut":
+        """List documents by their fingerprints and word hashes."""
+        traces = [(name, ngram_hashes(words)) for name, words in documents]
+        return cls([name for name, _ in traces], [hashes for _, hashes in traces])
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the list, whatever its order; it tells nothing about a single document."""
+        return sha256("\n".join(sorted(self.fingerprints)).encode()).hexdigest()
+
+    def kind_of(self, document: str, words: np.ndarray) -> Kind | None:
+        """Tell whether a document stands in the list.
+
+        Args:
+            document: Its `fingerprint`.
+            words: `[W]`, its `word_hashes`.
+
+        Returns:
+            `exact` for the same text; `near` if more than half of its distinct 13-grams stand in
+            one document of the list; None for a document of its own.
+        """
+        if document in self._names:
+            return "exact"
+        if len(words) < NGRAM:
+            return None
+        hashes, owners = self._index
+        own = ngram_hashes(words)
+        first = np.searchsorted(hashes, own, side="left")
+        last = np.searchsorted(hashes, own, side="right")
+        found = np.flatnonzero(last > first)
+        if 2 * len(found) <= len(own):
+            return None
+        shared = np.concatenate([owners[first[i] : last[i]] for i in found])
+        return "near" if 2 * np.bincount(shared).max() > len(own) else None
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.fingerprints)
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """All 13-grams of the list, sorted, and the document of each, both `[G]`."""
+        hashes = np.concatenate([*self.ngrams, np.zeros(0, np.uint64)])
+        owners = np.repeat(np.arange(len(self.ngrams)), [len(part) for part in self.ngrams])
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], owners[order]
+
+
+def leaves(kind: Kind | None, *, drop_near: bool) -> bool:
+    """Tell whether a document of this kind leaves the training data."""
+    return kind == "exact" or (kind == "near" and drop_near)
+
+
+def leave_out(
+    documents: Iterable[tuple[str, np.ndarray]], held_out: HeldOut, *, drop_near: bool
+) -> tuple[np.ndarray, Duplicates, np.ndarray]:
+    """Leave copies of held-out documents out of training documents.
+
+    Args:
+        documents: Fingerprint and word hashes of each.
+        held_out: The documents to evaluate on.
+        drop_near: Whether near duplicates leave too.
+
+    Returns:
+        Which documents stay, `[documents]` bool; how many copies there were, those that stay
+        included; and the `short_hashes` of the documents that stay.
+
+    Raises:
+        ValueError: None would stay.
+    """
+    names, kinds = [], []
+    for name, words in documents:
+        names.append(name)
+        kinds.append(held_out.kind_of(name, words))
+    stay = np.array([not leaves(kind, drop_near=drop_near) for kind in kinds], dtype=bool)
+    if not stay.any():
+        raise ValueError(
+            "data.eval: expected training documents besides copies of held-out ones, got "
+            f"{len(stay)} copies. Add sources"
+        )
+    trained = short_hashes([name for name, stays in zip(names, stay, strict=True) if stays])
+    return stay, Duplicates().plus(kinds), trained
+
+
+def short_hashes(fingerprints: Sequence[str]) -> np.ndarray:
+    """Return the first 64 bits of fingerprints, uint64, sorted and distinct."""
+    return np.unique(np.array([int(name[:16], 16) for name in fingerprints], dtype=np.uint64))
+
+
+def record(
+    folder: Path,
+    held_out: HeldOut,
+    *,
+    sources: Sequence[Mapping[str, Any]],
+    base: str | None,
+    trained: np.ndarray | None,
+) -> None:
+    """Write into a run's folder what tells later whether its model was trained on a document.
+
+    Args:
+        folder: Of the run.
+        held_out: What the run does not train on.
+        sources: Where its data come from, as in `data.sources`.
+        base: `model.base`; None for random weights.
+        trained: `short_hashes` of its training documents; None for a stream.
+    """
+    base_digest = None if base is None else (_read(_home(base)) or {}).get("digest")
+    payload = {
+        "digest": held_out.digest,
+        "fingerprints": list(held_out.fingerprints),
+        "ngrams": [_base64(hashes) for hashes in held_out.ngrams],
+        "sources": [_identity(source) for source in sources],
+        "base": base,
+        "base_digest": base_digest,
+    }
+    write_results(folder / "results", LIST, payload)
+    if trained is not None:
+        np.save(folder / "results" / TRAINED, trained)
+
+
+def read_held_out(folder: Path) -> HeldOut | None:
+    """Return the list in a run's folder, None where there is none."""
+    saved = _read(folder)
+    if saved is None:
+        return None
+    hashes = [np.frombuffer(base64.b64decode(part), dtype="<u8") for part in saved["ngrams"]]
+    return HeldOut(saved["fingerprints"], hashes)
+
+
+def lineage(
+    model: str | None, fingerprints: Sequence[str], sources: Sequence[Mapping[str, Any]]
+) -> list[Ancestor]:
+    """Judge a model, its base, the base of that and so on: were they trained on these documents?
+
+    A model has seen a document if its run recorded it as a training document. Of a run on a stream,
+    which records none, it has seen what comes from one of the run's own sources and is not in the
+    run's list. It has not seen what the list holds, nor, of a table, anything else. Everything else
+    is unknown: a model of others, a run of an earlier version, another stream than that of the
+    documents, a base that was replaced since.
+
+    Args:
+        model: Folder or name; None for random weights, which have seen nothing.
+        fingerprints: Of the documents.
+        sources: Where the documents come from, as in `data.sources`.
+
+    Returns:
+        One entry for each model, up to the first one that is not known.
+    """
+    found: list[Ancestor] = []
+    expected: str | None = None
+    while model is not None:
+        folder = _home(model)
+        saved = _read(folder)
+        if saved is None or (found and saved["digest"] != expected):
+            return [*found, Ancestor(model, "unknown")]
+        found.append(_judge(model, saved, folder / "results" / TRAINED, fingerprints, sources))
+        model, expected = saved["base"], saved["base_digest"]
+    return found
+
+
+def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
+    """Say which model did not hold out the documents that it would be evaluated on.
+
+    Returns:
+        None if none is known to be.
+    """
+    for ancestor in ancestors:
+        if ancestor.verdict == "seen":
+            return (
+                f"{ancestor.model} was trained without holding out {ancestor.seen} of the "
+                f"{num_documents} documents"
+            )
+    return None
+
+
+def _judge(
+    model: str,
+    saved: Mapping[str, Any],
+    trained: Path,
+    fingerprints: Sequence[str],
+    sources: Sequence[Mapping[str, Any]],
+) -> Ancestor:
+    others = sorted(set(fingerprints).difference(saved["fingerprints"]))
+    if trained.is_file():
+        seen = int(np.isin(short_hashes(others), np.load(trained, allow_pickle=False)).sum())
+        return Ancestor(model, "seen" if seen else "unseen", seen)
+    if not others:
+        return Ancestor(model, "unseen")
+    if any(_identity(source) in saved["sources"] for source in sources):
+        return Ancestor(model, "seen", len(others))
+    return Ancestor(model, "unknown")
+
+
+def _base64(hashes: np.ndarray) -> str:
+    return base64.b64encode(hashes.astype("<u8").tobytes()).decode()
+
+
+def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: source.get(key) for key in SAME_SOURCE}
+
+
+def _home(model: str) -> Path:
+    """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
+    folder = Path(model).expanduser()
+    return folder.parent if folder.name.startswith("checkpoint-") else folder
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / "results" / f"{LIST}.json"
+    return read_results(path) if path.is_file() else None

@@ -1,0 +1,173 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from harmonic_sft.data.heldout import (
+    Ancestor,
+    HeldOut,
+    fingerprint,
+    lineage,
+    ngram_hashes,
+    read_held_out,
+    record,
+    seen_by,
+    short_hashes,
+    word_hashes,
+)
+
+LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+HERE, THERE = {"path": "a.txt"}, {"path": "b.txt"}
+
+
+def kind(text, *held_out):
+    return HeldOut.of_texts(held_out).kind_of(fingerprint(text), word_hashes(text))
+
+
+def test_fingerprint_is_the_start_of_the_sha256_of_the_text():
+    assert fingerprint("abc") == "ba7816bf8f01cfea414140de5dae2223"  # FIPS 180-2, appendix B.1
+
+
+def test_white_space_alone_makes_no_other_document():
+    assert fingerprint(" one\n two\t three ") == fingerprint("one two three")
+    assert fingerprint("one two three") != fingerprint("one two, three")
+    assert fingerprint("One") != fingerprint("one")
+
+
+def test_words_have_no_case_and_no_punctuation():
+    assert word_hashes("Don't, STOP!").tolist() == word_hashes("don t stop").tolist()
+    assert len(word_hashes("don t stop")) == 3
+
+
+def test_every_character_is_a_word_where_there_are_no_spaces():
+    assert len(word_hashes("日本語 text")) == 4
+
+
+def test_thirteen_words_in_a_row_are_counted_once_each():
+    words = word_hashes(" ".join(LETTERS[:15]))
+    assert len(ngram_hashes(words)) == 3  # a..m, b..n, c..o
+    assert len(ngram_hashes(words[:12])) == 0
+    assert len(ngram_hashes(np.tile(words[:1], 40))) == 1
+    pairs = itertools.combinations([ngram_hashes(words[i : i + 13])[0] for i in range(3)], 2)
+    assert all(one != other for one, other in pairs)
+
+
+def test_the_order_of_words_counts():
+    words = word_hashes(" ".join(LETTERS[:13]))
+    assert ngram_hashes(words)[0] != ngram_hashes(words[::-1])[0]
+
+
+def test_same_text_is_an_exact_duplicate_however_short():
+    assert kind("one  two", "one two") == "exact"
+    assert kind("one two three", "one two") is None
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(13, None), (14, None), (15, "near")])
+def test_near_is_more_than_half_of_the_documents_own_13_grams(shared, expected):
+    """A document of 16 words has four 13-grams; the first `shared` words hold 1, 2 or 3 of them."""
+    text = " ".join([*LETTERS[:shared], *(f"new{i}" for i in range(16 - shared))])
+    assert kind(text, " ".join(LETTERS)) == expected
+
+
+def test_halves_from_two_documents_are_not_one_document():
+    """Four 13-grams, two of each of the held-out documents."""
+    text = " ".join(LETTERS[:16])
+    parts = " ".join(LETTERS[:14]), " ".join(LETTERS[2:16])
+    assert kind(text, *parts) is None
+    assert kind(text, " ".join(LETTERS[:15]), "x") == "near"
+
+
+def test_a_long_held_out_document_that_holds_a_short_one_makes_it_a_near_duplicate():
+    assert kind(" ".join(LETTERS[5:18]), " ".join(LETTERS)) == "near"
+    assert kind(" ".join(LETTERS), " ".join(LETTERS[5:18])) is None
+
+
+def test_nothing_is_a_duplicate_of_an_empty_list():
+    assert HeldOut().kind_of(fingerprint("a"), word_hashes(" ".join(LETTERS))) is None
+    assert kind(" ".join(LETTERS), "short") is None
+
+
+def test_digest_does_not_depend_on_the_order():
+    one, other = HeldOut.of_texts(["a", "b"]), HeldOut.of_texts(["b", "a"])
+    assert one.digest == other.digest != HeldOut.of_texts(["a"]).digest
+
+
+def run(folder, held_out, trained=None, *, source=HERE, base=None):
+    """Record a run that holds out some texts and trains on others."""
+    names = None if trained is None else short_hashes([fingerprint(text) for text in trained])
+    record(folder, HeldOut.of_texts(held_out), sources=[source], base=base, trained=names)
+    return str(folder)
+
+
+def judged(model, texts, source=HERE):
+    found = lineage(model, [fingerprint(text) for text in texts], [source])
+    return [(ancestor.verdict, ancestor.seen) for ancestor in found]
+
+
+def test_recorded_list_is_read_again(tmp_path):
+    texts = ["short", " ".join(LETTERS)]
+    run(tmp_path, texts)
+    found = read_held_out(tmp_path)
+    assert found.fingerprints == HeldOut.of_texts(texts).fingerprints
+    assert found.kind_of("", word_hashes(" ".join(LETTERS[3:20]))) == "near"
+    assert read_held_out(tmp_path / "other") is None
+
+
+def test_run_on_a_table_has_seen_what_it_recorded_and_nothing_else(tmp_path):
+    model = run(tmp_path, ["a", "b"], ["c", "d"])
+    assert judged(model, ["a", "b"]) == [("unseen", 0)]
+    assert judged(model, ["a", "c", "d"]) == [("seen", 2)]
+    assert judged(model, ["z"], THERE) == judged(model, ["z"]) == [("unseen", 0)]
+
+
+def test_run_on_a_stream_may_have_seen_what_its_sources_hold_and_its_list_does_not(tmp_path):
+    model = run(tmp_path, ["a", "b"])
+    assert judged(model, ["b"]) == [("unseen", 0)]
+    assert judged(model, ["b", "c"]) == [("seen", 1)]
+    assert judged(model, ["c"], THERE) == [("unknown", 0)]
+
+
+def test_models_of_others_and_of_earlier_versions_are_unknown(tmp_path):
+    (tmp_path / "old" / "results").mkdir(parents=True)
+    for model in ("owner/name", "package:name", str(tmp_path / "old")):
+        assert lineage(model, ["0" * 32], []) == [Ancestor(model, "unknown")]
+    assert lineage(None, ["0" * 32], []) == []
+
+
+def test_every_model_on_the_way_is_judged(tmp_path):
+    first = run(tmp_path / "1", ["a"], ["b"], base="owner/name")
+    second = run(tmp_path / "2", ["a", "b"], ["c"], base=first)
+    assert judged(second, ["a"]) == [("unseen", 0), ("unseen", 0), ("unknown", 0)]
+    assert judged(second, ["b"]) == [("unseen", 0), ("seen", 1), ("unknown", 0)]
+    fresh = run(tmp_path / "3", ["a"], ["b"])
+    assert judged(fresh, ["a"]) == [("unseen", 0)]
+
+
+def test_a_checkpoint_is_judged_as_its_run(tmp_path):
+    model = run(tmp_path, ["a"], ["b"])
+    assert judged(f"{model}/checkpoint-2", ["b"]) == [("seen", 1)]
+    child = run(tmp_path / "2", ["a"], ["b"], base=f"{model}/checkpoint-2")
+    assert judged(child, ["a"]) == [("unseen", 0), ("unseen", 0)]
+
+
+def test_base_that_was_replaced_since_is_unknown(tmp_path):
+    base = run(tmp_path / "1", ["a"], ["b"])
+    model = run(tmp_path / "2", ["a"], ["b"], base=base)
+    run(tmp_path / "1", ["b"], ["a"])
+    assert judged(model, ["a"]) == [("unseen", 0), ("unknown", 0)]
+
+
+def test_who_has_seen_documents_is_said_in_a_sentence():
+    seen = [Ancestor("runs/a", "unseen"), Ancestor("runs/b", "seen", 15)]
+    expected = "runs/b was trained without holding out 15 of the 16 documents"
+    assert seen_by(seen, 16) == expected
+    assert seen_by([Ancestor("runs/a", "unknown")], 16) is None
+
+
+def test_a_word_stands_in_no_file(tmp_path):
+    run(tmp_path, [" ".join(f"secret{i}" for i in range(20))], ["secret"])
+    texts = [path.read_bytes() for path in (tmp_path / "results").iterdir()]
+    assert len(texts) == 2
+    assert not any(b"secret" in text for text in texts)
+    assert json.loads((tmp_path / "results" / "held_out.json").read_text())["base"] is None
