@@ -1,9 +1,12 @@
 """What the commands of `harmonic-sft` do; each imports what it needs when it runs."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
+# How the system, safetensors and PyTorch say that a file could not be written to its end.
+DISK_FULL = ("No space left", "StorageFull", "code: 28", "inline_container")
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -27,13 +32,14 @@ def run_command(options: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_warning()
     try:
         _run(options)
-    except (ValueError, OSError, RuntimeError) as error:
-        if options.debug or not _is_ours(error):
+    except Exception as error:
+        if options.debug:
             raise
         rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
+        message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
         sys.stdout.flush()  # tables that were printed before stand before the error
-        sys.stderr.write(f"error{where}: {error}\n")
+        sys.stderr.write(f"error{where}: {message}\n")
         return 1
     return 0
 
@@ -48,13 +54,43 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether an error speaks to the user; other RuntimeErrors are bugs."""
-    if not isinstance(error, RuntimeError):
+    """Whether an error speaks to the user; others come from libraries, machines, or are bugs."""
+    if isinstance(error, ValueError):
         return True
+    if isinstance(error, OSError):
+        return error.errno != errno.ENOSPC
     from harmonic_sft.hub import PushError
     from harmonic_sft.training.callbacks import StoppedError
 
     return isinstance(error, PushError | StoppedError)
+
+
+def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str:
+    """Return one line about an error, and write where it comes from into a file.
+
+    The file is `error.txt` in the folder of the run, or a temporary one where there is no folder or
+    no space in it.
+    """
+    text = str(error) or "no message"
+    first = text.strip().splitlines()[0]
+    disk = any(word in text for word in DISK_FULL)
+    parts = [f"{type(error).__name__}: {first.rstrip('.')}."]
+    if disk:
+        parts.append("The disk may be full.")
+    if options.command == "train":
+        parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
+    traced = "".join(traceback.format_exception(error))
+    folder = options.folder if "folder" in options and options.folder.is_dir() else None
+    name = "error.txt" if rank == "0" else f"error-{rank}.txt"
+    for place in (folder, Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")):
+        try:
+            if place is not None and not disk:
+                place.mkdir(exist_ok=True)
+                (place / name).write_text(traced)
+                return " ".join([*parts, f"The traceback is in {place / name}"])
+        except OSError:
+            continue
+    return " ".join([*parts, "--debug shows where it comes from"])
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -73,6 +109,7 @@ def _train(options: argparse.Namespace) -> None:
     else:
         from harmonic_sft.training.run import train
 
+        options.folder = run.output_dir
         if options.config is not None:
             _make_base(run, options.shipped)
         train(run)

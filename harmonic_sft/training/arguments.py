@@ -62,6 +62,12 @@ class HarmonicTrainingArguments(TrainingArguments):
         default=DEFAULTS["logging_steps"],
         metadata={"help": "Optimizer steps between two log entries."},
     )
+    enable_jit_checkpoint: bool = field(
+        default=DEFAULTS["enable_jit_checkpoint"],
+        metadata={
+            "help": "After a SIGTERM save a checkpoint at the end of the step and exit with 143."
+        },
+    )
     save_total_limit: int | None = field(
         default=DEFAULTS["save_total_limit"], metadata={"help": "Checkpoints that are kept."}
     )
@@ -223,6 +229,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         self.gradient_checkpointing = None
         super().__post_init__()  # takes it for the old name of its own option
         self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
+        accelerator_config: Any = self.accelerator_config
+        if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
+            accelerator_config.dispatch_batches = False
         if self.label_names is None:
             self.label_names = ["labels"]  # label_positions are not
         metric = str(self.metric_for_best_model).removeprefix("eval_")
@@ -413,3 +422,22 @@ def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
         dataset_num_proc=data.num_proc,
         oom_fallback=run.oom_fallback,
     )
+
+
+def check_parallelism(args: TrainingArguments) -> None:
+    """Refuse what would cut a batch, and its `label_positions`, into pieces.
+
+    Raises:
+        ValueError: Several GPUs in one process, or one process that reads for all.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"launch: expected one GPU per process, got {args.n_gpu}. "
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    accelerator_config: Any = args.accelerator_config
+    if accelerator_config.dispatch_batches:
+        raise ValueError(
+            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
+            "reads its own rows"
+        )

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
+from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
 
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
@@ -66,3 +69,28 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
     states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
+
+
+def examples_of_step(
+    rows: MaskedRows | LabeledRows, *, seed: int, step: int, rows_per_step: int
+) -> list[dict[str, int]]:
+    """Name the rows that an optimizer step reads, of all processes.
+
+    Args:
+        rows: Of the training, in the epoch of the step.
+        seed: Of their order.
+        step: How many steps came before.
+        rows_per_step: Rows or packs of one step; the last one of an epoch may have fewer.
+
+    Returns:
+        Of each row its `row` in the table and, of text, its `source` and `document`.
+    """
+    start = step % math.ceil(len(rows) / rows_per_step) * rows_per_step
+    items = islice(EpochSampler(rows, seed=seed), start, start + rows_per_step)
+    if isinstance(rows, LabeledRows):
+        return [{"row": item} for item in items]
+    members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
+    sources, documents = document_names(rows.rows)
+    return [
+        {"row": int(m), "source": int(sources[m]), "document": int(documents[m])} for m in members
+    ]

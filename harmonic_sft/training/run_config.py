@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "logging_steps": 10,
     "save_total_limit": 3,
+    "enable_jit_checkpoint": True,  # ours: at the end of a step
     "seed": 42,
 }
 FORCED: dict[str, Any] = {

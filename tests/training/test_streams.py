@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers import TrainerCallback
 
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.training import run
-from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.stream_place import StreamPlace
 from tests.training.stream_sessions import run_session
 
 
@@ -142,13 +142,12 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     def snapshot(skipped, *reasons):
         return {"skipped": skipped, "reasons": list(reasons)}
 
+    place = StreamPlace(SimpleNamespace(), SimpleNamespace(world_size=1))
+    place._state = {"rows": 0, "streams": {"0": snapshot(2, "b: cut"), "3": snapshot(1)}}
+    place._skipped = {0: 5}  # in the window begun last
     ready = SimpleNamespace(
-        left_out=1,
         data=SimpleNamespace(bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None),
-        trainer=SimpleNamespace(
-            stream_state={"streams": {"0": snapshot(2, "b: cut"), "3": snapshot(1)}},
-            skipped={0: 5},  # in the window begun last
-        ),
+        trainer=SimpleNamespace(stream_place=place),
     )
     other = [("3", 4, ["d: cut"]), ("0", 2, ["b: cut"]), ("1", 10, ["c: cut"])]
     monkeypatch.setattr(run, "gather_object", lambda found: other + found)
@@ -186,22 +185,21 @@ def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     assert 0 < results["data_wait_share"] < 1
 
 
-def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
-    """As transformers saves one after SIGTERM."""
-    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
-    step = JITCheckpointCallback.on_step_begin
+class StopAt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
 
-    def signalled(self, args, state, control, **kwargs):
-        self.jit_manager.is_checkpoint_requested = state.global_step == 3
-        step(self, args, state, control, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
-        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
-            train(load_run_config(path))
-    assert not (tmp_path / "run" / "results" / "train.json").exists()
-    again = train(load_run_config(path, ["resume=true"]))
+def test_a_stream_with_dropout_continues_with_the_same_random_numbers(
+    stream_yaml, tmp_path, add_callbacks
+):
+    path = stream_yaml(max_steps=6, save_steps=3)
+    words = ["model.dropout=0.2"]
+    whole = train(load_run_config(path, [*words, f"training.output_dir={tmp_path / 'whole'}"]))
+    with add_callbacks(StopAt()), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path, words))
+    again = train(load_run_config(path, [*words, "resume=true"]))
     losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
     assert losses[0] == losses[1]
     assert again["final"] == whole["final"]
