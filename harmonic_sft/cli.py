@@ -131,27 +131,29 @@ def _make_base(run: "RunConfig", shipped: dict[str, Path]) -> None:
 
 def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the file of a run without one would hold: the NeoBERT recipe."""
+    from harmonic_sft.training.run_config import CLASSIFICATION, fill_recipe
+
     task, head = options.task or "masked_lm", options.head or "dist"
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
-    classifies = task in ("sequence_classification", "token_classification")
-    label = {"label_column": "label" if task == "sequence_classification" else "labels"}
-    h_exp = {"h_exp": {"start": -12.0, "end": -12.0 if classifies else -4.0}}
-    return {
-        "model": {"base": options.model, "task": task},
-        "head": {"name": head, **({"init": "class_means"} if classifies else {})},
-        **(h_exp if head == "dist" else {}),
-        "loss": {"name": "harmonic" if head == "dist" else "cross_entropy"},
-        "data": {
-            "sources": [{"path": options.dataset}],
-            "context_length": 512,
-            "eval": {"documents": 64},
-            **(label if classifies else {}),
-        },
-        "training": {
-            "output_dir": options.output or f"runs/{base}-{head}",
-            "num_train_epochs": 1.0,
-        },
+    data = {
+        "sources": [{"path": options.dataset}],
+        "context_length": 512,
+        "eval": {"documents": 64},
     }
+    if task in CLASSIFICATION:
+        data["label_column"] = "label" if task == "sequence_classification" else "labels"
+    return fill_recipe(
+        {
+            "model": {"base": options.model, "task": task},
+            "head": head,
+            "h_exp": -12.0 if head == "dist" and task in CLASSIFICATION else None,
+            "data": data,
+            "training": {
+                "output_dir": options.output or f"runs/{base}-{head}",
+                "num_train_epochs": 1.0,
+            },
+        }
+    )
 
 
 def _data(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from harmonic_sft.training.run_config import (
     NOT_IN_HEAD,
     PeftConfig,
     RunConfig,
+    fill_recipe,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
@@ -271,16 +272,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         Raises:
             ValueError: A value is wrong, or two do not go together.
         """
-        head = self.head or "dist"
-        if self.head is None and own_head is not None:
-            head = {**_bare(own_head), "init": "base_head"}
-        head = {"name": head} if isinstance(head, str) else dict(head)
-        if task in CLASSIFICATION:
-            head = {"init": "class_means", **head}
-        h_exp = self.h_exp
-        if h_exp is None and _has_exponent(head):
-            kept = None if self.head else _exponent(own_head)
-            h_exp = kept or {"start": -12.0, "end": -4.0}
+        head, h_exp = self.head, self.h_exp
+        if head is None and own_head is not None:
+            head, h_exp = {**_bare(own_head), "init": "base_head"}, h_exp or _exponent(own_head)
         unfreeze: Any = self.unfreeze
         if not isinstance(unfreeze, Mapping):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
@@ -314,16 +308,14 @@ class HarmonicTrainingArguments(TrainingArguments):
             "head": head,
             "h_exp": h_exp,
             "peft": peft and to_plain(peft),
-            "loss": {"name": self.loss} if isinstance(self.loss, str) else self.loss,
+            "loss": self.loss,
             "data": data if masked is None else {**data, "mask": masked},
             "training": self._given(),
             "schedule": self.schedule,
             "oom_fallback": self.oom_fallback,
             "hub": self._hub(),
         }
-        if self.loss is None:
-            config["loss"] = {"name": "cross_entropy" if h_exp is None else "harmonic"}
-        return parse(RunConfig, config)
+        return parse(RunConfig, fill_recipe(config))
 
     def _given(self) -> dict[str, Any]:
         """Return the arguments of transformers that differ from the recipe."""
@@ -382,11 +374,6 @@ def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | No
     if settings.get("learn_h_exp"):
         return {"start": settings["h_exp"], "schedule": "learned"}
     return settings.get("h_exp") or _exponent(settings.get("inner"))
-
-
-def _has_exponent(head: Mapping[str, Any]) -> bool:
-    inner = head.get("inner")
-    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
 
 
 def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:

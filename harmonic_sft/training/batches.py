@@ -1,17 +1,22 @@
 """Batches on the CPU: what is counted there for the device, and how they are split."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainingArguments
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
+from harmonic_sft.training.checkpoints import rows_per_step
 
+BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
 OF_LABELS = ("labels", "label_weights", *COUNTS)  # what a backbone does not take
 
@@ -72,21 +77,21 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
 
 
 def examples_of_step(
-    rows: MaskedRows | LabeledRows, *, seed: int, step: int, rows_per_step: int
+    rows: MaskedRows | LabeledRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:
     """Name the rows that an optimizer step reads, of all processes.
 
     Args:
         rows: Of the training, in the epoch of the step.
-        seed: Of their order.
+        args: Of the trainer.
         step: How many steps came before.
-        rows_per_step: Rows or packs of one step; the last one of an epoch may have fewer.
 
     Returns:
         Of each row its `row` in the table and, of text, its `source` and `document`.
     """
-    start = step % math.ceil(len(rows) / rows_per_step) * rows_per_step
-    items = islice(EpochSampler(rows, seed=seed), start, start + rows_per_step)
+    size = rows_per_step(args)
+    start = step % math.ceil(len(rows) / size) * size
+    items = islice(EpochSampler(rows, seed=args.seed), start, start + size)
     if isinstance(rows, LabeledRows):
         return [{"row": item} for item in items]
     members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
@@ -94,3 +99,17 @@ def examples_of_step(
     return [
         {"row": int(m), "source": int(sources[m]), "document": int(documents[m])} for m in members
     ]
+
+
+def save_bad_step(
+    args: TrainingArguments,
+    loss: float,
+    gradient_norm: float,
+    *,
+    step: int,
+    examples: list[dict[str, int]],
+) -> None:
+    """Write which rows gave a loss or gradients that are not finite, into the output folder."""
+    values = {"step": step, "loss": str(loss), "gradient_norm": str(gradient_norm)}
+    path = Path(str(args.output_dir), BAD_STEP.format(step, args.process_index))
+    path.write_text(json.dumps({**values, "examples": examples}, indent=1))

@@ -101,6 +101,29 @@ def find_damage(folder: Path) -> str | None:
     return None
 
 
+def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
+    """Return the checkpoint to continue from.
+
+    Args:
+        asked: A checkpoint, True for the newest whole one, None for a new run.
+        folder: Of the run.
+
+    Raises:
+        ValueError: It is damaged, or there is none.
+    """
+    if not asked:
+        return None
+    if asked is not True:
+        check_whole(Path(asked))
+        return Path(asked)
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        raise ValueError(
+            f"resume_from_checkpoint: expected a whole checkpoint in {str(folder)!r}, got none"
+        )
+    return checkpoint
+
+
 def check_whole(folder: Path) -> None:
     """Refuse a checkpoint that is named, or is the best one, if it is damaged.
 

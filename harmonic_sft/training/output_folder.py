@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,32 @@ def _start_again(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+class FolderLock:
+    """Keeps other processes from training in a folder, from the first `hold` to its end.
+
+    Args:
+        folder: Of a run.
+        is_main: Whether this is the process that writes; the others lock nothing.
+    """
+
+    def __init__(self, folder: Path, *, is_main: bool):
+        self._folder, self._is_free = folder, is_main
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Lock the folder, unless a caller has done so.
+
+        Raises:
+            ValueError: Another process trains in it.
+        """
+        is_free, self._is_free = self._is_free, False
+        try:
+            with locked(self._folder) if is_free else nullcontext():
+                yield
+        finally:
+            self._is_free = is_free
 
 
 @contextmanager

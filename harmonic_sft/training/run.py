@@ -85,7 +85,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         return _show_finished(run)
     ready = prepare(run)
     _claim(run, ready.trainer)
-    with ready.trainer.holding_output_folder():
+    with ready.trainer.folder_lock.hold():
         before = _measure_before(run, ready)
         trained = _train(run, ready.trainer)
         results = _results(run, ready, before, trained)

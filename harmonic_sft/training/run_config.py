@@ -365,6 +365,28 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     return parse(RunConfig, data)
 
 
+def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, with those of the NeoBERT recipe where it was not asked.
+
+    Args:
+        settings: What a YAML file would say. `head` and `loss` may be a name, or None as `h_exp`.
+    """
+    head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
+    head = {"name": head} if isinstance(head, str) else dict(head)
+    if settings["model"]["task"] in CLASSIFICATION:
+        head = {"init": "class_means", **head}
+    if h_exp is None and _has_exponent(head):
+        h_exp = {"start": -12.0, "end": -4.0}
+    loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
+    loss = {"name": loss} if isinstance(loss, str) else loss
+    return {**settings, "head": head, "h_exp": h_exp, "loss": loss}
+
+
+def _has_exponent(head: Mapping[str, Any]) -> bool:
+    inner = head.get("inner")
+    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
+
+
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Check the names and types of a head's options, and of a head inside it."""
     if options.get("metric") == "lp" or options.get("p") == 1.0:

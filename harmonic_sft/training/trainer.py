@@ -1,10 +1,9 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
-import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from harmonic_sft.training.batches import (
     CountingCollator,
     examples_of_step,
     head_inputs,
+    save_bad_step,
 )
 from harmonic_sft.training.callbacks import (
     TERMINATED,
@@ -54,7 +54,7 @@ from harmonic_sft.training.callbacks import (
 )
 from harmonic_sft.training.checkpoints import (
     check_whole,
-    last_checkpoint,
+    find_checkpoint,
     remove_manifest,
     rotate,
     rows_per_step,
@@ -68,7 +68,7 @@ from harmonic_sft.training.master_weights import (
     low_precision_weights,
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
-from harmonic_sft.training.output_folder import check_output_folder, claim_output_folder, locked
+from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
@@ -76,7 +76,6 @@ from harmonic_sft.training.schedules import h_exp_at, phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.get_logger(__name__)
-BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
 
 
 class HarmonicTrainer(Trainer):
@@ -195,7 +194,9 @@ class HarmonicTrainer(Trainer):
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder, by this trainer or the run it belongs to
-        self._holds_folder = False
+        self.folder_lock = FolderLock(
+            Path(str(args.output_dir)), is_main=PartialState().is_main_process
+        )
         self.data_seconds = 0.0
         self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
@@ -245,45 +246,21 @@ class HarmonicTrainer(Trainer):
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         self.old_head = None  # as large as the new one
-        assert self.args.output_dir is not None, "transformers has a default"
-        checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            checkpoint = last_checkpoint(Path(self.args.output_dir))
-            if checkpoint is None:
-                raise ValueError(
-                    "resume_from_checkpoint: expected a whole checkpoint in "
-                    f"{self.args.output_dir!r}, got none"
-                )
-        elif checkpoint is not None:
-            check_whole(Path(checkpoint))
+        folder = Path(str(self.args.output_dir))
+        checkpoint = find_checkpoint(resume_from_checkpoint or None, folder)
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
-            self.args.gradient_accumulation_steps = same_accumulation(Path(checkpoint), self.args)
+            self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             if self.stream_place is not None:
-                self.stream_place.load(Path(checkpoint))
-            checkpoint = str(checkpoint)
+                self.stream_place.load(checkpoint)
         listening = self._termination.listening() if self.args.enable_jit_checkpoint else None
-        with self.holding_output_folder(), listening or nullcontext():
-            output = super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self.folder_lock.hold(), listening or nullcontext():
+            resumed = None if checkpoint is None else str(checkpoint)
+            output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
-
-    @contextmanager
-    def holding_output_folder(self) -> Generator[None]:
-        """Keep other processes from training in the output folder, whoever calls this inside.
-
-        Raises:
-            ValueError: Another process trains in it.
-        """
-        held, self._holds_folder = self._holds_folder, True
-        is_first = not held and PartialState().is_main_process
-        try:
-            with locked(Path(str(self.args.output_dir))) if is_first else nullcontext():
-                yield
-        finally:
-            self._holds_folder = held
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
@@ -469,24 +446,14 @@ class HarmonicTrainer(Trainer):
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
         values = torch.stack([loss, norm]).tolist()
         if not all(map(math.isfinite, values)):
-            self._save_examples(values)
+            place = self.stream_place
+            step, examples = self.state.global_step, [] if place is None else place.examples
+            if isinstance(self.train_dataset, MaskedRows | LabeledRows):
+                examples = examples_of_step(self.train_dataset, self.args, step=step)
+            save_bad_step(self.args, *values, step=step + 1, examples=examples)
         for name, value in zip(("loss", "gradient norm"), values, strict=True):
             check_finite(name, value, self.state.global_step)
         return norm
-
-    def _save_examples(self, values: Sequence[float]) -> None:
-        """Write down which rows gave a loss or gradients that are not finite."""
-        args, step, rows = self.args, self.state.global_step, self.train_dataset
-        examples: list[dict[str, int]] = []
-        if self.stream_place is not None:
-            examples = self.stream_place.examples
-        elif isinstance(rows, MaskedRows | LabeledRows):
-            num_rows = rows_per_step(args)
-            examples = examples_of_step(rows, seed=args.seed, step=step, rows_per_step=num_rows)
-        loss, norm = map(str, values)
-        content = {"step": step + 1, "loss": loss, "gradient_norm": norm, "examples": examples}
-        path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))
-        path.write_text(json.dumps(content, indent=1))
 
     def evaluation_loop(
         self,
