@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
@@ -27,7 +27,6 @@ from transformers.trainer_utils import (
     EvalPrediction,
     TrainOutput,
 )
-from transformers.utils import logging
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
 from harmonic_sft.data.streams import StreamedRows
@@ -41,9 +40,9 @@ from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
     CountingCollator,
-    examples_of_step,
     head_inputs,
     save_bad_step,
+    take_out_repeated_,
 )
 from harmonic_sft.training.callbacks import (
     TERMINATED,
@@ -74,8 +73,6 @@ from harmonic_sft.training.publishing import PushCallback, destination_of, finis
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
 from harmonic_sft.training.schedules import h_exp_at, phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
-
-logger = logging.get_logger(__name__)
 
 
 class HarmonicTrainer(Trainer):
@@ -246,8 +243,7 @@ class HarmonicTrainer(Trainer):
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         self.old_head = None  # as large as the new one
-        folder = Path(str(self.args.output_dir))
-        checkpoint = find_checkpoint(resume_from_checkpoint or None, folder)
+        checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
@@ -256,7 +252,7 @@ class HarmonicTrainer(Trainer):
                 self.stream_place.load(checkpoint)
         listening = self._termination.listening() if self.args.enable_jit_checkpoint else None
         with self.folder_lock.hold(), listening or nullcontext():
-            resumed = None if checkpoint is None else str(checkpoint)
+            resumed = str(checkpoint) if checkpoint else None
             output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
@@ -334,6 +330,14 @@ class HarmonicTrainer(Trainer):
         if self.stream_place is not None:
             self.stream_place.take(batches)
         return batches, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Count the labels of a step without those of rows that fill up its last processes."""
+        if self.args.world_size > 1 and isinstance(self.train_dataset, MaskedRows | LabeledRows):
+            num_rows, step = len(self.train_dataset), self.state.global_step
+            count = cast(CountingCollator, self.data_collator)
+            take_out_repeated_(batch_samples, self.args, count, num_rows=num_rows, step=step)
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
@@ -446,11 +450,8 @@ class HarmonicTrainer(Trainer):
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
         values = torch.stack([loss, norm]).tolist()
         if not all(map(math.isfinite, values)):
-            place = self.stream_place
-            step, examples = self.state.global_step, [] if place is None else place.examples
-            if isinstance(self.train_dataset, MaskedRows | LabeledRows):
-                examples = examples_of_step(self.train_dataset, self.args, step=step)
-            save_bad_step(self.args, *values, step=step + 1, examples=examples)
+            found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
+            save_bad_step(self.args, self.train_dataset, self.stream_place, **found)
         for name, value in zip(("loss", "gradient norm"), values, strict=True):
             check_finite(name, value, self.state.global_step)
         return norm

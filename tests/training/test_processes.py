@@ -13,9 +13,13 @@ DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dt
 
 
 def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
-    """In float32, and with 16-bit weights, whose gradients we average ourselves."""
+    """In float32, and with 16-bit weights, whose gradients we average ourselves.
+
+    An epoch has 17 rows: in its last step one process has a single row and the other one none.
+    """
     path = make_yaml(
-        training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 3}
+        data={"eval": {"documents": 106}},
+        training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 4},
     )
 
     def commands(processes):
