@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from harmonic_sft.training.schedules import phase_steps
 logger = logging.getLogger(__name__)
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
+PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
 REASONS = ("error*.txt", "bad_step_*.json")  # why a run ended
 MAX_STEPS = "training.max_steps"
 BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
@@ -242,19 +244,31 @@ def locked(folder: Path) -> Generator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(
-            f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
-            "which another one is training. Wait for its end, or choose another folder"
-        ) from None
-    except OSError as error:  # some network drives have no locks
-        logger.warning("%s cannot be locked (%s): start no second run in it.", folder, error)
-    try:
+        if not _flock(handle):
+            raise ValueError(
+                f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
+                "which another one is training. Wait for its end, or choose another folder"
+            )
         yield
     finally:
         os.close(handle)
+
+
+def _flock(handle: int) -> bool:
+    """Lock an open folder; return whether nobody else holds it."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.2)
+        except OSError as error:  # some network drives have no locks
+            logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
+            return True
+        else:
+            return True
 
 
 def release_output_folder(run: RunConfig) -> None:
