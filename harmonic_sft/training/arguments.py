@@ -212,6 +212,13 @@ class HarmonicTrainingArguments(TrainingArguments):
             "help": "Out of memory: continue with checkpointing, then with smaller micro-batches."
         },
     )
+    skip_bad_steps: int = field(
+        default=0,
+        metadata={
+            "help": "How many steps without a finite loss and gradient are left out. Default: the "
+            "first one ends the training."
+        },
+    )
     hub_form: str = field(
         default="full",
         metadata={
@@ -313,6 +320,7 @@ class HarmonicTrainingArguments(TrainingArguments):
             "training": self._given(),
             "schedule": self.schedule,
             "oom_fallback": self.oom_fallback,
+            "skip_bad_steps": self.skip_bad_steps,
             "hub": self._hub(),
         }
         return parse(RunConfig, fill_recipe(config))
@@ -408,6 +416,7 @@ def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
         on_bad_row=data.on_bad_row,
         dataset_num_proc=data.num_proc,
         oom_fallback=run.oom_fallback,
+        skip_bad_steps=run.skip_bad_steps,
     )
 
 

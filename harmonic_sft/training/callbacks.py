@@ -151,12 +151,13 @@ def check_reporters(names: Sequence[str]) -> None:
             )
 
 
-def check_finite(name: str, value: float, global_step: int) -> None:
-    """Raise a StoppedError unless `value` is finite."""
-    if not math.isfinite(value):
-        step = global_step + 1
-        raise StoppedError(
-            f"{name}: expected a finite number, got {value} at step {step}. Nothing was updated "
-            f"with it, and checkpoints already saved are whole. bad_step_{step}_* in the output "
-            "folder names the rows: look at them, or try a lower learning_rate or max_grad_norm"
-        )
+def not_finite(step: int, loss: float, gradient_norm: float) -> StoppedError:
+    """Return the error after `step` steps whose next one has no finite loss or gradients."""
+    is_loss = not math.isfinite(loss)
+    name, value = ("loss", loss) if is_loss else ("gradient norm", gradient_norm)
+    return StoppedError(
+        f"{name}: expected a finite number, got {value} at step {step + 1}. Nothing was updated "
+        f"with it, and checkpoints already saved are whole. bad_step_{step + 1}_* in the output "
+        "folder names the rows. Try a lower learning_rate or max_grad_norm, or continue without "
+        "this step: resume=true skip_bad_steps=1"
+    )

@@ -35,6 +35,7 @@ FREE_KEYS = (
     "neighbors",
     "hub.",
     "oom_fallback",
+    "skip_bad_steps",
     "check_base",
     "training.logging_",
     "training.report_to",

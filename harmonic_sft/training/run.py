@@ -28,6 +28,7 @@ from harmonic_sft.training.head_swap import (
     apply_fit_,
     check_base,
     eval_labels,
+    evaluate,
     measure_swap,
 )
 from harmonic_sft.training.loading import load_run_data
@@ -53,7 +54,7 @@ from harmonic_sft.training.report import (
     show_parts,
 )
 from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.trainer import HarmonicTrainer, evaluate
+from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
 DISTRIBUTED_PLUGINS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")

@@ -286,6 +286,9 @@ class RunConfig:
     oom_fallback: bool = Field(
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
     )
+    skip_bad_steps: int = Field(
+        0, ge=0, description="Steps without a finite loss and gradient that a session leaves out"
+    )
     hub: HubConfig = Field(default_factory=HubConfig)
     check_base: bool = Field(
         True, description="Refuse a base whose own head does no better than unigrams on your text"

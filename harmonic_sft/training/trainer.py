@@ -49,7 +49,7 @@ from harmonic_sft.training.callbacks import (
     HeadCallback,
     LabeledProgress,
     TerminationCallback,
-    check_finite,
+    not_finite,
 )
 from harmonic_sft.training.checkpoints import (
     check_whole,
@@ -198,6 +198,7 @@ class HarmonicTrainer(Trainer):
         self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
+        self._num_bad_steps = 0
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
 
@@ -438,23 +439,28 @@ class HarmonicTrainer(Trainer):
         self._losses.append(loss)
         if self.accelerator.sync_gradients and self.args.world_size > 1:
             average_gradients(self._low_precision)
-        return loss
+        return loss.nan_to_num(0, 0, 0)  # of a step that may be skipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look once in every step whether loss and gradients are finite, before they are used.
 
         Raises:
-            StoppedError: One of them is infinite or not a number.
+            StoppedError: One of them is not, and no more such steps may be skipped.
         """
         norm = super()._get_grad_norm(model, grad_norm)
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
+        if self.args.skip_bad_steps:  # every process has to decide alike
+            loss = self.accelerator.reduce(loss)
         values = torch.stack([loss, norm]).tolist()
-        if not all(map(math.isfinite, values)):
-            found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
-            save_bad_step(self.args, self.train_dataset, self.stream_place, **found)
-        for name, value in zip(("loss", "gradient norm"), values, strict=True):
-            check_finite(name, value, self.state.global_step)
-        return norm
+        if all(map(math.isfinite, values)):
+            return norm
+        found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
+        save_bad_step(self.args, self.train_dataset, self.stream_place, **found)
+        if self._num_bad_steps == self.args.skip_bad_steps:
+            raise not_finite(**found)
+        self._num_bad_steps += 1
+        model.zero_grad()  # optimizers leave alone what has no gradient
+        return torch.zeros_like(norm)
 
     def evaluation_loop(
         self,
@@ -590,11 +596,3 @@ class HarmonicTrainer(Trainer):
         """Wait at the end of the training for checkpoints on their way."""
         if self.args.push_to_hub:
             finish_pushes(self.callback_handler.callbacks)
-
-
-def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
-    """Evaluate and return the metrics without the prefix that transformers logs them under."""
-    metrics = trainer.evaluate(metric_key_prefix=prefix)
-    kept = ("loss", "accuracy", "tokens", "error_cosine", "ece", "h_exp", "post_hoc")
-    plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
-    return {key: value for key, value in plain.items() if key.startswith(kept)}
