@@ -78,11 +78,12 @@ class TerminationCallback(TrainerCallback):
 
     def __init__(self, *, is_alone: bool):
         self.is_alone = is_alone
-        self.received = self.agreed = False
+        self.received = self.agreed = False  # by this process, by all
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
         """Take the signal, where signals can be taken: in the main thread."""
+        self.received = self.agreed = False
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -134,7 +134,7 @@ def check_whole(folder: Path) -> None:
     if damage is not None:
         raise ValueError(
             f"checkpoint: expected {str(folder)!r} as it was saved, got a damaged one: {damage}. "
-            "Take an older one"
+            "Use another one"
         )
 
 
