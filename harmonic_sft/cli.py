@@ -68,28 +68,25 @@ def _is_ours(error: Exception) -> bool:
 def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str:
     """Return one line about an error, and write where it comes from into a file.
 
-    The file is `error.txt` in the folder of the run, or a temporary one where there is no folder or
-    no space in it.
+    The file is `error.txt` in the folder of the run, or a temporary one if there is no run yet.
     """
-    text = str(error) or "no message"
-    first = text.strip().splitlines()[0]
-    disk = any(word in text for word in DISK_FULL)
-    parts = [f"{type(error).__name__}: {first.rstrip('.')}."]
-    if disk:
+    text = str(error).strip() or "no message"
+    parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
+    if any(word in text for word in DISK_FULL):
         parts.append("The disk may be full.")
     if options.command == "train":
         parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
-    traced = "".join(traceback.format_exception(error))
-    folder = options.folder if "folder" in options and options.folder.is_dir() else None
-    name = "error.txt" if rank == "0" else f"error-{rank}.txt"
-    for place in (folder, Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")):
+    places = [Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")]
+    if "folder" in options and (options.folder / "run.yaml").is_file():
+        places.insert(0, options.folder)
+    for place in places:
+        path = place / ("error.txt" if rank == "0" else f"error-{rank}.txt")
         try:
-            if place is not None and not disk:
-                place.mkdir(exist_ok=True)
-                (place / name).write_text(traced)
-                return " ".join([*parts, f"The traceback is in {place / name}"])
-        except OSError:
+            place.mkdir(exist_ok=True)
+            path.write_text("".join(traceback.format_exception(error)))
+        except OSError:  # full as well
             continue
+        return " ".join([*parts, f"The traceback is in {path}"])
     return " ".join([*parts, "--debug shows where it comes from"])
 
 

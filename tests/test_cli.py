@@ -289,6 +289,7 @@ def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
 def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
+    (folder / "run.yaml").touch()
     run = SimpleNamespace(output_dir=folder, model=SimpleNamespace(base="x"))
     monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", lambda *_: run)
 
@@ -316,14 +317,21 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, mo
     ],
 )
 def test_a_full_disk_is_named(error, tmp_path, monkeypatch, capsys):
+    """Before there is a run its traceback is in a temporary file, if that can be written."""
+
     def broken(*_):
         raise error
 
     monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["train", "x.yaml"]) == 1
     line = capsys.readouterr().err
     assert "The disk may be full. Checkpoints that were saved are whole; add resume=true" in line
-    assert line.endswith("--debug shows where it comes from\n")
+    (found,) = tmp_path.glob("harmonic-sft-*/error.txt")
+    assert line.endswith(f"The traceback is in {found}\n")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert main(["train", "x.yaml"]) == 1
+    assert capsys.readouterr().err.endswith("--debug shows where it comes from\n")
 
 
 def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys):
