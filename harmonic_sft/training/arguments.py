@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -32,6 +34,31 @@ NOT_IN_CONFIG = (
     "resume_from_checkpoint",
 )
 SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # which a command line gives as text
+KEYS = {  # where the other arguments of ours stand in a YAML file
+    "task": "model.task",
+    "revision": "model.revision",
+    "from_scratch": "model.from_scratch",
+    "pooling": "model.pooling",
+    "dtype": "model.dtype",
+    "dropout": "model.dropout",
+    "unfreeze": "model.unfreeze",
+    "head": "head",
+    "h_exp": "h_exp",
+    "loss": "loss",
+    "schedule": "schedule",
+    "context_length": "data.context_length",
+    "mask": "data.mask",
+    "packing": "data.packing",
+    "padding_free": "data.padding_free",
+    "pad_to_multiple_of": "data.pad_to_multiple_of",
+    "loss_on": "data.loss_on",
+    "label_column": "data.label_column",
+    "weight_column": "data.weight_column",
+    "on_bad_row": "data.on_bad_row",
+    "dataset_num_proc": "data.num_proc",
+    "oom_fallback": "oom_fallback",
+    "skip_bad_steps": "skip_bad_steps",
+}
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
 
 
@@ -287,42 +314,29 @@ class HarmonicTrainingArguments(TrainingArguments):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
             is_number = isinstance(unfreeze, int)
             unfreeze = {"last_blocks": unfreeze} if is_number else {"patterns": patterns}
-        masked = {"probability": self.mask} if isinstance(self.mask, int | float) else self.mask
-        data = {
-            "sources": [{"path": TRAIN_NAME, "column": self.text_column, "streaming": is_stream}],
-            "context_length": self.context_length or context_length,
-            "label_column": self.label_column or ("labels" if task in CLASSIFICATION else None),
-            "loss_on": self.loss_on,
-            "packing": self.packing,
-            "padding_free": self.padding_free,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "weight_column": self.weight_column,
-            "on_bad_row": self.on_bad_row,
-            "num_proc": self.dataset_num_proc,
-            "eval": {"documents": 0},
-        }
-        config: dict[str, Any] = {
-            "model": {
-                "base": base,
-                "revision": self.revision,
-                "task": task,
-                "from_scratch": self.from_scratch,
-                "pooling": self.pooling,
-                "dtype": self.dtype,
-                "dropout": self.dropout,
-                "unfreeze": unfreeze,
-            },
+        is_share = isinstance(self.mask, int | float)
+        labels = "labels" if task in CLASSIFICATION else None
+        settled = {
+            "task": task,
+            "unfreeze": unfreeze,
             "head": head,
             "h_exp": h_exp,
+            "context_length": self.context_length or context_length,
+            "mask": {"probability": self.mask} if is_share else self.mask or {},
+            "label_column": self.label_column or labels,
+        }
+        source = {"path": TRAIN_NAME, "column": self.text_column, "streaming": is_stream}
+        config: dict[str, Any] = {
+            "model": {"base": base},
             "peft": peft and to_plain(peft),
-            "loss": self.loss,
-            "data": data if masked is None else {**data, "mask": masked},
+            "data": {"sources": [source], "eval": {"documents": 0}},
             "training": self._given(),
-            "schedule": self.schedule,
-            "oom_fallback": self.oom_fallback,
-            "skip_bad_steps": self.skip_bad_steps,
             "hub": self._hub(),
         }
+        for name, key in KEYS.items():
+            *section, last = key.split(".")
+            node = config[section[0]] if section else config
+            node[last] = settled[name] if name in settled else vars(self)[name]
         return parse(RunConfig, fill_recipe(config))
 
     def _given(self) -> dict[str, Any]:
@@ -390,34 +404,14 @@ def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
     Raises:
         ValueError: transformers refuses a value.
     """
-    model, data = run.model, run.data
     plain: dict[str, Any] = to_plain(run)
-    return HarmonicTrainingArguments(
-        **{key: value for key, value in run.training.items() if key not in FORCED},
-        task=model.task,
-        revision=model.revision,
-        dtype=model.dtype,
-        dropout=model.dropout,
-        from_scratch=model.from_scratch,
-        pooling=model.pooling,
-        unfreeze=plain["model"]["unfreeze"],
-        head=plain["head"],
-        h_exp=plain["h_exp"],
-        loss=plain["loss"],
-        schedule=plain["schedule"],
-        context_length=data.context_length,
-        mask=None if model.task != "masked_lm" else plain["data"]["mask"],
-        packing=data.packing,
-        padding_free=data.padding_free,
-        pad_to_multiple_of=data.pad_to_multiple_of,
-        loss_on=data.loss_on,
-        label_column=data.label_column,
-        weight_column=data.weight_column,
-        on_bad_row=data.on_bad_row,
-        dataset_num_proc=data.num_proc,
-        oom_fallback=run.oom_fallback,
-        skip_bad_steps=run.skip_bad_steps,
-    )
+    given: dict[str, Any] = {
+        name: reduce(getitem, key.split("."), plain) for name, key in KEYS.items()
+    }
+    if run.model.task != "masked_lm":
+        given["mask"] = None
+    training = {key: value for key, value in run.training.items() if key not in FORCED}
+    return HarmonicTrainingArguments(**training, **given)
 
 
 def check_parallelism(args: TrainingArguments) -> None:
