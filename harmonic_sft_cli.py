@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; default: `sys.argv`.
 
     Returns:
-        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C.
+        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C. A run
+        that a SIGTERM ended exits with 143.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)

@@ -1,9 +1,12 @@
 """What the commands of `harmonic-sft` do; each imports what it needs when it runs."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
+# How the system, safetensors and PyTorch say that a file could not be written to its end.
+DISK_FULL = ("No space left", "StorageFull", "code: 28", "inline_container")
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -27,13 +32,14 @@ def run_command(options: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_warning()
     try:
         _run(options)
-    except (ValueError, OSError, RuntimeError) as error:
-        if options.debug or not _is_ours(error):
+    except Exception as error:
+        if options.debug:
             raise
         rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
+        message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
         sys.stdout.flush()  # tables that were printed before stand before the error
-        sys.stderr.write(f"error{where}: {error}\n")
+        sys.stderr.write(f"error{where}: {message}\n")
         return 1
     return 0
 
@@ -48,13 +54,40 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether an error speaks to the user; other RuntimeErrors are bugs."""
-    if not isinstance(error, RuntimeError):
+    """Whether an error speaks to the user; others come from libraries, machines, or are bugs."""
+    if isinstance(error, ValueError):
         return True
+    if isinstance(error, OSError):
+        return error.errno != errno.ENOSPC
     from harmonic_sft.hub import PushError
     from harmonic_sft.training.callbacks import StoppedError
 
     return isinstance(error, PushError | StoppedError)
+
+
+def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str:
+    """Return one line about an error, and write where it comes from into a file.
+
+    The file is `error.txt` in the folder of the run, or a temporary one if there is no run yet.
+    """
+    text = str(error).strip() or "no message"
+    parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
+    if any(word in text for word in DISK_FULL):
+        parts.append("The disk may be full.")
+    if options.command == "train":
+        parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
+    places = [Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")]
+    if "folder" in options and (options.folder / "run.yaml").is_file():
+        places.insert(0, options.folder)
+    for place in places:
+        path = place / ("error.txt" if rank == "0" else f"error-{rank}.txt")
+        try:
+            place.mkdir(exist_ok=True)
+            path.write_text("".join(traceback.format_exception(error)))
+        except OSError:  # full as well
+            continue
+        return " ".join([*parts, f"The traceback is in {path}"])
+    return " ".join([*parts, "--debug shows where it comes from"])
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -73,6 +106,7 @@ def _train(options: argparse.Namespace) -> None:
     else:
         from harmonic_sft.training.run import train
 
+        options.folder = run.output_dir
         if options.config is not None:
             _make_base(run, options.shipped)
         train(run)
@@ -94,27 +128,29 @@ def _make_base(run: "RunConfig", shipped: dict[str, Path]) -> None:
 
 def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the file of a run without one would hold: the NeoBERT recipe."""
+    from harmonic_sft.training.run_config import CLASSIFICATION, fill_recipe
+
     task, head = options.task or "masked_lm", options.head or "dist"
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
-    classifies = task in ("sequence_classification", "token_classification")
-    label = {"label_column": "label" if task == "sequence_classification" else "labels"}
-    h_exp = {"h_exp": {"start": -12.0, "end": -12.0 if classifies else -4.0}}
-    return {
-        "model": {"base": options.model, "task": task},
-        "head": {"name": head, **({"init": "class_means"} if classifies else {})},
-        **(h_exp if head == "dist" else {}),
-        "loss": {"name": "harmonic" if head == "dist" else "cross_entropy"},
-        "data": {
-            "sources": [{"path": options.dataset}],
-            "context_length": 512,
-            "eval": {"documents": 64},
-            **(label if classifies else {}),
-        },
-        "training": {
-            "output_dir": options.output or f"runs/{base}-{head}",
-            "num_train_epochs": 1.0,
-        },
+    data = {
+        "sources": [{"path": options.dataset}],
+        "context_length": 512,
+        "eval": {"documents": 64},
     }
+    if task in CLASSIFICATION:
+        data["label_column"] = "label" if task == "sequence_classification" else "labels"
+    return fill_recipe(
+        {
+            "model": {"base": options.model, "task": task},
+            "head": head,
+            "h_exp": -12.0 if head == "dist" and task in CLASSIFICATION else None,
+            "data": data,
+            "training": {
+                "output_dir": options.output or f"runs/{base}-{head}",
+                "num_train_epochs": 1.0,
+            },
+        }
+    )
 
 
 def _data(options: argparse.Namespace) -> None:

@@ -204,6 +204,8 @@ def load_text(text: str | bytes, name: str) -> Any:
         problem = f" in line {line}: {error.problem}"
     except (yaml.YAMLError, ValueError) as error:
         problem = f": {' '.join(str(error).split())}"
+    except RecursionError:
+        problem = ": it is nested too deeply"
     raise ValueError(f"{name}: expected valid YAML, got an error{problem}")
 
 

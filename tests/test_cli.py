@@ -5,9 +5,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 import harmonic_sft
@@ -256,24 +259,79 @@ def test_overrides_may_stand_after_an_option(capsys):
     assert "hub.repo_idd: expected one of the known keys" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", ["StoppedError", "PushError", "RuntimeError"])
-def test_errors_of_ours_are_one_line_and_others_are_bugs(error, monkeypatch, capsys):
+@pytest.mark.parametrize("error", ["StoppedError", "PushError"])
+def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
     from harmonic_sft.hub import PushError
     from harmonic_sft.training.callbacks import StoppedError
 
-    errors = {"StoppedError": StoppedError, "PushError": PushError, "RuntimeError": RuntimeError}
+    errors = {"StoppedError": StoppedError, "PushError": PushError}
 
     def stopped(*_):
         raise errors[error]("no more")
 
     monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", stopped)
     monkeypatch.setenv("RANK", "1")
-    if error == "RuntimeError":
-        with pytest.raises(RuntimeError, match="no more"):
-            main(["train", "x.yaml"])
-    else:
-        assert main(["train", "x.yaml"]) == 1
-        assert capsys.readouterr().err == "error in process 1: no more\n"
+    assert main(["train", "x.yaml"]) == 1
+    assert capsys.readouterr().err == "error in process 1: no more\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"),
+        MemoryError(),
+        RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
+        SafetensorError("Error while deserializing header: header too large"),
+        EOFError("Ran out of input"),
+        KeyError("weight"),
+    ],
+)
+def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.yaml").touch()
+    run = SimpleNamespace(output_dir=folder, model=SimpleNamespace(base="x"))
+    monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", lambda *_: run)
+
+    def broken(_):
+        raise error
+
+    monkeypatch.setattr("harmonic_sft.training.run.train", broken)
+    assert main(["train", "x.yaml"]) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert line.startswith(f"error: {type(error).__name__}: ")
+    assert "add resume=true to continue." in line
+    assert line.endswith(f"The traceback is in {folder / 'error.txt'}\n")
+    assert "in broken" in (folder / "error.txt").read_text()
+    with pytest.raises(type(error)):
+        main(["train", "x.yaml", "--debug"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"),
+        SafetensorError("Error while serializing: I/O error: Os { code: 28, kind: StorageFull }"),
+    ],
+)
+def test_a_full_disk_is_named(error, tmp_path, monkeypatch, capsys):
+    """Before there is a run its traceback is in a temporary file, if that can be written."""
+
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["train", "x.yaml"]) == 1
+    line = capsys.readouterr().err
+    assert "The disk may be full. Checkpoints that were saved are whole; add resume=true" in line
+    (found,) = tmp_path.glob("harmonic-sft-*/error.txt")
+    assert line.endswith(f"The traceback is in {found}\n")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert main(["train", "x.yaml"]) == 1
+    assert capsys.readouterr().err.endswith("--debug shows where it comes from\n")
 
 
 def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys):

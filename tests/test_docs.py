@@ -193,3 +193,11 @@ def test_every_command_is_accepted(page, command, parsing_only):
 def test_every_experiment_is_accepted(page, command, parsing_only):
     with pytest.raises(Parsed):
         experiments(shlex.split(command)[3:])
+
+
+def test_every_fault_that_a_run_survives_names_a_test_that_exists():
+    text = (ROOT / "docs" / "survives.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) >= 15
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / path).read_text(), test

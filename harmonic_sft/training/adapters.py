@@ -23,6 +23,8 @@ from harmonic_sft.hub.adapter import (
 )
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
@@ -140,6 +142,25 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
     model.load_state_dict({live: saved[name] for live, name in names.items()}, strict=False)
+
+
+def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
+    """Load what trains from a checkpoint whose body is merged or packed.
+
+    Args:
+        model: As it was trained. Changed in place.
+        folder: A checkpoint.
+
+    Returns:
+        Whether it is one; else nothing was loaded.
+    """
+    if has_lora(model):
+        load_adapter_(model, folder)
+    elif quantization_method(model.config) is not None:
+        load_head_(model, folder)
+    else:
+        return False
+    return True
 
 
 def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:

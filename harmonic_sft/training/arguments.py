@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from harmonic_sft.training.run_config import (
     NOT_IN_HEAD,
     PeftConfig,
     RunConfig,
+    fill_recipe,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
@@ -31,6 +34,31 @@ NOT_IN_CONFIG = (
     "resume_from_checkpoint",
 )
 SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # which a command line gives as text
+KEYS = {  # where the other arguments of ours stand in a YAML file
+    "task": "model.task",
+    "revision": "model.revision",
+    "from_scratch": "model.from_scratch",
+    "pooling": "model.pooling",
+    "dtype": "model.dtype",
+    "dropout": "model.dropout",
+    "unfreeze": "model.unfreeze",
+    "head": "head",
+    "h_exp": "h_exp",
+    "loss": "loss",
+    "schedule": "schedule",
+    "context_length": "data.context_length",
+    "mask": "data.mask",
+    "packing": "data.packing",
+    "padding_free": "data.padding_free",
+    "pad_to_multiple_of": "data.pad_to_multiple_of",
+    "loss_on": "data.loss_on",
+    "label_column": "data.label_column",
+    "weight_column": "data.weight_column",
+    "on_bad_row": "data.on_bad_row",
+    "dataset_num_proc": "data.num_proc",
+    "oom_fallback": "oom_fallback",
+    "skip_bad_steps": "skip_bad_steps",
+}
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
 
 
@@ -61,6 +89,12 @@ class HarmonicTrainingArguments(TrainingArguments):
     logging_steps: float = field(
         default=DEFAULTS["logging_steps"],
         metadata={"help": "Optimizer steps between two log entries."},
+    )
+    enable_jit_checkpoint: bool = field(
+        default=DEFAULTS["enable_jit_checkpoint"],
+        metadata={
+            "help": "After a SIGTERM save a checkpoint at the end of the step and exit with 143."
+        },
     )
     save_total_limit: int | None = field(
         default=DEFAULTS["save_total_limit"], metadata={"help": "Checkpoints that are kept."}
@@ -205,6 +239,13 @@ class HarmonicTrainingArguments(TrainingArguments):
             "help": "Out of memory: continue with checkpointing, then with smaller micro-batches."
         },
     )
+    skip_bad_steps: int = field(
+        default=0,
+        metadata={
+            "help": "How many steps without a finite loss and gradient are left out. Default: the "
+            "first one ends the training."
+        },
+    )
     hub_form: str = field(
         default="full",
         metadata={
@@ -223,6 +264,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         self.gradient_checkpointing = None
         super().__post_init__()  # takes it for the old name of its own option
         self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
+        accelerator_config: Any = self.accelerator_config
+        if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
+            accelerator_config.dispatch_batches = False
         if self.label_names is None:
             self.label_names = ["labels"]  # label_positions are not
         metric = str(self.metric_for_best_model).removeprefix("eval_")
@@ -262,59 +306,38 @@ class HarmonicTrainingArguments(TrainingArguments):
         Raises:
             ValueError: A value is wrong, or two do not go together.
         """
-        head = self.head or "dist"
-        if self.head is None and own_head is not None:
-            head = {**_bare(own_head), "init": "base_head"}
-        head = {"name": head} if isinstance(head, str) else dict(head)
-        if task in CLASSIFICATION:
-            head = {"init": "class_means", **head}
-        h_exp = self.h_exp
-        if h_exp is None and _has_exponent(head):
-            kept = None if self.head else _exponent(own_head)
-            h_exp = kept or {"start": -12.0, "end": -4.0}
+        head, h_exp = self.head, self.h_exp
+        if head is None and own_head is not None:
+            head, h_exp = {**_bare(own_head), "init": "base_head"}, h_exp or _exponent(own_head)
         unfreeze: Any = self.unfreeze
         if not isinstance(unfreeze, Mapping):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
             is_number = isinstance(unfreeze, int)
             unfreeze = {"last_blocks": unfreeze} if is_number else {"patterns": patterns}
-        masked = {"probability": self.mask} if isinstance(self.mask, int | float) else self.mask
-        data = {
-            "sources": [{"path": TRAIN_NAME, "column": self.text_column, "streaming": is_stream}],
-            "context_length": self.context_length or context_length,
-            "label_column": self.label_column or ("labels" if task in CLASSIFICATION else None),
-            "loss_on": self.loss_on,
-            "packing": self.packing,
-            "padding_free": self.padding_free,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "weight_column": self.weight_column,
-            "on_bad_row": self.on_bad_row,
-            "num_proc": self.dataset_num_proc,
-            "eval": {"documents": 0},
-        }
-        config: dict[str, Any] = {
-            "model": {
-                "base": base,
-                "revision": self.revision,
-                "task": task,
-                "from_scratch": self.from_scratch,
-                "pooling": self.pooling,
-                "dtype": self.dtype,
-                "dropout": self.dropout,
-                "unfreeze": unfreeze,
-            },
+        is_share = isinstance(self.mask, int | float)
+        labels = "labels" if task in CLASSIFICATION else None
+        settled = {
+            "task": task,
+            "unfreeze": unfreeze,
             "head": head,
             "h_exp": h_exp,
+            "context_length": self.context_length or context_length,
+            "mask": {"probability": self.mask} if is_share else self.mask or {},
+            "label_column": self.label_column or labels,
+        }
+        source = {"path": TRAIN_NAME, "column": self.text_column, "streaming": is_stream}
+        config: dict[str, Any] = {
+            "model": {"base": base},
             "peft": peft and to_plain(peft),
-            "loss": {"name": self.loss} if isinstance(self.loss, str) else self.loss,
-            "data": data if masked is None else {**data, "mask": masked},
+            "data": {"sources": [source], "eval": {"documents": 0}},
             "training": self._given(),
-            "schedule": self.schedule,
-            "oom_fallback": self.oom_fallback,
             "hub": self._hub(),
         }
-        if self.loss is None:
-            config["loss"] = {"name": "cross_entropy" if h_exp is None else "harmonic"}
-        return parse(RunConfig, config)
+        for name, key in KEYS.items():
+            *section, last = key.split(".")
+            node = config[section[0]] if section else config
+            node[last] = settled[name] if name in settled else vars(self)[name]
+        return parse(RunConfig, fill_recipe(config))
 
     def _given(self) -> dict[str, Any]:
         """Return the arguments of transformers that differ from the recipe."""
@@ -375,41 +398,36 @@ def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | No
     return settings.get("h_exp") or _exponent(settings.get("inner"))
 
 
-def _has_exponent(head: Mapping[str, Any]) -> bool:
-    inner = head.get("inner")
-    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
-
-
 def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
     """Return the arguments that train what a YAML file says.
 
     Raises:
         ValueError: transformers refuses a value.
     """
-    model, data = run.model, run.data
     plain: dict[str, Any] = to_plain(run)
-    return HarmonicTrainingArguments(
-        **{key: value for key, value in run.training.items() if key not in FORCED},
-        task=model.task,
-        revision=model.revision,
-        dtype=model.dtype,
-        dropout=model.dropout,
-        from_scratch=model.from_scratch,
-        pooling=model.pooling,
-        unfreeze=plain["model"]["unfreeze"],
-        head=plain["head"],
-        h_exp=plain["h_exp"],
-        loss=plain["loss"],
-        schedule=plain["schedule"],
-        context_length=data.context_length,
-        mask=None if model.task != "masked_lm" else plain["data"]["mask"],
-        packing=data.packing,
-        padding_free=data.padding_free,
-        pad_to_multiple_of=data.pad_to_multiple_of,
-        loss_on=data.loss_on,
-        label_column=data.label_column,
-        weight_column=data.weight_column,
-        on_bad_row=data.on_bad_row,
-        dataset_num_proc=data.num_proc,
-        oom_fallback=run.oom_fallback,
-    )
+    given: dict[str, Any] = {
+        name: reduce(getitem, key.split("."), plain) for name, key in KEYS.items()
+    }
+    if run.model.task != "masked_lm":
+        given["mask"] = None
+    training = {key: value for key, value in run.training.items() if key not in FORCED}
+    return HarmonicTrainingArguments(**training, **given)
+
+
+def check_parallelism(args: TrainingArguments) -> None:
+    """Refuse what would cut a batch, and its `label_positions`, into pieces.
+
+    Raises:
+        ValueError: Several GPUs in one process, or one process that reads for all.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"launch: expected one GPU per process, got {args.n_gpu}. "
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    accelerator_config: Any = args.accelerator_config
+    if accelerator_config.dispatch_batches:
+        raise ValueError(
+            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
+            "reads its own rows"
+        )

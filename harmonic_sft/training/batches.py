@@ -1,15 +1,26 @@
 """Batches on the CPU: what is counted there for the device, and how they are split."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainingArguments
 
+from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
+from harmonic_sft.data.masking import IGNORE_INDEX
+from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
+from harmonic_sft.training.checkpoints import rows_per_step
+from harmonic_sft.training.stream_place import StreamPlace
 
+BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
+COUNTED = ("input_ids", "attention_mask")  # for its tokens
 OF_LABELS = ("labels", "label_weights", *COUNTS)  # what a backbone does not take
 
 
@@ -37,7 +48,10 @@ class CountingCollator:
         Raises:
             ValueError: A label is not a class.
         """
-        batch = self.collator(rows)
+        return self.count(self.collator(rows))
+
+    def count(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with what is counted in it."""
         mask = batch.get("attention_mask")
         num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
         if "labels" not in batch:
@@ -66,3 +80,87 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
     states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
+
+
+def examples_of_step(
+    rows: MaskedRows | LabeledRows, args: TrainingArguments, *, step: int
+) -> list[dict[str, int]]:
+    """Name the rows that an optimizer step reads, of all processes.
+
+    Args:
+        rows: Of the training, in the epoch of the step.
+        args: Of the trainer.
+        step: How many steps came before.
+
+    Returns:
+        Of each row its `row` in the table and, of text, its `source` and `document`.
+    """
+    size = rows_per_step(args)
+    start = step % math.ceil(len(rows) / size) * size
+    items = islice(EpochSampler(rows, seed=args.seed), start, start + size)
+    if isinstance(rows, LabeledRows):
+        return [{"row": item} for item in items]
+    members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
+    sources, documents = document_names(rows.rows)
+    return [
+        {"row": int(m), "source": int(sources[m]), "document": int(documents[m])} for m in members
+    ]
+
+
+def save_bad_step(
+    args: TrainingArguments,
+    rows: Any,
+    place: StreamPlace | None,
+    *,
+    step: int,
+    loss: float,
+    gradient_norm: float,
+) -> None:
+    """Write which rows gave a loss or gradients that are not finite, into the output folder.
+
+    Args:
+        args: Of the trainer.
+        rows: Of the training.
+        place: Of streams; else None.
+        step: How many steps came before.
+        loss: Of the step.
+        gradient_norm: Before it was clipped.
+    """
+    examples = [] if place is None else place.examples
+    if isinstance(rows, MaskedRows | LabeledRows):
+        examples = examples_of_step(rows, args, step=step)
+    values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(gradient_norm)}
+    path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))
+    path.write_text(json.dumps({**values, "examples": examples}, indent=1))
+
+
+def take_out_repeated_(
+    batches: Sequence[dict[str, Any]],
+    args: TrainingArguments,
+    count: CountingCollator,
+    *,
+    num_rows: int,
+    step: int,
+) -> None:
+    """Leave out of the loss the rows that accelerate repeats, so that all processes have as many.
+
+    A batch that is laid out as one row keeps them.
+
+    Args:
+        batches: Of this process in one optimizer step. Changed in place.
+        args: Of the trainer.
+        count: What counted their labels.
+        num_rows: In an epoch, of all processes.
+        step: How many steps came before.
+    """
+    size = args.per_device_train_batch_size
+    first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps
+    for number, batch in enumerate(batches, first):
+        num_left = max(0, num_rows - (number * args.world_size + args.process_index) * size)
+        if num_left >= size or len(batch["labels"]) != size:
+            continue
+        batch["labels"][num_left:] = IGNORE_INDEX
+        own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
+        counted = count.count({**own, "labels": batch["labels"].cpu()})
+        positions = counted["label_positions"].to(batch["labels"].device)
+        batch |= {"label_positions": positions, "num_tokens": counted["num_tokens"]}

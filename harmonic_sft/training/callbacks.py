@@ -1,7 +1,11 @@
-"""What follows from the optimizer step: h_exp, norms, neighbors and the teacher's weight."""
+"""What follows from the optimizer step: h_exp, norms, the teacher's weight, an early end."""
 
+import contextlib
+import logging
 import math
-from collections.abc import Sequence, Sized
+import signal
+import threading
+from collections.abc import Generator, Sequence, Sized
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -12,6 +16,9 @@ from transformers.integrations import get_available_reporting_integrations
 from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.run_config import HExpConfig
 from harmonic_sft.training.schedules import h_exp_at
+
+logger = logging.getLogger(__name__)
+TERMINATED = 128 + signal.SIGTERM  # what shells report
 
 
 class StoppedError(RuntimeError):
@@ -57,6 +64,45 @@ class HeadCallback(TrainerCallback):
             for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
                 group["lr"] = rate
             scheduler._last_lr = rates
+
+
+class TerminationCallback(TrainerCallback):
+    """Ends training after a SIGTERM, with a checkpoint at the end of the step at work.
+
+    transformers' own, of `enable_jit_checkpoint`, waits for three seconds and saves in the middle
+    of a step, which a resumed run could not take again with the same random numbers.
+
+    Args:
+        is_alone: There is one process; else the trainer says when all of them know.
+    """
+
+    def __init__(self, *, is_alone: bool):
+        self.is_alone = is_alone
+        self.received = self.agreed = False  # by this process, by all
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[None]:
+        """Take the signal, where signals can be taken: in the main thread."""
+        self.received = self.agreed = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received, self.agreed = True, self.is_alone
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Save and stop, in all processes after the same step."""
+        if self.agreed:
+            logger.warning(
+                "SIGTERM: training ends with a checkpoint of step %d.", state.global_step
+            )
+            control.should_save = control.should_training_stop = True
 
 
 class LabeledProgress(ProgressCallback):
@@ -106,11 +152,13 @@ def check_reporters(names: Sequence[str]) -> None:
             )
 
 
-def check_finite(name: str, value: float, global_step: int) -> None:
-    """Raise a StoppedError unless `value` is finite."""
-    if not math.isfinite(value):
-        raise StoppedError(
-            f"{name}: expected a finite number, got {value} at step {global_step + 1}. Nothing was "
-            "updated with it, and checkpoints already saved are whole. Try a lower learning_rate "
-            "or max_grad_norm"
-        )
+def not_finite(step: int, loss: float, gradient_norm: float) -> StoppedError:
+    """Return the error after `step` steps whose next one has no finite loss or gradients."""
+    is_loss = not math.isfinite(loss)
+    name, value = ("loss", loss) if is_loss else ("gradient norm", gradient_norm)
+    return StoppedError(
+        f"{name}: expected a finite number, got {value} at step {step + 1}. Nothing was updated "
+        f"with it, and checkpoints already saved are whole. bad_step_{step + 1}_* in the output "
+        "folder names the rows. Try a lower learning_rate or max_grad_norm, or continue without "
+        "this step: resume=true skip_bad_steps=1"
+    )

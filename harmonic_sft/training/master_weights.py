@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class MasterWeightsAdamW(torch.optim.AdamW):
@@ -83,3 +84,41 @@ def average_gradients(weights: Iterable[nn.Parameter]) -> None:
         assert weight.grad is not None, "all that trains takes part in every step"
         torch.distributed.all_reduce(weight.grad)
         weight.grad /= torch.distributed.get_world_size()
+
+
+def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return what trains in 16 bits; `average_gradients` averages its gradients, DDP does not."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    low_precision = {n: p for n, p in trained.items() if p.dtype.itemsize < 4}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(low_precision))
+    return list(low_precision.values())
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, *, is_given: bool) -> None:
+    """Refuse an optimizer that would not train everything, or would lose updates.
+
+    Args:
+        model: With what trains.
+        optimizer: Made by the user, or None.
+        is_given: The user gave an optimizer, or its class.
+
+    Raises:
+        ValueError: It would.
+    """
+    low_precision = [p.dtype for p in model.parameters() if p.requires_grad and p.itemsize < 4]
+    if is_given and low_precision:
+        raise ValueError(
+            f"optimizers: expected none with {low_precision[0]} weights, which need float32 "
+            "masters, got one. Leave the dtype in unfreeze at float32"
+        )
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    if missing:
+        raise ValueError(
+            "optimizers: expected one that holds all that trains, got one without "
+            f"{missing[0]}. Make the model first and pass it instead of its name, or use "
+            "optimizer_cls_and_kwargs"
+        )

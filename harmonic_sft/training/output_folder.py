@@ -1,34 +1,54 @@
-"""The output folder of a run: never overwritten, and where a run continues."""
+"""The output folder of a run: never overwritten, never shared, and where a run continues."""
 
-import json
+import fcntl
+import logging
 import os
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.results import read_results
+from harmonic_sft.training.checkpoints import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    all_checkpoints,
+    last_checkpoint,
+    read_rows_per_step,
+)
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.schedules import phase_steps
 
+logger = logging.getLogger(__name__)
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
+PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
+REASONS = ("error*.txt", "bad_step_*.json")  # why a run ended
 MAX_STEPS = "training.max_steps"
+BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 # Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
     "resume",
     "neighbors",
     "hub.",
     "oom_fallback",
+    "skip_bad_steps",
     "check_base",
     "training.logging_",
     "training.report_to",
     "training.disable_tqdm",
+    "training.enable_jit_checkpoint",
     "training.save_total_limit",
 )
 
 
 def check_output_folder(run: RunConfig) -> None:
     """Make sure that the folder is empty, or holds this very run if it is to be resumed.
+
+    A run that ended before its first checkpoint is as good as none.
 
     Raises:
         ValueError: It holds something else, or another run.
@@ -43,6 +63,8 @@ def check_output_folder(run: RunConfig) -> None:
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds "
             "other files. Choose another one"
         )
+    if not run.resume and _leftovers(folder):
+        return
     if not run.resume:
         raise ValueError(
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
@@ -50,6 +72,9 @@ def check_output_folder(run: RunConfig) -> None:
         )
     old = parse(RunConfig, read_run(folder))
     different = changed_keys(old, run)
+    checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
+    if checkpoint is not None and read_rows_per_step(checkpoint) is not None:
+        different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
     if different == [MAX_STEPS] and _last_step(old) < run.training["max_steps"]:
         _check_longer(run, _last_step(old))
     elif different:
@@ -125,30 +150,126 @@ def _leaves(node: Any, key: str = "") -> dict[str, Any]:
     return flat
 
 
+def _leftovers(folder: Path) -> list[Path]:
+    """Return all that is in a folder whose run never completed a checkpoint, the claim last.
+
+    Empty if it did, or if there is anything that no run writes before its first checkpoint.
+    """
+    checkpoints = all_checkpoints(folder)
+    if any((path / n).exists() for path in checkpoints for n in (MANIFEST_NAME, STATE_NAME)):
+        return []
+    results = folder / "results"
+    reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
+    written = [*reasons, results / "before.json", results, *checkpoints]
+    written = [path for path in written if path.exists()] + [folder / CONFIG_NAME]
+    found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
+    return written if found == set(written) else []
+
+
 def claim_output_folder(run: RunConfig) -> None:
     """Write the resolved configuration, which marks the folder as this run's.
 
     Raises:
-        ValueError: Another run has claimed it since `check_output_folder`.
+        ValueError: Another run has claimed it since `check_output_folder`, or trains in it.
     """
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / CONFIG_NAME
-    draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
-    if run.resume and path.exists():
-        if changed_keys(parse(RunConfig, read_run(run.output_dir)), run) == [MAX_STEPS]:
-            draft.write_text(to_yaml(run))
-            os.replace(draft, path)
-        return
-    draft.write_text(to_yaml(run))
-    try:
-        os.link(draft, path)  # whole or not at all, and only once
-    except FileExistsError:
+    with locked(run.output_dir):
+        if path.exists() and not run.resume:
+            _start_again(run.output_dir)
+        if path.exists() and changed_keys(parse(RunConfig, read_run(path.parent)), run) != [
+            MAX_STEPS
+        ]:
+            return
+        draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
+        draft.write_text(to_yaml(run))
+        os.replace(draft, path)
+
+
+def _start_again(folder: Path) -> None:
+    """Delete what a run left that ended before its first checkpoint.
+
+    Raises:
+        ValueError: Another run has claimed the folder since it was checked.
+    """
+    leftovers = _leftovers(folder)
+    if not leftovers:
         raise ValueError(
-            f"training.output_dir: expected an empty folder, got {str(run.output_dir)!r}, which "
-            "another run has just claimed. Choose another one"
-        ) from None
+            f"training.output_dir: expected an empty folder, got {str(folder)!r}, which another "
+            "run has just claimed. Choose another one"
+        )
+    logger.warning(
+        "The run in %s ended before its first checkpoint. It starts again; deleted: %s.",
+        folder,
+        ", ".join(str(path.relative_to(folder)) for path in leftovers),
+    )
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class FolderLock:
+    """Keeps other processes from training in a folder, from the first `hold` to its end.
+
+    Args:
+        folder: Of a run.
+        is_main: Whether this is the process that writes; the others lock nothing.
+    """
+
+    def __init__(self, folder: Path, *, is_main: bool):
+        self._folder, self._is_free = folder, is_main
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Lock the folder, unless a caller has done so.
+
+        Raises:
+            ValueError: Another process trains in it.
+        """
+        is_free, self._is_free = self._is_free, False
+        try:
+            with locked(self._folder) if is_free else nullcontext():
+                yield
+        finally:
+            self._is_free = is_free
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Keep other processes from training in a folder; the system unlocks it when this one ends.
+
+    Raises:
+        ValueError: Another process trains in it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not _flock(handle):
+            raise ValueError(
+                f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
+                "which another one is training. Wait for its end, or choose another folder"
+            )
+        yield
     finally:
-        draft.unlink()
+        os.close(handle)
+
+
+def _flock(handle: int) -> bool:
+    """Lock an open folder; return whether nobody else holds it."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.2)
+        except OSError as error:  # some network drives have no locks
+            logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
+            return True
+        else:
+            return True
 
 
 def release_output_folder(run: RunConfig) -> None:
@@ -168,20 +289,3 @@ def is_finished(run: RunConfig) -> bool:
 def results_path(run: RunConfig) -> Path:
     """Where the numbers of the run are."""
     return run.output_dir / "results" / f"{RESULTS_NAME}.json"
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint; a half-written one is passed over.
-
-    transformers writes `trainer_state.json` last, so a checkpoint that has it is whole.
-    """
-    whole = [p for p in folder.glob("checkpoint-[0-9]*") if _is_json(p / "trainer_state.json")]
-    return max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return True

@@ -19,7 +19,9 @@ from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
+from harmonic_sft.training.arguments import check_parallelism
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
+from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
@@ -27,6 +29,7 @@ from harmonic_sft.training.head_swap import (
     apply_fit_,
     check_base,
     eval_labels,
+    evaluate,
     measure_swap,
 )
 from harmonic_sft.training.held_out import held_out_results, record_held_out
@@ -36,7 +39,6 @@ from harmonic_sft.training.output_folder import (
     check_output_folder,
     claim_output_folder,
     is_finished,
-    last_checkpoint,
     release_output_folder,
     results_path,
 )
@@ -54,7 +56,7 @@ from harmonic_sft.training.report import (
     show_parts,
 )
 from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.trainer import HarmonicTrainer, check_parallelism, evaluate
+from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
 DISTRIBUTED_PLUGINS = {  # why each is refused
@@ -68,8 +70,6 @@ class Ready(NamedTuple):
 
     trainer: HarmonicTrainer
     data: LoadedData | LabeledData
-    tokenizer: Any
-    left_out: int  # rows of data, so far
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -86,6 +86,25 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
+    _check(run)
+    if is_finished(run):
+        return _show_finished(run)
+    ready = prepare(run)
+    _claim(run, ready.trainer)
+    with ready.trainer.folder_lock.hold():
+        before = _measure_before(run, ready)
+        trained = _train(run, ready.trainer)
+        results = _results(run, ready, before, trained)
+        _publish(run, ready.trainer, results)
+    return results
+
+
+def _check(run: RunConfig) -> None:
+    """Refuse what can be refused before anything is loaded.
+
+    Raises:
+        ValueError: No evaluation, a launch, a reporter, a folder or a destination that will not do.
+    """
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     args = run.training_arguments()
@@ -94,20 +113,6 @@ def train(run: RunConfig) -> dict[str, Any]:
     check_output_folder(run)
     if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
-    if is_finished(run):
-        return _show_finished(run)
-    ready = prepare(run)
-    _claim(run, ready.trainer)
-    try:
-        before = _measure_before(run, ready)
-    except ValueError:
-        if PartialState().is_main_process:
-            release_output_folder(run)
-        raise
-    trained = _train(run, ready.trainer)
-    results = _results(run, ready, before, trained)
-    _publish(run, ready.trainer, results)
-    return results
 
 
 def prepare(run: RunConfig) -> Ready:
@@ -136,7 +141,7 @@ def prepare(run: RunConfig) -> Ready:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    return Ready(trainer, data, tokenizer, data.bad_rows.total)
+    return Ready(trainer, data)
 
 
 def check_launch(args: TrainingArguments) -> None:
@@ -191,13 +196,32 @@ def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
 
 
 def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
-    """Evaluate the model as loaded; a resumed run remembers what that was."""
+    """Evaluate the model as loaded; a resumed run remembers what that was.
+
+    Raises:
+        ValueError: The model is not fit for training; a new output folder is given up.
+    """
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
         before = read_results(path)
         if before.get("calibration") is not None:
             apply_fit_(run, ready.trainer, HExpFit(**before["calibration"]))
         return before
+    state = PartialState()
+    try:
+        before = _evaluated(run, ready)
+    except ValueError:
+        if state.is_main_process:
+            release_output_folder(run)
+        raise
+    state.wait_for_everyone()
+    if state.is_main_process:
+        record_held_out(run, ready.data)
+        write_results(path.parent, path.stem, before)
+    return before
+
+
+def _evaluated(run: RunConfig, ready: Ready) -> dict[str, Any]:
     swap, fit = measure_swap(run, ready.trainer, ready.data)
     unigrams = _unigram_loss(ready.data)
     check_base(run, ready.data, swap, unigrams)
@@ -207,19 +231,13 @@ def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
             f"model.base: expected weights with a finite loss, got {metrics['loss']}. "
             "The checkpoint is damaged, or its precision too low"
         )
-    before = {
+    return {
         "before": metrics,
         "swap": swap,
         "calibration": None if fit is None else fit._asdict(),
         "unigram_loss": unigrams,
         "neighbors_before": _neighbors(run, ready),
     }
-    state = PartialState()
-    state.wait_for_everyone()
-    if state.is_main_process:
-        record_held_out(run, ready.data)
-        write_results(path.parent, path.stem, before)
-    return before
 
 
 def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
@@ -231,8 +249,8 @@ def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
 def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
     if isinstance(ready.data, LabeledData):
         return {}  # its prototypes are not words
-    model = ready.trainer.model
-    return nearest_prototypes(model.dist_head, ready.tokenizer, run.neighbors)
+    trainer = ready.trainer
+    return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, run.neighbors)
 
 
 def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
@@ -247,6 +265,8 @@ def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
     try:
         checkpoint = last_checkpoint(run.output_dir)
         if checkpoint is None:
+            if all_checkpoints(run.output_dir):
+                logger.warning("No checkpoint is whole: the run starts again from its first step.")
             seconds = trainer.train().metrics["train_runtime"]
         else:
             state = _check_checkpoint(trainer, checkpoint)
@@ -323,16 +343,12 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
 
 def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
     """Return what was left out, by all processes, how full packed rows are, and the copies."""
-    trainer = ready.trainer
-    found = []
-    for stream, snapshot in trainer.stream_state["streams"].items():
-        counts = (snapshot["skipped"], *snapshot.get("duplicates", (0, 0)))
-        # A process knows what a stream had left out by its own last row.
-        counts = max(counts, trainer.left_out.get(int(stream), counts))
-        found.append((stream, counts, snapshot["reasons"]))
+    place = ready.trainer.stream_place
+    found = [] if place is None else place.left_out()
     left_out: dict[str, tuple[int, ...]] = {}  # bad rows, exact and near duplicates
     reasons = list(ready.data.bad_rows.first)
     for stream, counts, first in sorted(gather_object(found)):
+        # A process knows what a stream had left out by its own last row.
         left_out[stream] = max(left_out.get(stream, counts), counts)
         reasons += first
     skipped, exact, near = (
@@ -340,7 +356,7 @@ def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
     )
     known = ready.data.duplicates
     results = {
-        "rows_left_out": ready.left_out + skipped,
+        "rows_left_out": ready.data.bad_rows.total + skipped,
         "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
         "fill_rate": ready.data.fill_rate,
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,

@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "logging_steps": 10,
     "save_total_limit": 3,
+    "enable_jit_checkpoint": True,  # ours: at the end of a step
     "seed": 42,
 }
 FORCED: dict[str, Any] = {
@@ -286,6 +287,9 @@ class RunConfig:
     oom_fallback: bool = Field(
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
     )
+    skip_bad_steps: int = Field(
+        0, ge=0, description="Steps without a finite loss and gradient that a session leaves out"
+    )
     hub: HubConfig = Field(default_factory=HubConfig)
     check_base: bool = Field(
         True, description="Refuse a base whose own head does no better than unigrams on your text"
@@ -363,6 +367,28 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
     return parse(RunConfig, data)
+
+
+def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, with those of the NeoBERT recipe where it was not asked.
+
+    Args:
+        settings: What a YAML file would say. `head` and `loss` may be a name, or None as `h_exp`.
+    """
+    head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
+    head = {"name": head} if isinstance(head, str) else dict(head)
+    if settings["model"]["task"] in CLASSIFICATION:
+        head = {"init": "class_means", **head}
+    if h_exp is None and _has_exponent(head):
+        h_exp = {"start": -12.0, "end": -4.0}
+    loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
+    loss = {"name": loss} if isinstance(loss, str) else loss
+    return {**settings, "head": head, "h_exp": h_exp, "loss": loss}
+
+
+def _has_exponent(head: Mapping[str, Any]) -> bool:
+    inner = head.get("inner")
+    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
 
 
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:

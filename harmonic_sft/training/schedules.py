@@ -2,6 +2,12 @@
 
 from typing import NamedTuple
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_wsd_schedule
+
+from harmonic_sft.training.run_config import ScheduleConfig
+
 
 class PhaseSteps(NamedTuple):
     """Optimizer steps of the three phases of a warmup-stable-decay schedule."""
@@ -30,6 +36,27 @@ def phase_steps(total: int, *, warmup_ratio: float, decay_ratio: float) -> Phase
         else:
             decay = total - warmup
     return PhaseSteps(warmup, total - warmup - decay, decay)
+
+
+def phase_schedule(
+    optimizer: Optimizer, schedule: ScheduleConfig, total: int, *, warmup_steps: int | None = None
+) -> LambdaLR:
+    """Return the schedule of the learning rate, the ratios turned into whole steps.
+
+    Args:
+        optimizer: Whose rates are set.
+        schedule: The ratios.
+        total: Optimizer steps of the run.
+        warmup_steps: In place of the ratio.
+    """
+    steps = phase_steps(total, warmup_ratio=schedule.warmup_ratio, decay_ratio=schedule.decay_ratio)
+    return get_wsd_schedule(
+        optimizer,
+        num_warmup_steps=steps.warmup if warmup_steps is None else warmup_steps,
+        num_decay_steps=steps.decay,
+        num_training_steps=total,
+        decay_type=schedule.decay,
+    )
 
 
 def h_exp_at(step: int, total: int, *, start: float, end: float) -> float:

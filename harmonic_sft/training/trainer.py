@@ -1,9 +1,9 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +11,8 @@ from typing import Any, cast
 import datasets
 import torch
 from accelerate import PartialState
-from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
@@ -22,55 +20,59 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerState,
-    TrainingArguments,
-    get_wsd_schedule,
 )
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
-from transformers.utils import logging
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    EvalPrediction,
+    TrainOutput,
+)
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
-from harmonic_sft.data.streams import (
-    PlacedCollator,
-    Snapshot,
-    StreamedRows,
-    StreamState,
-    advance,
-    merge,
-)
+from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
-from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.training.adapters import has_lora, load_adapter_, merged_state, save_adapter
-from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.adapters import has_lora, load_part_, merged_state, save_adapter
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
 from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
     CountingCollator,
     head_inputs,
-    split_batch,
+    save_bad_step,
+    take_out_repeated_,
 )
 from harmonic_sft.training.callbacks import (
+    TERMINATED,
     HeadCallback,
     LabeledProgress,
-    StoppedError,
-    check_finite,
+    TerminationCallback,
+    not_finite,
 )
-from harmonic_sft.training.freezing import load_head_
-from harmonic_sft.training.master_weights import MasterWeightsAdamW, average_gradients
-from harmonic_sft.training.output_folder import (
-    check_output_folder,
-    claim_output_folder,
-    last_checkpoint,
+from harmonic_sft.training.checkpoints import (
+    check_whole,
+    find_checkpoint,
+    remove_manifest,
+    rotate,
+    rows_per_step,
+    same_accumulation,
+    write_manifest,
 )
+from harmonic_sft.training.master_weights import (
+    MasterWeightsAdamW,
+    average_gradients,
+    check_optimizer,
+    low_precision_weights,
+)
+from harmonic_sft.training.memory_fallback import MemoryFallback
+from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
-from harmonic_sft.training.schedules import h_exp_at, phase_steps
-
-logger = logging.get_logger(__name__)
-STREAM_STATE = "stream_state_{}.json"  # of a process
+from harmonic_sft.training.schedules import h_exp_at, phase_schedule
+from harmonic_sft.training.stream_place import StreamPlace
 
 
 class HarmonicTrainer(Trainer):
@@ -136,8 +138,6 @@ class HarmonicTrainer(Trainer):
                 "the same arguments"
             )
         check_parallelism(args)
-        accelerator_config: Any = args.accelerator_config
-        accelerator_config.dispatch_batches = False
         self._preparation = Preparation(
             model,
             args,
@@ -148,20 +148,24 @@ class HarmonicTrainer(Trainer):
             is_stream=isinstance(train_dataset, datasets.IterableDataset | StreamedRows),
         )
         train_dataset = self._preparation.train_rows(train_dataset)
+        self.stream_place: StreamPlace | None = None
         if isinstance(train_dataset, StreamedRows):
             args.ignore_data_skip = True  # streams know themselves where they stood
+            self.stream_place = StreamPlace(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
         if getattr(built, "is_quantized", False):  # the Trainer would refuse it
             vars(built)["is_quantized"] = False  # but the head alone trains
-        self._low_precision = self._low_precision_weights(built)  # MasterWeightsAdamW steps them
-        own_optimizer = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
-        self._check_optimizer(built, optimizers[0], own_optimizer)
+        self._low_precision = low_precision_weights(built)  # MasterWeightsAdamW steps them
+        is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
+        check_optimizer(built, optimizers[0], is_given=is_given)
         if self._low_precision:
             options = Trainer.get_optimizer_cls_and_kwargs(args, built)[1]
             optimizer_cls_and_kwargs = (MasterWeightsAdamW, options)
         config = self._preparation.config
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        self._termination = TerminationCallback(is_alone=args.world_size == 1)
+        takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
         super().__init__(
             model=built,
             args=args,
@@ -171,11 +175,12 @@ class HarmonicTrainer(Trainer):
             processing_class=self._preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self._head_callback, *(callbacks or [])],
+            callbacks=[self._head_callback, self._termination, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        args.enable_jit_checkpoint = takes_sigterm
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LabeledProgress())
         self.data_collator = CountingCollator(
@@ -186,16 +191,14 @@ class HarmonicTrainer(Trainer):
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder, by this trainer or the run it belongs to
+        self.folder_lock = FolderLock(
+            Path(str(args.output_dir)), is_main=PartialState().is_main_process
+        )
         self.data_seconds = 0.0
-        self.stream_state = StreamState(rows=0, streams={})
-        self._stream_states: dict[int, StreamState] = {}  # by the step they belong to
-        # Of logical streams so far: bad rows, exact and near duplicates.
-        self.left_out: dict[int, tuple[int, ...]] = {}
-        self._num_chunks = 1
-        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
-        self._checkpoints_blocks = args.gradient_checkpointing
-        self._micro_batches: list[dict[str, Any]] = []
-        self._losses: list[Tensor] = []  # of these
+        self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
+        self._memory = MemoryFallback(args)
+        self._losses: list[Tensor] = []  # of the micro-batches of this step
+        self._num_bad_steps = 0
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
 
@@ -203,39 +206,6 @@ class HarmonicTrainer(Trainer):
     def run_config(self) -> RunConfig:
         """What a YAML file would say of this run."""
         return self._preparation.config
-
-    @staticmethod
-    def _low_precision_weights(model: HarmonicHeadModel) -> list[nn.Parameter]:
-        """Return what trains in 16 bits, whose gradients the optimizer averages, not DDP."""
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        low_precision = {n: p for n, p in trained.items() if p.dtype.itemsize < 4}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            model, list(low_precision)
-        )
-        return list(low_precision.values())
-
-    def _check_optimizer(self, model: HarmonicHeadModel, optimizer: Any, is_given: bool) -> None:
-        """Refuse an optimizer that would not train everything, or would lose updates.
-
-        Raises:
-            ValueError: It would.
-        """
-        if is_given and self._low_precision:
-            raise ValueError(
-                f"optimizers: expected none with {self._low_precision[0].dtype} weights, which "
-                "need float32 masters, got one. Leave the dtype in unfreeze at float32"
-            )
-        if optimizer is None:
-            return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        missing = [name for name, parameter in trained.items() if id(parameter) not in held]
-        if missing:
-            raise ValueError(
-                "optimizers: expected one that holds all that trains, got one without "
-                f"{missing[0]}. Make the model first and pass it instead of its name, or use "
-                "optimizer_cls_and_kwargs"
-            )
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -268,25 +238,26 @@ class HarmonicTrainer(Trainer):
             ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
 
         Raises:
-            ValueError: The output folder holds another run, or no whole checkpoint.
+            ValueError: The output folder holds another run, no whole checkpoint, or one of steps
+                with another number of rows; or another process trains in it.
             StoppedError: Loss or gradients are not finite, or one row does not fit into memory.
+            SystemExit: A SIGTERM came; the step at work was saved.
         """
         self.old_head = None  # as large as the new one
-        assert self.args.output_dir is not None, "transformers has a default"
-        checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            checkpoint = last_checkpoint(Path(self.args.output_dir))
-            if checkpoint is None:
-                raise ValueError(
-                    "resume_from_checkpoint: expected a whole checkpoint in "
-                    f"{self.args.output_dir!r}, got none"
-                )
+        checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
-        if checkpoint is None:
-            return super().train(None, trial, ignore_keys_for_eval)
-        self.load_stream_state(Path(checkpoint))
-        return super().train(str(checkpoint), trial, ignore_keys_for_eval)
+        if checkpoint is not None:
+            self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
+            if self.stream_place is not None:
+                self.stream_place.load(checkpoint)
+        listening = self._termination.listening() if self.args.enable_jit_checkpoint else None
+        with self.folder_lock.hold(), listening or nullcontext():
+            resumed = str(checkpoint) if checkpoint else None
+            output = super().train(resumed, trial, ignore_keys_for_eval)
+        if self._termination.agreed:
+            raise SystemExit(TERMINATED)
+        return output
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
@@ -311,7 +282,7 @@ class HarmonicTrainer(Trainer):
         self._preparation.config = config = self._preparation.configure()
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
-        self._low_precision = self._low_precision_weights(model)
+        self._low_precision = low_precision_weights(model)
         if self.args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return model
@@ -336,72 +307,71 @@ class HarmonicTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Read a stream's own share of it; accelerate would read all of it in every process."""
-        if not isinstance(self.train_dataset, StreamedRows):
+        if self.stream_place is None:
             return super().get_train_dataloader()
-        args = self.args
-        self.train_dataset.share(
-            process_index=args.process_index,
-            num_processes=args.world_size,
-            batch_size=self._train_batch_size,
-        )
-        return DataLoader(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
-            collate_fn=PlacedCollator(self.data_collator),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        return self.stream_place.loader(self.data_collator, self._train_batch_size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
+        if self._random_state is not None:  # only now has the loader of a stream drawn its own
+            super()._load_rng_state(self._random_state)
+            self._random_state = None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.data_seconds += time.perf_counter() - start
-        self._micro_batches, self._losses = [], []
+        self._memory.batches, self._losses = [], []
         num_tokens = sum(batch.pop("num_tokens") for batch in batches)
         if self.args.world_size > 1:
-            counted = torch.tensor(num_tokens, device=device)
-            num_tokens = self.accelerator.gather(counted).sum().item()
+            counted = torch.tensor([[num_tokens, self._termination.received]], device=device)
+            num_tokens, num_signals = self.accelerator.gather(counted).sum(0).tolist()
+            self._termination.agreed = num_signals > 0
         self.state.num_input_tokens_seen += num_tokens
-        if isinstance(self.train_dataset, StreamedRows):
-            places = [place for batch in batches for place in batch.pop("places")]
-            self.left_out |= {p.stream: (p.skipped, *p.duplicates) for p in places}
-            before, step = self.stream_state, self.state.global_step
-            self.stream_state = advance(before, places, len(places) * self.args.world_size)
-            self._stream_states = {step: before, step + 1: self.stream_state}
+        if self.stream_place is not None:
+            self.stream_place.take(batches)
         return batches, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Count the labels of a step without those of rows that fill up its last processes."""
+        if self.args.world_size > 1 and isinstance(self.train_dataset, MaskedRows | LabeledRows):
+            num_rows, step = len(self.train_dataset), self.state.global_step
+            count = cast(CountingCollator, self.data_collator)
+            take_out_repeated_(batch_samples, self.args, count, num_rows=num_rows, step=step)
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save with it where the streams stand; every process knows its own.
-
-        A checkpoint may be saved in the middle of a step, which a resumed run takes again.
-        """
+        """Save with it where the streams stand; every process knows its own."""
         super()._save_rng_state(output_dir)
-        if isinstance(self.train_dataset, StreamedRows):
-            state = self._stream_states.get(self.state.global_step, self.stream_state)
-            path = Path(output_dir) / STREAM_STATE.format(self.args.process_index)
-            path.write_text(json.dumps(state))
+        if self.stream_place is not None:
+            self.stream_place.save(Path(output_dir))
 
-    def load_stream_state(self, checkpoint: Path) -> None:
-        """Let the streams continue where the run of a checkpoint stood."""
-        if isinstance(self.train_dataset, StreamedRows):
-            paths = sorted(checkpoint.glob(STREAM_STATE.format("*")))
-            states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
-            snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
-            if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
-                raise ValueError(
-                    f"resume: expected {STREAM_STATE.format(0)} of this version in "
-                    f"{str(checkpoint)!r}, got {'another' if states else 'none'}. "
-                    "An earlier version wrote this checkpoint; start a new run"
-                )
-            self.stream_state = merge(states)
-            self.train_dataset.state = self.stream_state
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Wait until the loader of a stream has begun: it draws a number that was drawn before."""
+        if self.stream_place is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._random_state = checkpoint
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial), name)
+        remove_manifest(folder)
+        # transformers would delete by the clock, and before there is a manifest.
+        keep, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = keep
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(folder, rows_per_step=rows_per_step(self.args))
+            best = self.state.best_model_checkpoint
+            rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -410,18 +380,11 @@ class HarmonicTrainer(Trainer):
         schedule = self.run_config.schedule
         if schedule is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        steps = phase_steps(
-            num_training_steps,
-            warmup_ratio=schedule.warmup_ratio,
-            decay_ratio=schedule.decay_ratio,
-        )
-        asked = self.args.get_warmup_steps(num_training_steps)
-        self.lr_scheduler = get_wsd_schedule(
-            cast("torch.optim.Optimizer", self.optimizer if optimizer is None else optimizer),
-            num_warmup_steps=asked or steps.warmup,
-            num_decay_steps=steps.decay,
-            num_training_steps=num_training_steps,
-            decay_type=schedule.decay,
+        optimizer = self.optimizer if optimizer is None else optimizer
+        assert optimizer is not None, "transformers makes it first"
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        self.lr_scheduler = phase_schedule(
+            optimizer, schedule, num_training_steps, warmup_steps=warmup or None
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -466,78 +429,38 @@ class HarmonicTrainer(Trainer):
         Raises:
             StoppedError: One row does not fit into memory.
         """
-        self._micro_batches.append(dict(inputs))
-        loss = self._try_replay([inputs], model, num_items_in_batch)
-        while loss is None:
-            self._fall_back()
-            # The failed backward pass may have left some of its gradients: redo the whole step.
-            model.zero_grad()
-            loss = self._try_replay(self._micro_batches, model, num_items_in_batch)
+        run = super().training_step
+        loss = self._memory.run(
+            lambda batch: run(model, batch, num_items_in_batch),
+            inputs,
+            self.model,
+            step=self.state.global_step + 1,
+        )
         self._losses.append(loss)
         if self.accelerator.sync_gradients and self.args.world_size > 1:
             average_gradients(self._low_precision)
-        return loss
+        return loss.nan_to_num(0, 0, 0)  # of a step that may be skipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Look once in every step whether loss and gradients are finite, before they are used.
 
         Raises:
-            StoppedError: One of them is infinite or not a number.
+            StoppedError: One of them is not, and no more such steps may be skipped.
         """
         norm = super()._get_grad_norm(model, grad_norm)
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
+        if self.args.skip_bad_steps:  # every process has to decide alike
+            loss = self.accelerator.reduce(loss)
         values = torch.stack([loss, norm]).tolist()
-        for name, value in zip(("loss", "gradient norm"), values, strict=True):
-            check_finite(name, value, self.state.global_step)
-        return norm
-
-    def _try_replay(
-        self,
-        batches: Sequence[dict[str, Any]],
-        model: nn.Module,
-        num_items_in_batch: Tensor | int | None,
-    ) -> Tensor | None:
-        """Return the last batch's loss after all backward passes, None if memory ran out."""
-        loss = None
-        try:
-            for batch in batches:
-                chunks = split_batch(batch, self._num_chunks)
-                losses = [
-                    super(HarmonicTrainer, self).training_step(model, chunk, num_items_in_batch)
-                    for chunk in chunks
-                ]
-                loss = torch.stack(losses).sum()
-        except RuntimeError as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-            if not is_memory or not self.args.oom_fallback:
-                raise
-            if self.accelerator.num_processes > 1:
-                raise StoppedError(
-                    "out of memory: oom_fallback works on a single process only, since the others "
-                    "wait for this one. Lower per_device_train_batch_size, raise "
-                    "gradient_accumulation_steps, or set gradient_checkpointing: true"
-                ) from error
-            return None
-        return loss
-
-    def _fall_back(self) -> None:
-        """Turn gradient checkpointing on; if it is on, halve the micro-batch."""
-        release_memory()
-        rows = len(self._micro_batches[-1]["input_ids"])
-        if not self._checkpoints_blocks:
-            self._checkpoints_blocks = True
-            self.model.gradient_checkpointing_enable()
-            change = "gradient checkpointing turned on"
-        elif self._num_chunks < rows:
-            self._num_chunks *= 2
-            size = math.ceil(rows / self._num_chunks)
-            change = f"micro-batches of {rows} rows run {size} at a time, same effective batch"
-        else:
-            raise StoppedError(
-                "out of memory: one row at a time with gradient checkpointing does not fit. "
-                "Lower data.context_length or use a smaller model"
-            )
-        logger.warning(f"Out of memory at step {self.state.global_step + 1}: {change}.")
+        if all(map(math.isfinite, values)):
+            return norm
+        found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
+        save_bad_step(self.args, self.train_dataset, self.stream_place, **found)
+        if self._num_bad_steps == self.args.skip_bad_steps:
+            raise not_finite(**found)
+        self._num_bad_steps += 1
+        model.zero_grad()  # optimizers leave alone what has no gradient
+        return torch.zeros_like(norm)
 
     def evaluation_loop(
         self,
@@ -594,28 +517,18 @@ class HarmonicTrainer(Trainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Load weights; on a quantized body the head alone, of LoRA its own file."""
-        if not self._load_part(resume_from_checkpoint):
+        if not load_part_(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_part(self, folder: str | None) -> bool:
-        """Load what trains from a checkpoint whose body is merged or packed; False: it is not."""
-        if folder is None:
-            return False
-        if has_lora(self.model):
-            load_adapter_(self.model, Path(folder))
-        elif quantization_method(self.model.config) is not None:
-            load_head_(self.model, Path(folder))
-        else:
-            return False
-        return True
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's exponent with its weights: they belong together."""
-        if not self._load_part(self.state.best_model_checkpoint):
+        assert self.state.best_model_checkpoint is not None, "the callers look"
+        folder = Path(self.state.best_model_checkpoint)
+        check_whole(folder)
+        if not load_part_(self.model, folder):
             super()._load_best_model()
-        h_exp = self._head_callback.h_exp
-        if h_exp is not None and self.state.best_model_checkpoint is not None:
-            best = HarmonicConfig.from_pretrained(self.state.best_model_checkpoint)
+        if self._head_callback.h_exp is not None:
+            best = HarmonicConfig.from_pretrained(folder)
             assert best.h_exp is not None, "it is annealed"
             self.model.h_exp = best.h_exp
 
@@ -683,30 +596,3 @@ class HarmonicTrainer(Trainer):
         """Wait at the end of the training for checkpoints on their way."""
         if self.args.push_to_hub:
             finish_pushes(self.callback_handler.callbacks)
-
-
-def check_parallelism(args: TrainingArguments) -> None:
-    """Refuse what would cut a batch, and its `label_positions`, into pieces.
-
-    Raises:
-        ValueError: Several GPUs in one process, or one process that reads for all.
-    """
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"launch: expected one GPU per process, got {args.n_gpu}. "
-            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
-        )
-    accelerator_config: Any = args.accelerator_config
-    if accelerator_config.dispatch_batches:
-        raise ValueError(
-            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
-            "reads its own rows"
-        )
-
-
-def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
-    """Evaluate and return the metrics without the prefix that transformers logs them under."""
-    metrics = trainer.evaluate(metric_key_prefix=prefix)
-    kept = ("loss", "accuracy", "tokens", "error_cosine", "ece", "h_exp", "post_hoc")
-    plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
-    return {key: value for key, value in plain.items() if key.startswith(kept)}

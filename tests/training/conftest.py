@@ -24,12 +24,14 @@ from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 training_step = HarmonicTrainer.training_step
-for words, processes, kill_at in json.loads(sys.argv[1]):
+for words, processes, kill_at, *number in json.loads(sys.argv[1]):
+    number = number[0] if number else signal.SIGKILL
 
     def killed(self, *arguments):
         loss = training_step(self, *arguments)
-        if self.state.global_step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        is_meant = number == signal.SIGKILL or self.args.process_index == 0
+        if self.state.global_step == kill_at and is_meant:
+            os.kill(os.getpid(), number)
         return loss
 
     with socket.socket() as free:
@@ -47,7 +49,8 @@ for words, processes, kill_at in json.loads(sys.argv[1]):
         train(load_run_config(words[0], words[1:]))
         sys.exit()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if codes != [0 if kill_at is None else -signal.SIGKILL] * processes:
+    ended = 143 if number == signal.SIGTERM else -number
+    if codes != [0 if kill_at is None else ended] * processes:
         sys.exit(f"{words} ended with {codes}")
 """
 
@@ -56,7 +59,7 @@ for words, processes, kill_at in json.loads(sys.argv[1]):
 def launch():
     """Return a function that runs jobs: words of a run, its processes, and the step to kill it in.
 
-    Every process is a fresh one.
+    Every process is a fresh one. A fourth item is another signal, which the first process gets.
     """
 
     def start(*jobs):

@@ -1,10 +1,17 @@
 """What the CPU counts is what the model would find, and no device is waited for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmonic_sft.training.batches import CountingCollator, head_inputs, split_batch
+from harmonic_sft.training.batches import (
+    CountingCollator,
+    head_inputs,
+    split_batch,
+    take_out_repeated_,
+)
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -94,3 +101,36 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
     trainer.train()
     assert (whole.seen == body.seen) == counted, whole.seen
     assert trainer.state.num_input_tokens_seen > 0
+
+
+def batches_of(process, num_rows, *, processes=2, rows=2, accumulation=2, step):
+    """Return which rows of a step a process scores, and its tokens and labels, by batch."""
+    args = SimpleNamespace(
+        per_device_train_batch_size=rows,
+        world_size=processes,
+        process_index=process,
+        gradient_accumulation_steps=accumulation,
+    )
+    collator = CountingCollator(collator=dict, num_classes=10, causal=False)
+    batches = [
+        collator({"input_ids": torch.ones(rows, 3), "labels": torch.ones(rows, 3).long()})
+        for _ in range(accumulation)
+    ]
+    take_out_repeated_(batches, args, collator, num_rows=num_rows, step=step)
+    return [(b["labels"] != -100).any(1).tolist() for b in batches], [
+        (b["num_tokens"], len(b["label_positions"])) for b in batches
+    ]
+
+
+def test_rows_that_fill_up_the_last_processes_are_not_scored():
+    """11 rows: 8 in the first step of an epoch, and 2 + 1 in the second."""
+    for step in (0, 2):
+        for process in (0, 1):
+            assert batches_of(process, 11, step=step)[0] == [[True, True]] * 2
+    for step in (1, 3):
+        kept, counts = batches_of(0, 11, step=step)
+        assert kept == [[True, True], [False, False]]
+        assert counts == [(6, 6), (0, 0)]
+        kept, counts = batches_of(1, 11, step=step)
+        assert kept == [[True, False], [False, False]]
+        assert counts == [(3, 3), (0, 0)]

@@ -1,6 +1,7 @@
 """Two processes train what one trains."""
 
 import json
+import signal
 
 import pytest
 from safetensors.torch import load_file
@@ -13,9 +14,13 @@ DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dt
 
 
 def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
-    """In float32, and with 16-bit weights, whose gradients we average ourselves."""
+    """In float32, and with 16-bit weights, whose gradients we average ourselves.
+
+    An epoch has 17 rows: in its last step one process has a single row and the other one none.
+    """
     path = make_yaml(
-        training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 3}
+        data={"eval": {"documents": 106}},
+        training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 4},
     )
 
     def commands(processes):
@@ -41,3 +46,21 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
             before = start[key.replace("model.backbone", "bert").replace(*HEAD)]
             moved = (first[key] - before).float().norm()
             assert (second[key] - first[key]).float().norm() < 2 * tolerance * moved, key
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_one_of_two_processes_ends_both_and_one_continues(
+    make_yaml, tmp_path, launch, caplog
+):
+    """After the same step; the process that continues keeps the effective batch."""
+    path = make_yaml(
+        training={"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no"}
+    )
+    alone = ["training.per_device_train_batch_size=8", f"training.output_dir={tmp_path / 'alone'}"]
+    whole = train(load_run_config(path, alone))
+    launch(([path], 2, 2, signal.SIGTERM))
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    again = train(load_run_config(path, ["resume=true"]))
+    assert "1 processes with 4 rows each accumulate over 2 micro-batches" in caplog.text
+    logged = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-4)

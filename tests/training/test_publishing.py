@@ -59,7 +59,7 @@ def test_a_checkpoint_that_cannot_be_staged_is_a_warning(make_yaml, monkeypatch,
 
 def evaluate_once(then):
     """The evaluation before training as it is, then another function."""
-    from harmonic_sft.training.trainer import evaluate
+    from harmonic_sft.training.head_swap import evaluate
 
     return lambda trainer, prefix: (evaluate if prefix == "before" else then)(trainer, prefix)
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertTokenizer, TrainerCallback
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
-from harmonic_sft.training.output_folder import claim_output_folder, last_checkpoint, read_run
+from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import check_launch, train
 from harmonic_sft.training.run_config import load_run_config
@@ -274,24 +274,6 @@ def test_a_file_is_no_output_folder(make_yaml, tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
         start(make_yaml())
-
-
-def test_a_folder_is_claimed_once(make_yaml):
-    run = load_run_config(make_yaml())
-    claim_output_folder(run)
-    with pytest.raises(ValueError, match="another run has just claimed"):
-        claim_output_folder(run)
-    assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
-
-
-def test_a_half_written_checkpoint_is_passed_over(tmp_path):
-    for step, state in ((3, "{}"), (12, "{}"), (20, '{"global_'), (30, None)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if state is not None:
-            (folder / "trainer_state.json").write_text(state)
-    assert last_checkpoint(tmp_path).name == "checkpoint-12"
-    assert last_checkpoint(tmp_path / "checkpoint-3") is None
 
 
 def test_nothing_is_written_when_the_input_is_bad(make_yaml, tmp_path):

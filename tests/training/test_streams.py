@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers import TrainerCallback
 
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.heldout import Duplicates
 from harmonic_sft.training import run
-from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.stream_place import StreamPlace
 from tests.training.stream_sessions import run_session
 
 
@@ -143,17 +143,15 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     def snapshot(skipped, *reasons, **duplicates):
         return {"skipped": skipped, "reasons": list(reasons), **duplicates}
 
+    place = StreamPlace(SimpleNamespace(), SimpleNamespace(world_size=1))
+    streams = {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
+    place._state = {"rows": 0, "streams": streams}
+    place._left_out = {0: (5, 1, 2)}  # in the window begun last
     ready = SimpleNamespace(
-        left_out=1,
         data=SimpleNamespace(
             bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None, duplicates=Duplicates()
         ),
-        trainer=SimpleNamespace(
-            stream_state={
-                "streams": {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
-            },
-            left_out={0: (5, 1, 2)},  # in the window begun last
-        ),
+        trainer=SimpleNamespace(stream_place=place),
     )
     other = [
         ("3", (4, 7, 0), ["d: cut"]),
@@ -171,25 +169,14 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     }
 
 
-def test_a_checkpoint_of_an_earlier_version_says_so(stream_yaml, tmp_path):
-    path = stream_yaml(max_steps=4, save_steps=2)
-    train(load_run_config(path))
-    run = tmp_path / "run"
-    (run / "results" / "train.json").unlink()
-    state = run / "checkpoint-2" / "stream_state_0.json"
-    for name in ("checkpoint-4",):
-        for file in (run / name).iterdir():
-            file.unlink()
-        (run / name).rmdir()
-    fields = json.loads(state.read_text())
-    for snapshot in fields["streams"].values():
-        snapshot.pop("reasons")
-    state.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json .*, got another"):
-        train(load_run_config(path, ["resume=true"]))
-    state.unlink()
+def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path):
+    place = StreamPlace(SimpleNamespace(), SimpleNamespace(process_index=0))
     with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json .*, got none"):
-        train(load_run_config(path, ["resume=true"]))
+        place.load(tmp_path)
+    place._state = {"rows": 3, "streams": {"0": {"rows": 3, "windows": 1, "skipped": 0}}}
+    place.save(tmp_path)
+    with pytest.raises(ValueError, match=r"resume: expected stream_state_0.json .*, got another"):
+        place.load(tmp_path)
 
 
 def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
@@ -197,22 +184,21 @@ def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     assert 0 < results["data_wait_share"] < 1
 
 
-def test_a_checkpoint_from_the_middle_of_a_step_takes_it_again(stream_yaml, monkeypatch, tmp_path):
-    """As transformers saves one after SIGTERM."""
-    path = stream_yaml(max_steps=5, enable_jit_checkpoint=True, save_strategy="no")
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
-    step = JITCheckpointCallback.on_step_begin
+class StopAt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
 
-    def signalled(self, args, state, control, **kwargs):
-        self.jit_manager.is_checkpoint_requested = state.global_step == 3
-        step(self, args, state, control, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(JITCheckpointCallback, "on_step_begin", signalled)
-        with pytest.raises(StoppedError, match="training: expected 5 steps, got 4"):
-            train(load_run_config(path))
-    assert not (tmp_path / "run" / "results" / "train.json").exists()
-    again = train(load_run_config(path, ["resume=true"]))
+def test_a_stream_with_dropout_continues_with_the_same_random_numbers(
+    stream_yaml, tmp_path, add_callbacks
+):
+    path = stream_yaml(max_steps=6, save_steps=3)
+    words = ["model.dropout=0.2"]
+    whole = train(load_run_config(path, [*words, f"training.output_dir={tmp_path / 'whole'}"]))
+    with add_callbacks(StopAt()), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path, words))
+    again = train(load_run_config(path, [*words, "resume=true"]))
     losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
     assert losses[0] == losses[1]
     assert again["final"] == whole["final"]

@@ -1,5 +1,6 @@
 """The Trainer: what must be equal is equal, and what goes wrong is told."""
 
+import json
 import math
 
 import pytest
@@ -183,47 +184,6 @@ def test_float32_blocks_on_a_bfloat16_body_run_under_autocast(make_yaml):
     assert {d for n, d in dtypes.items() if ".layer.1." in n} == {torch.bfloat16}
 
 
-def with_memory_for(rows, *, checkpointing):
-    """Pretend that the device runs out of memory above some batch size."""
-    original = HarmonicTrainer.compute_loss
-
-    def compute_loss(self, model, inputs, **kwargs):
-        loss = original(self, model, inputs, **kwargs)
-        if len(inputs["input_ids"]) > rows or checkpointing > self._checkpoints_blocks:
-            loss.backward()  # leaves its gradients behind, as a real failure may
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return loss
-
-    return compute_loss
-
-
-def test_out_of_memory_falls_back_at_the_same_effective_batch(make_yaml, monkeypatch, caplog):
-    path = make_yaml(
-        training={"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 2}
-    )
-    expected = losses(trained(path))
-    changes = ["checkpointing turned on", "4 at a time", "2 at a time", "1 at a time"]
-    for rows, warnings in ((8, changes[:1]), (4, changes[:2]), (1, changes)):
-        caplog.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                HarmonicTrainer, "compute_loss", with_memory_for(rows, checkpointing=True)
-            )
-            fallen = trained(path)
-        assert losses(fallen) == pytest.approx(expected, rel=1e-5)
-        said = [r.getMessage() for r in caplog.records if "Out of memory" in r.getMessage()]
-        assert len(said) == len(warnings)
-        assert all(part in message for part, message in zip(warnings, said, strict=True))
-
-
-def test_out_of_memory_is_an_error_when_nothing_is_left_or_allowed(make_yaml, monkeypatch):
-    monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(0, checkpointing=False))
-    with pytest.raises(StoppedError, match="one row at a time with gradient checkpointing"):
-        trained(make_yaml())
-    with pytest.raises(torch.OutOfMemoryError):
-        trained(make_yaml(), "oom_fallback=false")
-
-
 def test_a_non_finite_loss_stops_before_the_step_and_keeps_the_checkpoint(make_yaml, tmp_path):
     original = HarmonicTrainer.compute_loss
 
@@ -240,21 +200,38 @@ def test_a_non_finite_loss_stops_before_the_step_and_keeps_the_checkpoint(make_y
     assert not (tmp_path / "run" / "results" / "train.json").exists()
 
 
-def test_a_non_finite_gradient_stops_before_the_step(make_yaml, tmp_path):
-    original = HarmonicTrainer.training_step
+def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
+    make_yaml, tmp_path, monkeypatch
+):
+    """The gradients are finite; clipped by their norm, which is not, they would be zeros."""
+    original, seen = HarmonicTrainer.training_step, []
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = original(self, model, inputs, num_items_in_batch)
         if self.state.global_step == 4:
-            model.dist_head.weight.grad[0, 0] = float("inf")
+            model.dist_head.weight.grad[0, 0] = 1e30
+            seen.extend([model, model.dist_head.weight.detach().clone(), inputs["input_ids"]])
         return loss
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(HarmonicTrainer, "training_step", training_step)
-        with pytest.raises(StoppedError, match="gradient norm: expected a finite number, got inf"):
+        message = r"gradient norm: expected a finite number, got inf at step 5. .* names the rows"
+        with pytest.raises(StoppedError, match=message):
             train(load_run_config(make_yaml()))
-    resumed = train(load_run_config(make_yaml(), ["resume=true"]))
+    model, before, input_ids = seen
+    assert torch.equal(model.dist_head.weight, before)
+    saved = json.loads((tmp_path / "run" / "bad_step_5_0.json").read_text())
+    assert saved["gradient_norm"] == "inf"
+    rows = prepare(load_run_config(make_yaml(), ["resume=true"])).data.train.rows
+    lengths = [len(rows[example["row"]]["input_ids"]) for example in saved["examples"]]
+    assert lengths == (input_ids != 0).sum(1).tolist()  # 0 is padding
+    with monkeypatch.context() as patch:  # the cause is still there
+        patch.setattr(HarmonicTrainer, "training_step", training_step)
+        resumed = train(load_run_config(make_yaml(), ["resume=true", "skip_bad_steps=1"]))
     assert resumed["steps"] == 6
+    assert [e["grad_norm"] > 0 for e in resumed["history"] if "grad_norm" in e] == (
+        [True] * 4 + [False] + [True]
+    )
     assert math.isfinite(resumed["final"]["loss"])
 
 

@@ -1,0 +1,205 @@
+"""Checkpoints: a manifest with checksums says which are whole, the step says which are old."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+logger = logging.getLogger(__name__)
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "trainer_state.json"
+# What a checkpoint of an earlier version, which has no manifest, holds at least.
+NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
+
+
+def write_manifest(folder: Path, *, rows_per_step: int) -> None:
+    """Write the last file of a checkpoint: the checksums of all the others, and of itself.
+
+    Args:
+        folder: A checkpoint to which every process has written its files.
+        rows_per_step: Rows of one optimizer step, of all processes.
+    """
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+    content = {"rows_per_step": rows_per_step, "files": files}
+    draft = folder.with_name(f".{folder.name}.{MANIFEST_NAME}")
+    draft.write_text(json.dumps({**content, "sha256": _sha256_of(content)}, indent=2))
+    os.replace(draft, folder / MANIFEST_NAME)
+
+
+def remove_manifest(folder: Path) -> None:
+    """Mark a checkpoint as not whole, before any of its files is written again."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+
+
+def read_rows_per_step(folder: Path) -> int | None:
+    """Return the rows of one optimizer step; None if an earlier version wrote the checkpoint."""
+    manifest = _read_manifest(folder)
+    return None if manifest is None else manifest["rows_per_step"]
+
+
+def rows_per_step(args: TrainingArguments) -> int:
+    """Return the rows of one optimizer step, of all processes."""
+    return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+
+def same_accumulation(folder: Path, args: TrainingArguments) -> int:
+    """Return over how many micro-batches to accumulate for the effective batch of a checkpoint.
+
+    Args:
+        folder: The checkpoint; if an earlier version wrote it, the arguments decide.
+        args: Of the run that continues, perhaps with another number of processes.
+
+    Raises:
+        ValueError: No number of micro-batches gives it.
+    """
+    saved, at_once = read_rows_per_step(folder), args.per_device_train_batch_size * args.world_size
+    if saved is None or saved == rows_per_step(args):
+        return args.gradient_accumulation_steps
+    shape = f"{args.world_size} processes with {args.per_device_train_batch_size} rows each"
+    if saved % at_once:
+        raise ValueError(
+            f"resume: expected {saved} rows per optimizer step as in {str(folder)!r}, got a "
+            f"multiple of {at_once}: {shape}. Start as many processes as before, or set "
+            "training.per_device_train_batch_size to what divides these rows"
+        )
+    logger.warning(
+        "%d rows per optimizer step as before: %s accumulate over %d micro-batches. Dropout draws "
+        "other numbers than before.",
+        saved,
+        shape,
+        saved // at_once,
+    )
+    return saved // at_once
+
+
+def find_damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None if it is as it was saved.
+
+    A checkpoint without a manifest beside others that have one was not saved to its end. Where none
+    has one an earlier version wrote them: what is missing is found, other damage cannot be.
+    """
+    if not (folder / MANIFEST_NAME).is_file():
+        if any(folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")):
+            return f"it has no {MANIFEST_NAME}, so it was not saved to its end"
+        return _find_missing(folder)
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return f"its {MANIFEST_NAME} is damaged"
+    for name, digest in manifest["files"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _sha256(folder / name) != digest:
+            return f"{name} has changed since it was saved"
+    return None
+
+
+def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
+    """Return the checkpoint to continue from.
+
+    Args:
+        asked: A checkpoint, True for the newest whole one, None for a new run.
+        folder: Of the run.
+
+    Raises:
+        ValueError: It is damaged, or there is none.
+    """
+    if not asked:
+        return None
+    if asked is not True:
+        check_whole(Path(asked))
+        return Path(asked)
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        raise ValueError(
+            f"resume_from_checkpoint: expected a whole checkpoint in {str(folder)!r}, got none"
+        )
+    return checkpoint
+
+
+def check_whole(folder: Path) -> None:
+    """Refuse a checkpoint that is named, or is the best one, if it is damaged.
+
+    Raises:
+        ValueError: It is.
+    """
+    damage = find_damage(folder) if folder.is_dir() else None
+    if damage is not None:
+        raise ValueError(
+            f"checkpoint: expected {str(folder)!r} as it was saved, got a damaged one: {damage}. "
+            "Use another one"
+        )
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in the folder of a run by their steps, whole or not."""
+    found = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")
+    steps = {path: path.name.split("-")[1] for path in found if path.is_dir()}
+    return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint, None if there is none; newer ones are named in the log.
+
+    Args:
+        folder: Of a run.
+    """
+    for checkpoint in reversed(all_checkpoints(folder)):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            return checkpoint
+        logger.warning("Skipped %s: %s.", checkpoint, damage)
+    return None
+
+
+def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None:
+    """Delete the checkpoints of the lowest steps; the clock plays no part.
+
+    Args:
+        folder: Of a run.
+        keep: How many stay; None and 0 are all.
+        protected: Stay in any case, and count.
+    """
+    if not keep:
+        return
+    found = all_checkpoints(folder)
+    others = [path for path in found if path not in set(protected)]
+    num_protected = len(found) - len(others)
+    for path in others[: max(0, len(found) - max(keep, num_protected))]:
+        remove_manifest(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _find_missing(folder: Path) -> str | None:
+    try:
+        json.loads((folder / STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return f"it has no whole {STATE_NAME}, so it was not saved to its end"
+    missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
+    return f"{missing[0]} is missing" if missing else None
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a manifest, None if there is none or if it is damaged."""
+    try:
+        content = json.loads((folder / MANIFEST_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(content, dict) and content.pop("sha256", "") == _sha256_of(content)
+    return content if is_whole else None
+
+
+def _sha256_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,120 @@
+"""After running out of memory: the same optimizer step, in a cheaper way."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils.memory import release_memory, should_reduce_batch_size
+from torch import Tensor
+
+from harmonic_sft.models import HarmonicHeadModel
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.batches import split_batch
+from harmonic_sft.training.callbacks import StoppedError
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryFallback:
+    """Runs micro-batches; out of memory, with gradient checkpointing, then fewer rows at a time.
+
+    The micro-batches of the step are then run again from its start, with the random numbers that
+    they had. Checkpointing changes nothing else; fewer rows at a time sum in another order and draw
+    other dropout masks.
+
+    Args:
+        args: Of the trainer.
+    """
+
+    def __init__(self, args: HarmonicTrainingArguments):
+        self._args = args
+        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
+        self.checkpoints_blocks = args.gradient_checkpointing
+        self.batches: list[dict[str, Any]] = []  # of this step, so far
+        self._num_chunks = 1
+
+    def run(
+        self,
+        backward: Callable[[dict[str, Any]], Tensor],
+        batch: dict[str, Any],
+        model: HarmonicHeadModel,
+        *,
+        step: int,
+    ) -> Tensor:
+        """Run one micro-batch of a step; `batches` are those before it.
+
+        Args:
+            backward: Makes the gradients of a batch and returns its loss.
+            batch: Kept in `batches` until the trainer empties the list.
+            model: The whole model, as the trainer has it.
+            step: Number of the optimizer step, for the log.
+
+        Returns:
+            The loss of the micro-batch.
+
+        Raises:
+            StoppedError: One row does not fit into memory.
+        """
+        if not self.batches:
+            self._random_state = _random_state()
+        self.batches.append(dict(batch))
+        loss = self._try([batch], backward)
+        while loss is None:
+            change = self._fall_back(model)
+            logger.warning("Out of memory at step %d: %s.", step, change)
+            # The failed backward pass may have left some of its gradients: redo the whole step.
+            model.zero_grad()
+            _set_random_state(self._random_state)
+            loss = self._try(self.batches, backward)
+        return loss
+
+    def _try(
+        self, batches: Sequence[dict[str, Any]], backward: Callable[[dict[str, Any]], Tensor]
+    ) -> Tensor | None:
+        """Return the last batch's loss after all backward passes, None if memory ran out."""
+        loss = None
+        try:
+            for batch in batches:
+                losses = [backward(chunk) for chunk in split_batch(batch, self._num_chunks)]
+                loss = torch.stack(losses).sum()
+        except RuntimeError as error:
+            is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+            if not is_memory or not self._args.oom_fallback:
+                raise
+            if self._args.world_size > 1:
+                raise StoppedError(
+                    "out of memory: oom_fallback works on a single process only, since the others "
+                    "wait for this one. Lower per_device_train_batch_size, raise "
+                    "gradient_accumulation_steps, or set gradient_checkpointing: true"
+                ) from error
+            return None
+        return loss
+
+    def _fall_back(self, model: HarmonicHeadModel) -> str:
+        """Turn gradient checkpointing on; if it is on, halve the micro-batch; return which."""
+        release_memory()
+        rows = len(self.batches[-1]["input_ids"])
+        if not self.checkpoints_blocks:
+            self.checkpoints_blocks = True
+            model.gradient_checkpointing_enable()
+            return "gradient checkpointing turned on"
+        if self._num_chunks < rows:
+            self._num_chunks *= 2
+            size = math.ceil(rows / self._num_chunks)
+            return f"micro-batches of {rows} rows run {size} at a time, same effective batch"
+        raise StoppedError(
+            "out of memory: one row at a time with gradient checkpointing does not fit. "
+            "Lower data.context_length or use a smaller model"
+        )
+
+
+def _random_state() -> list[Tensor]:
+    """Return the generators that dropout draws from, of the CPU and of every GPU."""
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+
+def _set_random_state(state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    torch.cuda.set_rng_state_all(state[1:])

@@ -1,0 +1,93 @@
+"""Where the streams of a training run stand: their loader, and their part of a checkpoint."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from harmonic_sft.data.streams import (
+    PlacedCollator,
+    Snapshot,
+    StreamedRows,
+    StreamState,
+    advance,
+    merge,
+)
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
+
+STATE_NAME = "stream_state_{}.json"  # of a process
+
+
+class StreamPlace:
+    """Follows which rows of the streams were used, so that a resumed run takes the next ones.
+
+    Args:
+        rows: Of all streams.
+        args: Of the trainer.
+    """
+
+    def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
+        self._rows, self._args = rows, args
+        self._state = StreamState(rows=0, streams={})
+        self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
+        # Of logical streams so far: bad rows, exact and near duplicates.
+        self._left_out: dict[int, tuple[int, ...]] = {}
+
+    def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
+        """Read this process's own share; accelerate would read all of it in every process."""
+        args = self._args
+        self._rows.share(
+            process_index=args.process_index, num_processes=args.world_size, batch_size=batch_size
+        )
+        return DataLoader(
+            self._rows,
+            batch_size=batch_size,
+            collate_fn=PlacedCollator(collator),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def take(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Take the places of their rows out of the batches of a step, and note them."""
+        places = [place for batch in batches for place in batch.pop("places")]
+        self.examples = [{"stream": place.stream, "row": place.row} for place in places]
+        self._left_out |= {p.stream: (p.skipped, *p.duplicates) for p in places}
+        self._state = advance(self._state, places, len(places) * self._args.world_size)
+
+    def left_out(self) -> list[tuple[str, tuple[int, ...], list[str]]]:
+        """Return what every stream left out so far.
+
+        Returns:
+            The stream; its bad rows, exact and near duplicates; the first reasons of bad rows.
+        """
+        found = []
+        for stream, known in self._state["streams"].items():
+            counts = (known["skipped"], *known.get("duplicates", (0, 0)))
+            counts = max(counts, self._left_out.get(int(stream), counts))
+            found.append((stream, counts, known["reasons"]))
+        return found
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what this process knows."""
+        path = checkpoint / STATE_NAME.format(self._args.process_index)
+        path.write_text(json.dumps(self._state))
+
+    def load(self, checkpoint: Path) -> None:
+        """Continue where the run of a checkpoint stood.
+
+        Raises:
+            ValueError: An earlier version wrote it.
+        """
+        paths = sorted(checkpoint.glob(STATE_NAME.format("*")))
+        states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
+        snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
+        if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
+            raise ValueError(
+                f"resume: expected {STATE_NAME.format(0)} of this version in "
+                f"{str(checkpoint)!r}, got {'another' if states else 'none'}. "
+                "An earlier version wrote this checkpoint; start a new run"
+            )
+        self._rows.state = self._state = merge(states)

@@ -1,0 +1,90 @@
+"""Out of memory: the step is repeated in a cheaper way, with the same result."""
+
+import pytest
+import torch
+
+from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(path, *overrides):
+    trainer = prepare(load_run_config(path, overrides)).trainer
+    trainer.claimed = True  # several of one test share the folder
+    trainer.train()
+    return trainer
+
+
+def with_memory_for(rows, *, checkpointing):
+    """Pretend that the device runs out of memory above some batch size."""
+    original = HarmonicTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = original(self, model, inputs, **kwargs)
+        if len(inputs["input_ids"]) > rows or checkpointing > self._memory.checkpoints_blocks:
+            loss.backward()  # leaves its gradients behind, as a real failure may
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return loss
+
+    return compute_loss
+
+
+def test_out_of_memory_falls_back_at_the_same_effective_batch(make_yaml, monkeypatch, caplog):
+    path = make_yaml(
+        training={"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 2}
+    )
+    expected = losses(trained(path))
+    changes = ["checkpointing turned on", "4 at a time", "2 at a time", "1 at a time"]
+    for rows, warnings in ((8, changes[:1]), (4, changes[:2]), (1, changes)):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                HarmonicTrainer, "compute_loss", with_memory_for(rows, checkpointing=True)
+            )
+            fallen = trained(path)
+        assert losses(fallen) == pytest.approx(expected, rel=1e-5)
+        said = [r.getMessage() for r in caplog.records if "Out of memory" in r.getMessage()]
+        assert len(said) == len(warnings)
+        assert all(part in message for part, message in zip(warnings, said, strict=True))
+
+
+def test_out_of_memory_is_an_error_when_nothing_is_left_or_allowed(make_yaml, monkeypatch):
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(0, checkpointing=False))
+    with pytest.raises(StoppedError, match="one row at a time with gradient checkpointing"):
+        trained(make_yaml())
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(make_yaml(), "oom_fallback=false")
+
+
+def test_the_step_is_repeated_with_the_same_dropout(make_yaml, monkeypatch):
+    """Memory runs out in the second micro-batch of a step, whose first is repeated too."""
+    path = make_yaml(
+        model={"dropout": 0.2},
+        training={
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "max_steps": 3,
+        },
+    )
+    expected = trained(path)
+    original, calls = HarmonicTrainer.compute_loss, []
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = original(self, model, inputs, **kwargs)
+        calls.append(len(inputs["input_ids"]))
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return loss
+
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", compute_loss)
+    fallen = trained(path)
+    assert len(calls) == 6 + 2
+    assert losses(fallen) == pytest.approx(losses(expected), rel=1e-6)
+    head, same = (run.model.dist_head.weight for run in (fallen, expected))
+    torch.testing.assert_close(head, same, rtol=0, atol=1e-6)

@@ -1,0 +1,78 @@
+"""The output folder: one process trains in it, and a run that saved nothing does not block it."""
+
+import fcntl
+import os
+import threading
+
+import pytest
+from transformers import TrainerCallback
+
+from harmonic_sft.training import output_folder
+from harmonic_sft.training.output_folder import claim_output_folder, locked
+from harmonic_sft.training.run import train
+from harmonic_sft.training.run_config import load_run_config
+
+
+class StopAt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    finished_run, make_yaml, tmp_path, add_callbacks, caplog
+):
+    path, folder = make_yaml(), tmp_path / "run"
+    with add_callbacks(StopAt()), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path))
+    (folder / "checkpoint-3").mkdir()
+    (folder / "checkpoint-3" / "optimizer.pt").write_text("half")
+    (folder / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
+        train(load_run_config(path))
+    (folder / "thesis.txt").unlink()
+    again = train(load_run_config(path, ["data.eval.documents=20"]))
+    assert "ended before its first checkpoint. It starts again; deleted: results/before.json, " in (
+        caplog.text
+    )
+    assert again["final"] == finished_run[0]["final"]
+
+
+def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, monkeypatch):
+    monkeypatch.setattr(output_folder, "PATIENCE", 0)
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
+    message = r"expected a folder for one process, got .* in which another one is training"
+    with locked(run.output_dir):
+        for words in ([], ["resume=true"]):
+            with pytest.raises(ValueError, match=message):
+                train(load_run_config(make_yaml(), words))
+    assert train(load_run_config(make_yaml(), ["resume=true"]))["steps"] == 6
+
+
+def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    (run.output_dir / "model.safetensors").write_text("trained")
+    with pytest.raises(ValueError, match="another run has just claimed"):
+        claim_output_folder(run)
+    assert (run.output_dir / "model.safetensors").read_text() == "trained"
+
+
+def test_a_drive_without_locks_is_said(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(output_folder.fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert "The folder cannot be locked ([Errno 38] Function not implemented)" in caplog.text
+
+
+def test_the_lock_of_a_killed_process_is_waited_for(tmp_path):
+    """Its workers hold it for some seconds longer."""
+    worker = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(worker, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, [worker]).start()
+    with locked(tmp_path):
+        pass
