@@ -20,7 +20,9 @@ from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollat
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
-from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.eval import TokenScores, documents_of, score, summarize
+from harmonic_sft.eval.calibration import calibration_report
+from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, write_results
@@ -77,14 +79,18 @@ def evaluate_folder(
     batch_size = training.get("per_device_eval_batch_size", 8)
     if per_document is not None and isinstance(data.collator, PaddingFreeCollator):
         batch_size = 1  # it makes one row of a batch
-    scores = score(model, data, batch_size=batch_size)
-    grid = post_hoc_grid(model.dist_head)
-    num_documents = len(np.unique(_documents(data.eval), axis=1).T)
+    scores = score_data(model, data, batch_size=batch_size)
+    documents = documents_of(data.eval, scores.num_rows)
+    final, losses = summarize(scores, model.dist_head, documents), scores.at(1.0)[0]
     results = {
         "folder": str(folder),
         "head": model.config.head,
-        "final": summarize(scores, model.dist_head, grid),
-        "documents": num_documents,
+        "final": {
+            **final,
+            **calibration_report(scores.at(1.0)[1], scores.ranks == 0),
+            "loss_interval": document_interval(losses, documents[scores.rows]),
+        },
+        "documents": len(np.unique(documents)),
         "data": {**to_plain(data_config), "eval_sha256": fingerprint(data.eval)},
         "environment": environment(),
     }
@@ -95,19 +101,26 @@ def evaluate_folder(
     return results
 
 
-@torch.no_grad()
-def score(model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int) -> Tensor:
-    """Return the `score_rows` of the evaluation rows, in their order and in float64."""
+def score_data(
+    model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int
+) -> TokenScores:
+    """Score the evaluation rows of a run's data, in their order.
+
+    Raises:
+        ValueError: There is none.
+    """
     model.eval()
-    grid, scores = post_hoc_grid(model.dist_head), []
     loader: Any = DataLoader(data.eval, batch_size=batch_size, collate_fn=data.collator)
-    for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
-        moved = {key: tensor.to(model.device) for key, tensor in batch.items()}
-        states, labels = head_inputs(model, moved)  # [B, S, D], [B, S]
-        embeddings = model.class_embeddings()
-        rows = score_rows(model.dist_head, states, labels, grid=grid, embeddings=embeddings)
-        scores.append(rows.cpu().double())
-    return torch.cat(scores)
+
+    @torch.no_grad()
+    def inputs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
+            yield head_inputs(model, {key: value.to(model.device) for key, value in batch.items()})
+
+    scores = score(model, inputs())
+    if scores is None:
+        raise ValueError("eval: expected rows to evaluate on, got an empty split. Give more data")
+    return scores
 
 
 def fingerprint(rows: MaskedRows | LabeledRows) -> str:
@@ -169,41 +182,25 @@ def _sources(override: str) -> str:
     return f"data.sources={json.dumps([{'path': value}])}"
 
 
-def _documents(rows: MaskedRows | LabeledRows) -> np.ndarray:
-    """Return the source and the document of every row, `[2, rows]`."""
-    if isinstance(rows, MaskedRows):
-        return document_names(rows.rows)
-    return np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
-
-
 def _write_documents(
-    path: Path, rows: MaskedRows | LabeledRows, scores: Tensor, config: DataConfig
+    path: Path, rows: MaskedRows | LabeledRows, scores: TokenScores, config: DataConfig
 ) -> None:
-    """Write one line for every document, in their order."""
+    """Write source, number, scored tokens and mean loss in nats of every document."""
+    documents = documents_of(rows, len(rows))  # [rows]
+    first = np.unique(documents, return_index=True)[1]
+    names = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
+    if isinstance(rows, MaskedRows):
+        names = document_names(rows.rows)  # [2, rows]
+    tokens = np.bincount(documents[scores.rows], minlength=len(first))
+    losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for line in _document_losses(_documents(rows), scores, config):
+        for index, (source, number) in enumerate(names[:, first].T.tolist()):
+            line = {
+                "source": config.sources[source].path,
+                "document": number,
+                "tokens": int(tokens[index]),
+                "loss": losses[index] / tokens[index] if tokens[index] else None,
+            }
             file.write(f"{json.dumps(line, ensure_ascii=False)}\n")
     logger.info("Losses of the documents: %s", path)
-
-
-def _document_losses(
-    documents: np.ndarray, scores: Tensor, config: DataConfig
-) -> Iterator[dict[str, Any]]:
-    """Yield source, number, scored tokens and mean loss in nats of every document.
-
-    Args:
-        documents: `[2, rows]`, source and number of each row's document, whose rows are together.
-        scores: `[rows, 3 + G + 15 G]`; column 0 counts tokens, column 3 sums their losses.
-        config: Knows the paths.
-    """
-    starts = np.flatnonzero(np.diff(documents, axis=1, prepend=-1).any(axis=0))
-    for start, end in zip(starts, [*starts[1:], documents.shape[1]], strict=True):
-        tokens, loss = scores[start:end, [0, 3]].sum(0).tolist()
-        source, number = documents[:, start].tolist()
-        yield {
-            "source": config.sources[source].path,
-            "document": number,
-            "tokens": int(tokens),
-            "loss": loss / tokens if tokens else None,
-        }

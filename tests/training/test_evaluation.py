@@ -9,7 +9,7 @@ import torch
 
 from harmonic_sft.data.batches import LabeledRows
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.training.evaluation import _document_losses, evaluate_folder, fingerprint
+from harmonic_sft.training.evaluation import evaluate_folder, fingerprint
 from harmonic_sft_cli import main
 
 CPU = "training.use_cpu=true"
@@ -94,19 +94,6 @@ def test_a_download_needs_only_the_path_of_data(folder, other):
         evaluate_folder(folder)
     results = evaluate_folder(folder, [f"data={other}", CPU])
     assert results["data"]["context_length"] == 64  # what the model takes
-
-
-def test_the_rows_of_a_document_are_added_up():
-    class Config:
-        sources = (type("Source", (), {"path": "a"}), type("Source", (), {"path": "b"}))
-
-    documents = np.array([[0, 0, 0, 1], [0, 0, 5, 5]])
-    scores = torch.tensor([[2, 0, 0, 3.0], [1, 0, 0, 6.0], [0, 0, 0, 0.0], [4, 0, 0, 2.0]])
-    assert list(_document_losses(documents, scores, Config)) == [
-        {"source": "a", "document": 0, "tokens": 3, "loss": 3.0},
-        {"source": "a", "document": 5, "tokens": 0, "loss": None},
-        {"source": "b", "document": 5, "tokens": 4, "loss": 0.5},
-    ]
 
 
 def test_a_fingerprint_is_that_of_tokens_and_labels():
