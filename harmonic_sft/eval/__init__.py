@@ -1,6 +1,6 @@
 """Evaluation: pure functions of tensors that return numbers with units."""
 
-from harmonic_sft.eval.neighbors import nearest_prototypes
+from harmonic_sft.eval.neighbors import explain, nearest_prototypes
 from harmonic_sft.eval.scoring import TokenScores, documents_of, score, summarize, unigram_loss
 from harmonic_sft.eval.word_similarity import WordPair, rate_prototypes, read_word_pairs
 
@@ -8,6 +8,7 @@ __all__ = [
     "TokenScores",
     "WordPair",
     "documents_of",
+    "explain",
     "nearest_prototypes",
     "rate_prototypes",
     "read_word_pairs",

@@ -159,10 +159,10 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
 
     Returns:
         `loss` in nats at the current exponent, `accuracy` and `top_5_accuracy` from 0 to 1,
-        `tokens`, `documents` with any, `error_cosine`, the mean cosine between the embeddings of label and prediction
-        where they differ, `ece`, the expected calibration error from 0 to 1, and `brier`, from 0 to
-        2. Loss, ECE and Brier score with the prefix `post_hoc_` are those at the best temperature;
-        the best on all documents is `post_hoc_h_exp` or `post_hoc_inverse_temperature`.
+        `tokens`, `documents` with any, `error_cosine`, the mean cosine between the embeddings of
+        label and prediction where they differ, `ece`, the expected calibration error from 0 to 1,
+        and `brier`, from 0 to 2. With the prefix `post_hoc_` these are at the best temperature; the
+        best on all documents is `post_hoc_h_exp` or `post_hoc_inverse_temperature`.
 
     Raises:
         ValueError: No token is labelled, or scores are not finite.

@@ -71,12 +71,15 @@ def show_interval(value: dict[str, Any], *, scale: float = 1, digits: int = 3) -
     return mean if half_width is None else f"{mean} ± {scale * half_width:.{digits}f}"
 
 
-def document_interval(values: np.ndarray, documents: np.ndarray) -> list[float] | None:
-    """Return the 95 % interval of a mean over tokens, by resampling whole documents.
+def document_interval(
+    values: np.ndarray, documents: np.ndarray, *, level: float = LEVEL
+) -> list[float] | None:
+    """Return the interval of a mean over tokens, by resampling whole documents.
 
     Args:
         values: `[N]`, of every token; of a comparison, the differences between two models.
         documents: `[N]`, the number of each token's document.
+        level: Its confidence.
 
     Returns:
         Its lower and its upper end, None with fewer than two documents.
@@ -93,7 +96,7 @@ def document_interval(values: np.ndarray, documents: np.ndarray) -> list[float] 
         ratio,
         paired=True,
         n_resamples=NUM_RESAMPLES,
-        confidence_level=LEVEL,
+        confidence_level=level,
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval

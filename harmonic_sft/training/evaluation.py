@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
@@ -20,19 +21,37 @@ from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollat
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
-from harmonic_sft.eval import TokenScores, documents_of, score, summarize
+from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
 from harmonic_sft.eval.calibration import calibration_report
+from harmonic_sft.eval.geometry import check_prototypes
+from harmonic_sft.eval.html import report_page
 from harmonic_sft.eval.statistics import document_interval
+from harmonic_sft.eval.suite import (
+    HELD_OUT,
+    Subject,
+    figures_of,
+    join_rows,
+    loss_differences,
+    measure,
+)
 from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.results import environment, write_results
+from harmonic_sft.models.head import SphereHead
+from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.batches import head_inputs
-from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
+from harmonic_sft.training.loading import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    MODELS,
+    load_task_data,
+    locate_base,
+)
 from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
-from harmonic_sft.training.report import show_metrics
+from harmonic_sft.training.report import show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
 USED = {"data", "training"}
+DOCUMENTS = {"quick": 50, "full": 1000}  # of every text of the sets, at most half of it
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
 
@@ -53,6 +72,173 @@ def evaluate_folder(
     Raises:
         ValueError: No model in the folder, or bad data.
     """
+    found = _open(folder, overrides)
+    scores, documents = found.score()
+    final, (losses, confidences) = found.metrics(scores, documents), scores.at(1.0)
+    results = {
+        "folder": str(folder),
+        "head": found.model.config.head,
+        "final": {
+            **final,
+            **calibration_report(confidences, scores.ranks == 0),
+            "loss_interval": document_interval(losses, documents[scores.rows]),
+        },
+        "documents": len(np.unique(documents)),
+        "data": {**to_plain(found.data_config), "eval_sha256": fingerprint(found.data.eval)},
+        "environment": environment(),
+    }
+    write_results(folder / "results", "eval", results)
+    if per_document is not None:
+        _write_documents(per_document, found.data.eval, scores, found.data_config)
+    show_metrics(str(folder), results, task=found.task)
+    return results
+
+
+def evaluate_suite(
+    folders: Sequence[Path],
+    overrides: Sequence[str] = (),
+    *,
+    size: str = "quick",
+    sets: Path | None = None,
+    html: Path | None = None,
+) -> dict[str, Any]:
+    """Measure a trained model, and others against it, on the sets of the suite.
+
+    Args:
+        folders: The model, then those it is compared with, all on the held-out data of the first.
+        overrides: Of the data of the first.
+        size: "quick" or "full".
+        sets: The folder with the sets; None measures on the held-out data alone.
+        html: Also write a report into this file.
+
+    Returns:
+        The content of `results/suite.json` of the first folder.
+
+    Raises:
+        ValueError: A folder without a model, models with different tokenizers or tasks, bad data.
+    """
+    if sets is not None and not sets.is_dir():
+        raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
+    first = _open(folders[0], overrides)
+    names = _names(folders)
+    problems, measured, losses, figures = {}, [], [], {}
+    for name, folder in zip(names, folders, strict=True):
+        found = first if folder == folders[0] else _like(first, folder)
+        head = found.model.dist_head
+        on_sphere = isinstance(head, SphereHead) and head.unit_sphere
+        problems[name] = check_prototypes(head.weight.detach(), unit_sphere=on_sphere)
+        for problem in problems[name]:
+            logger.warning("%s: %s.", name, problem)
+        subject = Subject(name, found.model, found.tokenizer, found.base(), found.texts(sets, size))
+        measured.append(measure(subject, sets, size=size))
+        scores, documents = subject.texts[HELD_OUT]
+        losses.append((scores.at(1.0)[0], documents[scores.rows]))
+        figures[name] = figures_of(scores)
+    payload = {
+        "suite": size,
+        "models": names,
+        "rows": join_rows(measured),
+        "differences": loss_differences(names, losses),
+        "problems": problems,
+        "figures": figures,
+        "data": {**to_plain(first.data_config), "eval_sha256": fingerprint(first.data.eval)},
+        "environment": environment(),
+    }
+    write_results(folders[0] / "results", "suite", payload)
+    show_suite(payload)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(report_page(payload), encoding="utf-8")
+        logger.info("Report: %s", html)
+    return payload
+
+
+def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
+    """Print what a language model predicts at the masks of a text, or after its end.
+
+    Raises:
+        ValueError: No language model in the folder, or a text without a mask.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"explain: expected a folder with a trained model, got {str(folder)!r}")
+    config, task = _harmonic_config(folder)
+    if task not in LANGUAGE_MODELS:
+        raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = load_checked(LANGUAGE_MODELS[task], str(folder), config)
+    columns = ["token", "probability, %", "distance", "nearest prototypes"]
+    for number, tokens in enumerate(explain(model, tokenizer, text, top=top), start=1):
+        rows = [
+            (
+                found["token"],
+                f"{100 * found['probability']:.1f}",
+                None if found["distance"] is None else f"{found['distance']:.3f}",
+                " ".join(found["neighbors"]),
+            )
+            for found in tokens
+        ]
+        place = "after the end" if task == "causal_lm" else f"mask {number}"
+        show_table(f"{text}: {place}", columns, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model with its data."""
+
+    folder: Path
+    task: str
+    model: HarmonicHeadModel
+    tokenizer: Any
+    data: LoadedData | LabeledData
+    data_config: DataConfig
+    batch_size: int
+
+    def score(self, data: LoadedData | LabeledData | None = None) -> tuple[TokenScores, np.ndarray]:
+        """Score the model's data, or other data; return the document of every row too."""
+        rows = self.data if data is None else data
+        # A padding-free collator makes one row of a batch.
+        alone = isinstance(rows.collator, PaddingFreeCollator)
+        scores = score_data(self.model, rows, batch_size=1 if alone else self.batch_size)
+        return scores, documents_of(rows.eval, scores.num_rows)
+
+    def metrics(self, scores: TokenScores, documents: np.ndarray) -> dict[str, float]:
+        """Return the metrics of scores."""
+        return summarize(scores, self.model.dist_head, documents)
+
+    def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
+        """Score the held-out data and, of a language model, the texts of the sets."""
+        found = {HELD_OUT: self.score()}
+        if self.task in CLASSIFIERS or sets is None:
+            return found
+        for path in sorted((sets / "text").glob("*.txt")):
+            with path.open(encoding="utf-8") as file:
+                count = sum(1 for line in file if line.strip())
+            wanted = min(DOCUMENTS[size], count // 2)
+            source = {"path": str(path)}
+            plain = {"sources": [source], "context_length": self.data_config.context_length}
+            config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
+            found[path.stem] = self.score(self.load(config))
+        return found
+
+    def load(self, config: DataConfig, *, seed: int = 42, eval_only: bool = False) -> Any:
+        """Load data for this model."""
+        model_config = self.model.config
+        return _load(self.task, model_config, self.tokenizer, config, seed, eval_only)
+
+    def base(self) -> Tensor | None:
+        """Return the input embeddings of the base, where it is on this machine."""
+        name = self.model.config.base_model
+        if name is None or self.task in CLASSIFIERS:
+            return None
+        try:
+            base = AutoModel.from_pretrained(locate_base(name), local_files_only=True)
+        except (OSError, ValueError):
+            return None
+        return base.get_input_embeddings().weight.detach()
+
+
+def _open(folder: Path, overrides: Sequence[str]) -> Opened:
+    """Load the model of a folder and its data."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"eval: expected a folder with a trained model, got {str(folder)!r}")
     config, task = _harmonic_config(folder)
@@ -60,45 +246,66 @@ def evaluate_folder(
     data_config = parse(DataConfig, settings["data"])
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    labels = [config.id2label[index] for index in range(config.num_labels)]
     keys = [override.split("=")[0] for override in overrides]
-    data = load_task_data(
-        data_config,
+    eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
+        key.startswith("data.eval") for key in keys
+    )
+    data = _load(task, config, tokenizer, data_config, training.get("seed", 42), eval_only)
+    model = load_checked(MODELS[task], str(folder), config)
+    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
+        model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
+    return Opened(
+        folder=folder,
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        data_config=data_config,
+        batch_size=training.get("per_device_eval_batch_size", 8),
+    )
+
+
+def _load(
+    task: str, config: Any, tokenizer: Any, data: DataConfig, seed: int, eval_only: bool
+) -> LoadedData | LabeledData:
+    labels = [config.id2label[index] for index in range(config.num_labels)]
+    return load_task_data(
+        data,
         task,
         tokenizer=tokenizer,
         vocab_size=config.get_text_config().vocab_size,
         max_positions=max_positions(config.get_text_config()),
-        seed=training.get("seed", 42),
+        seed=seed,
         labels=labels if task in CLASSIFIERS else None,
-        eval_only=any(key == "data" or key.startswith("data.sources") for key in keys)
-        and not any(key.startswith("data.eval") for key in keys),
+        eval_only=eval_only,
     )
-    model = load_checked(MODELS[task], str(folder), config)
-    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
-        model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
-    batch_size = training.get("per_device_eval_batch_size", 8)
-    if per_document is not None and isinstance(data.collator, PaddingFreeCollator):
-        batch_size = 1  # it makes one row of a batch
-    scores = score_data(model, data, batch_size=batch_size)
-    documents = documents_of(data.eval, scores.num_rows)
-    final, losses = summarize(scores, model.dist_head, documents), scores.at(1.0)[0]
-    results = {
-        "folder": str(folder),
-        "head": model.config.head,
-        "final": {
-            **final,
-            **calibration_report(scores.at(1.0)[1], scores.ranks == 0),
-            "loss_interval": document_interval(losses, documents[scores.rows]),
-        },
-        "documents": len(np.unique(documents)),
-        "data": {**to_plain(data_config), "eval_sha256": fingerprint(data.eval)},
-        "environment": environment(),
-    }
-    write_results(folder / "results", "eval", results)
-    if per_document is not None:
-        _write_documents(per_document, data.eval, scores, data_config)
-    show_metrics(str(folder), results, task=task)
-    return results
+
+
+def _like(first: Opened, folder: Path) -> Opened:
+    """Load another model, to be measured on the data of the first.
+
+    Raises:
+        ValueError: It has another tokenizer, task or classes.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--against: expected a folder with a trained model, got {str(folder)!r}")
+    config, task = _harmonic_config(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    if task != first.task or not same or config.id2label != first.model.config.id2label:
+        differs = "task" if task != first.task else "classes" if same else "tokenizer"
+        raise ValueError(
+            f"--against: expected a model with the {differs} of {str(first.folder)!r}, got another "
+            f"in {str(folder)!r}. Their losses cannot be compared"
+        )
+    model = load_checked(MODELS[task], str(folder), config).to(first.model.device)
+    return replace(first, folder=folder, model=model, tokenizer=tokenizer)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, their paths where two have one name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def score_data(

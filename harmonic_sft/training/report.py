@@ -200,7 +200,7 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         h_exp = run["config"].get("h_exp") or {"start": None, "end": None}
         if h_exp["start"] != h_exp["end"]:
             logger.info(ANNEALED, run["run"], h_exp["start"], h_exp["end"])
-        if run.get("environment", {}).get("git_changed"):
+        if run.get("environment", {}).get("dirty"):
             logger.info("%s: dirty, its code differs from its commit.", run["run"])
     if figure is not None:
         _draw(plot_comparison, list(runs), figure)
@@ -291,6 +291,39 @@ def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm"
         "ECE %.2f %%; a perfect model would show %.2f %% on as many; debiased %.2f %%.",
         *(100 * final[key] for key in ("ece", "ece_floor", "ece_debiased")),
     )
+
+
+def show_suite(payload: dict[str, Any]) -> None:
+    """Print the results of a suite, one table for each group, and the differences in loss."""
+    names = payload["models"]
+    for group in dict.fromkeys(row["group"] for row in payload["rows"]):
+        rows = [row for row in payload["rows"] if row["group"] == group]
+        cells = [
+            (
+                row["set"],
+                row.get("metric", f"not measured: needs {row.get('missing')}"),
+                *(_value(value) for value in row["values"]),
+            )
+            for row in rows
+        ]
+        show_table(group, ["set", "metric", *names], cells)
+        for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
+            logger.info("%s", note)
+    for found in payload["differences"]:
+        low, high = found["interval"] or (None, None)
+        logger.info(
+            "%s - %s: %+.3f nats%s over %d documents: %s.",
+            found["model"],
+            found["against"],
+            found["mean"],
+            "" if low is None else f" ({low:+.3f} to {high:+.3f})",
+            found["documents"],
+            found["verdict"],
+        )
+
+
+def _value(value: Any) -> str | float | None:
+    return f"{value[0]:.3f} to {value[1]:.3f}" if isinstance(value, list) else value
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -57,7 +57,11 @@ def seeds_of(name, end, losses):
     for seed, (one, loss) in enumerate(zip(runs, losses, strict=True)):
         one["config"]["training"] = {"seed": seed, "output_dir": one["run"]}
         one["final"] = {"loss": loss, **{k: v for k, v in METRICS.items() if k != "loss"}}
-        one["final"] |= {"tokens": 500.0, "documents": 20, "accuracy": 0.25 + (0.001 if seed % 2 else -0.001)}
+        one["final"] |= {
+            "tokens": 500.0,
+            "documents": 20,
+            "accuracy": 0.25 + (0.001 if seed % 2 else -0.001),
+        }
     return runs
 
 
