@@ -72,15 +72,19 @@ def sentence_similarity(
 
 
 def probe(
-    train: tuple[np.ndarray, Sequence[str]], test: tuple[np.ndarray, Sequence[str]]
-) -> dict[str, float]:
+    train: tuple[np.ndarray, Sequence[str]],
+    tests: Sequence[np.ndarray],
+    labels: Sequence[str],
+) -> dict[str, list[float]]:
     """Return the accuracies, 0 to 1, of simple classifiers of frozen features.
 
     Args:
         train: Features `[N, D]` and classes.
-        test: The same of other texts.
+        tests: Features of the same other texts, in several forms.
+        labels: Classes of these texts.
 
     Returns:
+        One accuracy for each of the tests, of
         `logistic` regression, the nearest of 5 `knn` neighbors and of `class_means`, both by
         cosine.
 
@@ -93,7 +97,7 @@ def probe(
     from sklearn.preprocessing import Normalizer, StandardScaler
 
     classes = sorted(set(train[1]))
-    if len(classes) < 2 or (unknown := sorted(set(test[1]) - set(classes))):
+    if len(classes) < 2 or (unknown := sorted(set(labels) - set(classes))):
         got = f"only {classes}" if len(classes) < 2 else f"{unknown[:3]} in the test rows alone"
         raise ValueError(f"labels: expected at least two classes, all in training, got {got}")
     classifiers = {
@@ -102,7 +106,8 @@ def probe(
         "class_means": make_pipeline(Normalizer(), NearestCentroid()),
     }
     return {
-        name: float(classifier.fit(*train).score(*test)) for name, classifier in classifiers.items()
+        name: [float(fitted.score(test, labels)) for test in tests]
+        for name, fitted in ((name, one.fit(*train)) for name, one in classifiers.items())
     }
 
 

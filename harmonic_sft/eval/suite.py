@@ -34,6 +34,7 @@ class Subject(NamedTuple):
         name: Of its column.
         model: In evaluation mode.
         tokenizer: Of the model.
+        states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
         base_embeddings: `[V, D]` that it was trained from; None where they are unknown.
         texts: Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of
             every row.
@@ -42,6 +43,7 @@ class Subject(NamedTuple):
     name: str
     model: HarmonicHeadModel
     tokenizer: Any
+    states: tuple[Tensor, Tensor]
     base_embeddings: Tensor | None
     texts: dict[str, tuple[TokenScores, np.ndarray]]
 
@@ -128,6 +130,8 @@ def figures_of(scores: TokenScores) -> dict[str, Any]:
 
 
 def _row(group: str, name: str, metric: str, value: Any, **more: Any) -> dict[str, Any]:
+    if isinstance(value, float) and not np.isfinite(value):  # of a collapsed model
+        value, more = None, {**more, "note": f"{metric}: not defined for this model"}
     return {"group": group, "set": name, "metric": metric, "value": value, "better": "", **more}
 
 
@@ -183,6 +187,9 @@ def _shape(subject: Subject) -> Rows:
         found |= geometry.hubness(prototypes)
     for metric, value in found.items():
         yield _row("geometry", "prototypes", metric.replace("_", " "), value, n=len(prototypes))
+    value = geometry.class_center_alignment(*subject.states, prototypes)
+    count = len(subject.states[1])
+    yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
     base = subject.base_embeddings
     if base is None or base.shape != prototypes.shape:
         yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
@@ -284,17 +291,13 @@ def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
         test = tuple(
             zip(*(row for row in zip(*test, strict=True) if row[1] in train[1]), strict=True)
         )
-        encoded = [
-            features.encode(subject.model, subject.tokenizer, part[0]) for part in (train, test)
-        ]
-        found = features.probe((encoded[0], train[1]), (encoded[1], test[1]))
-        for metric, value in found.items():
-            title = f"accuracy, {metric.replace('_', ' ')}"
-            yield _row("hidden states", name, title, value, better="higher", n=len(test[1]))
-        spoiled = features.encode(subject.model, subject.tokenizer, features.typos(test[0]))
-        value = features.probe((encoded[0], train[1]), (spoiled, test[1]))["class_means"]
-        title = "accuracy, class means, typos in a tenth of the words"
-        yield _row("robustness", name, title, value, better="higher", n=len(test[1]))
+        texts = (train[0], test[0], features.typos(test[0]))
+        encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
+        for metric, values in features.probe((encoded[0], train[1]), encoded[1:], test[1]).items():
+            title, more = f"accuracy, {metric.replace('_', ' ')}", {"n": len(test[1])}
+            yield _row("hidden states", name, title, values[0], better="higher", **more)
+            title += ", typos in a tenth of the words"
+            yield _row("robustness", name, title, values[1], better="higher", **more)
         if len(set(train[1])) > 7:
             yield from _out_of_scope(name, encoded, train[1], test[1])
 

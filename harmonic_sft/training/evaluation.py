@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ from harmonic_sft.training.report import show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
 USED = {"data", "training"}
-DOCUMENTS = {"quick": 50, "full": 1000}  # of every text of the sets, at most half of it
+TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
+NUM_BATCHES = 50  # whose hidden states are compared with the prototypes of their labels
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
 
@@ -129,7 +131,14 @@ def evaluate_suite(
         problems[name] = check_prototypes(head.weight.detach(), unit_sphere=on_sphere)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        subject = Subject(name, found.model, found.tokenizer, found.base(), found.texts(sets, size))
+        subject = Subject(
+            name,
+            found.model,
+            found.tokenizer,
+            found.states(),
+            found.base(),
+            found.texts(sets, size),
+        )
         measured.append(measure(subject, sets, size=size))
         scores, documents = subject.texts[HELD_OUT]
         losses.append((scores.at(1.0)[0], documents[scores.rows]))
@@ -213,12 +222,27 @@ class Opened:
         for path in sorted((sets / "text").glob("*.txt")):
             with path.open(encoding="utf-8") as file:
                 count = sum(1 for line in file if line.strip())
-            wanted = min(DOCUMENTS[size], count // 2)
+            share = min(0.5, TEXT_BYTES[size] / path.stat().st_size)
+            wanted = min(count - 1, max(2, round(count * share)))
             source = {"path": str(path)}
             plain = {"sources": [source], "context_length": self.data_config.context_length}
             config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
             found[path.stem] = self.score(self.load(config))
         return found
+
+    @torch.no_grad()
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
+        rows: Any = DataLoader(
+            self.data.eval, batch_size=self.batch_size, collate_fn=self.data.collator
+        )
+        found = []
+        for batch in islice(rows, NUM_BATCHES):
+            moved = {key: value.to(self.model.device) for key, value in batch.items()}
+            states, labels = head_inputs(self.model, moved)  # [B, S, D], [B, S]
+            found.append((states[labels != -100], labels[labels != -100]))
+        states, labels = zip(*found, strict=True)
+        return torch.cat(states), torch.cat(labels)
 
     def load(self, config: DataConfig, *, seed: int = 42, eval_only: bool = False) -> Any:
         """Load data for this model."""
@@ -227,7 +251,9 @@ class Opened:
 
     def base(self) -> Tensor | None:
         """Return the input embeddings of the base, where it is on this machine."""
-        name = self.model.config.base_model
+        name = self.model.config.base_model  # of a folder, the last part of its path
+        if (self.folder / CONFIG_NAME).is_file():
+            name = read_run(self.folder)["model"]["base"]
         if name is None or self.task in CLASSIFIERS:
             return None
         try:
