@@ -45,7 +45,7 @@ EXAMPLES = {
         harmonic-sft eval runs/mine
         harmonic-sft eval runs/mine data=other.txt
         harmonic-sft eval runs/mine data=other.txt --per-document losses.jsonl
-        harmonic-sft eval runs/mine --against runs/other --suite quick --html report.html
+        harmonic-sft eval runs/mine --against runs/other --html report.html
         harmonic-sft eval runs/mine --suite full --data sets
     """,
     "explain": """

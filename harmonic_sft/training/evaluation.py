@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def evaluate_suite(
     Raises:
         ValueError: A folder without a model, models with different tokenizers or tasks, bad data.
     """
+    if find_spec("sklearn") is None:
+        raise ValueError(
+            "--suite: expected scikit-learn, got none. Install it with: "
+            "pip install 'harmonic-sft[eval]'"
+        )
     if sets is not None and not sets.is_dir():
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
     first = _open(folders[0], overrides)

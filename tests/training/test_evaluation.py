@@ -9,6 +9,7 @@ import torch
 
 from harmonic_sft.data.batches import LabeledRows
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training import evaluation
 from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
 from harmonic_sft_cli import main
 
@@ -177,7 +178,7 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tm
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, tiny_base, caplog):
+def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monkeypatch):
     other = shutil.copytree(folder, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -189,6 +190,10 @@ def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, tiny_base, c
         evaluate_suite([folder, tmp_path / "nothing"], [CPU])
     with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
         evaluate_suite([folder], [CPU], sets=tmp_path / "nothing")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"--suite: expected scikit-learn, got none. Install"):
+            evaluate_suite([folder], [CPU])
     empty = ["data.eval.documents=0", CPU]
     with pytest.raises(ValueError, match="eval: expected rows to evaluate on, got an empty split"):
         evaluate_folder(folder, empty)
