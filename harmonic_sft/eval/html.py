@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 COLORS = ("#2b6cb0", "#c8702a", "#2f855a", "#805ad5", "#b83280", "#718096")
-WIDTH, HEIGHT, MARGIN = 360, 260, 44  # of a figure, in its own units
+WIDTH, HEIGHT, MARGIN = 360, 260, 52  # of a figure, in its own units
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # nothing is fetched
 STYLE = """
 :root { color-scheme: light dark; --line: #d0d7de; --soft: #57606a; --page: #fff; --text: #1f2328 }
@@ -209,7 +209,7 @@ def _axes(
         for at, text in named.items()
     ]
     texts += [
-        f'<text x="{left - 6}" y="{_place(0, value, y)[1] + 4:.1f}" text-anchor="end">{value:.3g}'
+        f'<text x="{left - 6}" y="{_place(0, value, y)[1] + 4:.1f}" text-anchor="end">{value:.2g}'
         "</text>"
         for value in (y[0], (y[0] + y[1]) / 2, y[1])
     ]

@@ -77,7 +77,8 @@ def evaluate_folder(
     """
     found = _open(folder, overrides)
     scores, documents = found.score()
-    final, (losses, confidences) = found.metrics(scores, documents), scores.at(1.0)
+    final = summarize(scores, found.model.dist_head, documents)
+    losses, confidences = scores.at(1.0)
     results = {
         "folder": str(folder),
         "head": found.model.config.head,
@@ -174,9 +175,7 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
     Raises:
         ValueError: No language model in the folder, or a text without a mask.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"explain: expected a folder with a trained model, got {str(folder)!r}")
-    config, task = _harmonic_config(folder)
+    config, task = _harmonic_config(folder, "explain")
     if task not in LANGUAGE_MODELS:
         raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -216,10 +215,6 @@ class Opened:
         scores = score_data(self.model, rows, batch_size=1 if alone else self.batch_size)
         return scores, documents_of(rows.eval, scores.num_rows)
 
-    def metrics(self, scores: TokenScores, documents: np.ndarray) -> dict[str, float]:
-        """Return the metrics of scores."""
-        return summarize(scores, self.model.dist_head, documents)
-
     def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
         """Score the held-out data and, of a language model, the texts of the sets."""
         found = {HELD_OUT: self.score()}
@@ -233,7 +228,8 @@ class Opened:
             source = {"path": str(path)}
             plain = {"sources": [source], "context_length": self.data_config.context_length}
             config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
-            found[path.stem] = self.score(self.load(config))
+            rows = _load(self.task, self.model.config, self.tokenizer, config)
+            found[path.stem] = self.score(rows)
         return found
 
     @torch.no_grad()
@@ -249,11 +245,6 @@ class Opened:
             found.append((states[labels != -100], labels[labels != -100]))
         states, labels = zip(*found, strict=True)
         return torch.cat(states), torch.cat(labels)
-
-    def load(self, config: DataConfig, *, seed: int = 42, eval_only: bool = False) -> Any:
-        """Load data for this model."""
-        model_config = self.model.config
-        return _load(self.task, model_config, self.tokenizer, config, seed, eval_only)
 
     def base(self) -> Tensor | None:
         """Return the input embeddings of the base, where it is on this machine."""
@@ -271,9 +262,7 @@ class Opened:
 
 def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     """Load the model of a folder and its data."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"eval: expected a folder with a trained model, got {str(folder)!r}")
-    config, task = _harmonic_config(folder)
+    config, task = _harmonic_config(folder, "eval")
     settings = _settings(folder, overrides, config)
     data_config = parse(DataConfig, settings["data"])
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
@@ -282,7 +271,8 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
         key.startswith("data.eval") for key in keys
     )
-    data = _load(task, config, tokenizer, data_config, training.get("seed", 42), eval_only)
+    seed = training.get("seed", 42)
+    data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     model = load_checked(MODELS[task], str(folder), config)
     if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
         model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
@@ -298,7 +288,13 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
 
 
 def _load(
-    task: str, config: Any, tokenizer: Any, data: DataConfig, seed: int, eval_only: bool
+    task: str,
+    config: Any,
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    seed: int = 42,
+    eval_only: bool = False,
 ) -> LoadedData | LabeledData:
     labels = [config.id2label[index] for index in range(config.num_labels)]
     return load_task_data(
@@ -319,9 +315,7 @@ def _like(first: Opened, folder: Path) -> Opened:
     Raises:
         ValueError: It has another tokenizer, task or classes.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--against: expected a folder with a trained model, got {str(folder)!r}")
-    config, task = _harmonic_config(folder)
+    config, task = _harmonic_config(folder, "--against")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
     if task != first.task or not same or config.id2label != first.model.config.id2label:
@@ -373,24 +367,26 @@ def fingerprint(rows: MaskedRows | LabeledRows) -> str:
     return digest.hexdigest()
 
 
-def _harmonic_config(folder: Path) -> tuple[Any, str]:
+def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
     """Return the configuration of a trained model and its task.
 
     Raises:
-        ValueError: It is another model, or has no head.
+        ValueError: There is none, it is another model, or has no head.
     """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{argument}: expected a folder with a trained model, got {str(folder)!r}")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "harmonic":
         raise ValueError(
-            f"eval: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
+            f"{argument}: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
             "Train one on it first"
         )
     tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
     architecture = (config.architectures or ["HarmonicForMaskedLM"])[0]
     if architecture not in tasks:
         raise ValueError(
-            f"eval: expected one of {sorted(tasks)}, got a {architecture} in {str(folder)!r}, "
-            "which has no head. Give the folder of the whole model"
+            f"{argument}: expected one of {sorted(tasks)}, got a {architecture} in "
+            f"{str(folder)!r}, which has no head. Give the folder of the whole model"
         )
     return config, tasks[architecture]
 
