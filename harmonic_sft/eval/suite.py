@@ -232,6 +232,7 @@ def _relations(subject: Subject, folder: Path) -> Rows:
         table, ids, _, _ = word_table(
             subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
         )
+        ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
         if len(ids) < 3:
             what = f"3 pairs of single tokens, {len(ids)} of {len(pairs)} are"
             yield {"group": "geometry", "set": relation, "missing": what}

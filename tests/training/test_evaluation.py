@@ -126,6 +126,7 @@ def sets(tmp_path):
         "wordsim/few.tsv": "word1\tword2\tscore\naa\tbb\t1\n",
         "function_vectors/present-past.json": json.dumps(
             [{"input": f"a{letter}", "output": f"b{letter}"} for letter in "abcd"]
+            + [{"input": "cc", "output": "cc"}, {"input": "aa", "output": "unknownword"}]
         ),
         "minimal_pairs/order.jsonl": json.dumps(
             {"sentence_good": "aa ab ac", "sentence_bad": "ac ab aa"}
@@ -160,6 +161,7 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tm
     assert missing["few"] == "3 pairs of known words, 1 of 1 are"
     tiny = rows["tiny", "Spearman, cosine, single tokens"]
     assert (tiny["n"], tiny["note"]) == (4, "1 words left out: unknownword")
+    assert rows["present-past", "parallelogram loss"]["n"] == 4
     for key in (
         ("other", "bits per byte"),
         ("held-out data", "ECE of a perfect model"),
