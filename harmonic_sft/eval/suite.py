@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
 from harmonic_sft.eval.word_similarity import WordPair, read_word_pairs, word_similarity, word_table
 from harmonic_sft.models import HarmonicHeadModel, HarmonicLanguageModel
 
-logger = logging.getLogger(__name__)
 Rows = Iterator[dict[str, Any]]
 HELD_OUT = "held-out data"
 SHOWN_WORDS = 5

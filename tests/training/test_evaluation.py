@@ -89,6 +89,17 @@ def test_losses_of_documents_do_not_depend_on_batches(folder, other, tmp_path, s
         assert first["loss"] == (second["loss"] and pytest.approx(second["loss"], rel=1e-5))
 
 
+def test_batches_do_not_change_the_metrics(folder):
+    found = [
+        evaluate_folder(folder, [f"training.per_device_eval_batch_size={size}", CPU])["final"]
+        for size in (1, 7)
+    ]
+    interval = [metrics.pop("loss_interval") for metrics in found]
+    assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
+    assert interval[0] == pytest.approx(interval[1], abs=1e-5)
+    assert interval[0][0] < found[0]["loss"] < interval[0][1]
+
+
 def test_a_download_needs_only_the_path_of_data(folder, other):
     (folder / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml. Add data=file.txt"):
