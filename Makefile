@@ -19,7 +19,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # "All" leaves out what needs a GPU, the network, or packages of its own.
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-.PHONY: demo demo-compare test test-all test-quantized test-ecosystem wheel-test check docs size clean
+.PHONY: demo demo-compare test test-all test-quantized test-ecosystem test-browser wheel-test check \
+	docs size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -44,6 +45,12 @@ test-quantized: $(INSTALLED) $(QUANTIZED)/.installed
 # Other people's tools, in an environment that sees .venv: imported there, they would slow every test.
 test-ecosystem: $(ECOSYSTEM)/.installed
 	$(ECOSYSTEM)/bin/python -m pytest -m ecosystem
+
+# Opens the HTML report in a real browser. On Debian: sudo apt-get install --no-install-recommends chromium
+test-browser: $(INSTALLED)
+	@command -v chromium google-chrome >/dev/null || { echo "browser: expected Chromium, got none." \
+		"On Debian run: sudo apt-get install --no-install-recommends chromium" >&2; exit 1; }
+	$(BIN)/python -m pytest -m browser
 
 # Builds wheel and sdist, installs the wheel into an environment of its own that links torch and the
 # other requirements from .venv, and trains two steps of the demo there, in another folder.

@@ -45,6 +45,12 @@ EXAMPLES = {
         harmonic-sft eval runs/mine
         harmonic-sft eval runs/mine data=other.txt
         harmonic-sft eval runs/mine data=other.txt --per-document losses.jsonl
+        harmonic-sft eval runs/mine --against runs/other --html report.html
+        harmonic-sft eval runs/mine --suite full --data sets
+    """,
+    "explain": """
+        harmonic-sft explain runs/mine "The capital of [MASK] is Paris."
+        harmonic-sft explain runs/my_decoder "Once upon a"
     """,
     "compare": """
         harmonic-sft compare runs/demo runs/demo_linear
@@ -223,6 +229,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the loss of every document, one line of JSON each",
     )
+    command.add_argument(
+        "--suite",
+        choices=["quick", "full"],
+        help="measure language, calibration, geometry, hidden states and robustness",
+    )
+    command.add_argument(
+        "--against",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="OTHER",
+        help="models that the suite compares it with, on the same held-out data",
+    )
+    command.add_argument("--data", type=Path, metavar="FOLDER", help="the sets of the suite")
+    command.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
+
+    command = _command(commands, "explain", "show what a language model predicts, and how near")
+    command.add_argument("folder", type=Path, help="the output folder of a run, or a download")
+    command.add_argument("text", help="with a mask token; of a decoder, what is to be continued")
+    command.add_argument("--top", type=int, default=5, help="how many tokens; default: 5")
 
     command = _command(commands, "compare", "compare finished runs in one table")
     command.add_argument(

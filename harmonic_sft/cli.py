@@ -169,9 +169,27 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from harmonic_sft.training.evaluation import evaluate_folder
+    from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite
 
-    evaluate_folder(options.folder, options.overrides, options.per_document)
+    of_suite = (options.suite, options.against, options.data, options.html)
+    if not any(of_suite):
+        evaluate_folder(options.folder, options.overrides, options.per_document)
+        return
+    if options.per_document is not None:
+        raise ValueError("--per-document: expected no suite beside it. Run `eval` without --suite")
+    evaluate_suite(
+        [options.folder, *options.against],
+        options.overrides,
+        size=options.suite or "quick",
+        sets=options.data,
+        html=options.html,
+    )
+
+
+def _explain(options: argparse.Namespace) -> None:
+    from harmonic_sft.training.evaluation import explain_folder
+
+    explain_folder(options.folder, options.text, top=options.top)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -212,6 +230,7 @@ COMMANDS = {
     "config": _config,
     "data": _data,
     "eval": _eval,
+    "explain": _explain,
     "compare": _compare,
     "push": _push,
     "export": _export,

@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
 
     Returns:
         `versions` by package (None: not installed), `git_commit` of the checkout that this package
-        runs from (None: not a checkout), `git_changed` (tracked files differ from the commit),
+        runs from (None: not a checkout), `dirty` (tracked files differ from the commit),
         `hardware` (`cpu`, `cores`, `memory_bytes`, `gpus`) and `date` (UTC, ISO 8601).
     """
     return {
@@ -175,14 +175,14 @@ def _version(package: str) -> str | None:
 
 def _git_state(file: Path) -> dict[str, Any]:
     """Return the commit only if the file is tracked: a `.venv` may lie in a foreign checkout."""
-    unknown = {"git_commit": None, "git_changed": None}
+    unknown = {"git_commit": None, "dirty": None}
     if _output("git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name) is None:
         return unknown
     commit = _output("git", "-C", str(file.parent), "rev-parse", "--verify", "HEAD")
     if commit is None:
         return unknown
     status = _output("git", "-C", str(file.parent), "status", "--porcelain", "-uno")
-    return {"git_commit": commit, "git_changed": bool(status)}
+    return {"git_commit": commit, "dirty": bool(status)}
 
 
 def _cpu_model() -> str:

@@ -21,7 +21,7 @@ from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
-COMMANDS = ("train", "init", "config", "data", "eval", "compare", "push", "export")
+COMMANDS = ("train", "init", "config", "data", "eval", "explain", "compare", "push", "export")
 NO_TORCH = """
 import sys
 import harmonic_sft_cli

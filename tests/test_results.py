@@ -106,17 +106,17 @@ def _git(folder: Path, *arguments: str) -> str:
 def test_the_commit_is_that_of_the_tracked_file(tmp_path):
     tracked, untracked = tmp_path / "tracked.py", tmp_path / "untracked.py"
     tracked.touch()
-    assert results._git_state(tracked) == {"git_commit": None, "git_changed": None}
+    assert results._git_state(tracked) == {"git_commit": None, "dirty": None}
     _git(tmp_path, "init")
     _git(tmp_path, "add", "tracked.py")
-    assert results._git_state(tracked) == {"git_commit": None, "git_changed": None}
+    assert results._git_state(tracked) == {"git_commit": None, "dirty": None}
     _git(tmp_path, "commit", "-m", "first")
     commit = _git(tmp_path, "rev-parse", "HEAD")
     untracked.touch()
-    assert results._git_state(tracked) == {"git_commit": commit, "git_changed": False}
-    assert results._git_state(untracked) == {"git_commit": None, "git_changed": None}
+    assert results._git_state(tracked) == {"git_commit": commit, "dirty": False}
+    assert results._git_state(untracked) == {"git_commit": None, "dirty": None}
     tracked.write_text("pass\n")
-    assert results._git_state(tracked) == {"git_commit": commit, "git_changed": True}
+    assert results._git_state(tracked) == {"git_commit": commit, "dirty": True}
 
 
 def test_no_git_is_no_error(monkeypatch):

@@ -1,11 +1,12 @@
-"""The nearest prototypes of a few words: what the head takes for similar."""
+"""What the head takes for similar: the nearest prototypes of words and of predictions."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from harmonic_sft.models import Head
+from harmonic_sft.models import DistanceLogits, HarmonicLanguageModel, Head
+from harmonic_sft.models.head import squared_distances
 
 
 @torch.no_grad()
@@ -26,8 +27,70 @@ def nearest_prototypes(
         ids = tokenizer(word, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             continue
-        distances = (prototypes - prototypes[ids[0]]).square().sum(-1)
-        distances[ids[0]] = torch.inf
-        nearest = distances.topk(num_neighbors, largest=False).indices.tolist()
+        nearest = _nearest(prototypes, ids[0], num_neighbors)
         neighbors[word] = tokenizer.convert_ids_to_tokens(nearest)
     return neighbors
+
+
+def _nearest(prototypes: torch.Tensor, index: int, num_neighbors: int) -> list[int]:
+    distances = (prototypes - prototypes[index]).square().sum(-1)
+    distances[index] = torch.inf
+    return distances.topk(num_neighbors, largest=False).indices.tolist()
+
+
+@torch.no_grad()
+def explain(
+    model: HarmonicLanguageModel, tokenizer: Any, text: str, *, top: int = 5, num_neighbors: int = 5
+) -> list[list[dict[str, Any]]]:
+    """Return the most probable tokens at every mask of a text; of a decoder, after its end.
+
+    Args:
+        model: In evaluation mode.
+        tokenizer: Of the model.
+        text: With mask tokens, unless the model is a decoder.
+        top: How many tokens to return for each place.
+        num_neighbors: How many neighbors to return for each token.
+
+    Returns:
+        For each place its tokens: `token`, `probability`, `distance`, the Euclidean distance of
+        hidden state and prototype as the head sees them (None for a head without distances), and
+        `neighbors`, the tokens with the nearest prototypes.
+
+    Raises:
+        ValueError: A text without a mask, or more tokens than there are.
+    """
+    head = model.dist_head
+    if not 1 <= top <= len(head.prototypes):
+        raise ValueError(f"--top: expected 1 to {len(head.prototypes)} tokens, got {top}")
+    batch = tokenizer(text, return_tensors="pt").to(model.device)
+    ids = batch["input_ids"][0]  # [T]
+    is_asked = ids == tokenizer.mask_token_id if tokenizer.mask_token_id is not None else ids < 0
+    if model.is_causal:
+        is_asked = torch.arange(len(ids), device=ids.device) == len(ids) - 1
+    if not is_asked.any():
+        raise ValueError(
+            f"text: expected {tokenizer.mask_token} where a token is to be predicted, got {text!r}"
+        )
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    states = model.model(**inputs).last_hidden_state[0, is_asked]  # [P, D]
+    probabilities = head(states).softmax(-1)  # [P, V]
+    lazy, distances = head.lazy_logits(states), None
+    if isinstance(lazy, DistanceLogits):
+        hidden_states, weight = lazy.hidden_states.float(), lazy.weight.float()
+        squared = squared_distances(hidden_states, weight, unit_sphere=lazy.unit_sphere)
+        distances = squared.clamp_min(0).sqrt()  # [P, V]
+    prototypes = head.prototypes.float()
+    return [
+        [
+            {
+                "token": tokenizer.convert_ids_to_tokens(index),
+                "probability": float(probabilities[place, index]),
+                "distance": None if distances is None else float(distances[place, index]),
+                "neighbors": tokenizer.convert_ids_to_tokens(
+                    _nearest(prototypes, index, min(num_neighbors, len(prototypes) - 1))
+                ),
+            }
+            for index in probabilities[place].topk(top).indices.tolist()
+        ]
+        for place in range(len(states))
+    ]

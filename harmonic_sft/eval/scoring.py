@@ -1,170 +1,216 @@
-"""How well a head predicts labelled tokens or classes: token-weighted metrics, also post hoc."""
+"""How well a head predicts labelled tokens or classes: scores of every token, and their metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harmonic_sft.models import Head
-
-# Exponents tried after training; the loss is convex in the exponent, so no minimum between the ends
-# is missed. Off the sphere, where hidden states are much longer than prototypes, it is near -100.
-SHALLOW = (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0, -10.0, -12.0, -14.0, -16.0)
-STEEP = (-20.0, -24.0, -28.0, -32.0, -40.0, -48.0, -64.0, -80.0, -96.0, -128.0, -192.0, -256.0)
-H_EXPS = SHALLOW + STEEP
-# The same freedom for heads without an exponent: factors on their logits, as far as -1 and -64 are
-# from the exponent -12.
-FLATTER = (0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
-STEEPER = (1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.3)
-INVERSE_TEMPERATURES = FLATTER + STEEPER
+from harmonic_sft.data.batches import MaskedRows
+from harmonic_sft.data.row_maker import document_names
+from harmonic_sft.eval.calibration import (
+    LOG_SCALES,
+    brier_score,
+    calibration_error,
+    fit_inverse_temperature,
+    normalizers_at,
+)
+from harmonic_sft.models import HarmonicHeadModel, Head
 
 CACHED_ROWS = 16
-NUM_BINS = 15  # of the calibration error, of equal width from 0 to 1
+NUM_COLUMNS = 4  # before the normalizers: label, rank, cosine, margin
 
 
-def post_hoc_grid(head: Head, also: Sequence[float] = ()) -> list[float]:
-    """Return the exponents (or inverse temperatures) to try: the current one first.
+class TokenScores(NamedTuple):
+    """What is known of every scored token, from which all metrics are computed.
 
-    Logits are proportional to the exponent, so an exponent chosen after training is temperature
-    scaling. `summarize` takes the best of the rows that it reports on: with few of them its loss is
-    a little too good.
-
-    Args:
-        head: One whose logits are proportional to h_exp is tried at `H_EXPS`, any other at
-            `INVERSE_TEMPERATURES`.
-        also: Exponents of interest, added for a distance head.
-
-    Source:
-        Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
+    Attributes:
+        rows: `[N]`, the row each token stands in, from 0 to `num_rows`.
+        labels: `[N]`.
+        ranks: `[N]`, how many classes have a higher logit than the label: 0 is a correct answer.
+        cosines: `[N]`, between the embeddings of label and prediction; 0 where they are the same.
+        margins: `[N]`, logit of the label minus the highest.
+        normalizers: `[N, G]`, log of the sum of exp(scale * (logit - highest)) at each scale.
+        num_rows: How many rows were read.
     """
-    if head.h_exp is not None and head.scaled_by_h_exp:
-        return [head.h_exp, *sorted({*H_EXPS, *also} - {head.h_exp}, reverse=True)]
-    return [1.0, *INVERSE_TEMPERATURES]
+
+    rows: np.ndarray
+    labels: np.ndarray
+    ranks: np.ndarray
+    cosines: np.ndarray
+    margins: np.ndarray
+    normalizers: np.ndarray
+    num_rows: int
+
+    def at(self, inverse_temperature: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return loss in nats and confidence of every token at a temperature, `[N]` each."""
+        normalizers = normalizers_at(self.normalizers, inverse_temperature)
+        return normalizers - inverse_temperature * self.margins, np.exp(-normalizers)
+
+    def keep(self, chosen: np.ndarray) -> "TokenScores":
+        """Return the scores of some of the tokens."""
+        columns = self._asdict().items()
+        return self._replace(**{k: v[chosen] for k, v in columns if k != "num_rows"})
 
 
 @torch.no_grad()
-def score_rows(
-    head: Head,
-    hidden_states: Tensor,
-    labels: Tensor,
-    *,
-    grid: Sequence[float],
-    embeddings: Tensor,
-) -> Tensor:
-    """Score every row of a batch.
-
-    An exponent is an inverse temperature: the logits at another one are the same logits scaled.
+def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings: Tensor) -> Tensor:
+    """Score every token of a batch.
 
     Args:
         head: The output head.
-        hidden_states: `[B, T, D]`.
-        labels: `[B, T]`, -100 where nothing is predicted.
-        grid: G exponents or inverse temperatures, the current one first.
-        embeddings: `[V, D]`, the input embeddings: what wrong predictions are compared by.
+        hidden_states: `[B, S, D]`.
+        labels: `[B, S]`, -100 where nothing is predicted.
+        embeddings: `[V, D]`, what wrong predictions are compared by.
 
     Returns:
-        `[B, 3 + G + 15 G]`: labelled tokens, correct ones, summed cosine between label and
-        prediction where they differ, summed loss in nats at each value, summed
-        `calibration_gaps` at each value.
+        `[B, S, 4 + G]`, the columns of `TokenScores` from `labels` on; NaN where nothing is scored.
     """
-    scored = labels != -100
-    rows = scored.nonzero()[:, 0]  # [N]
-    targets = labels[scored]
+    scored = labels != -100  # [B, S]
+    targets = labels[scored]  # [N]
     logits = head(hidden_states[scored])  # [N, V]
-    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    target_logits = logits.gather(-1, targets.unsqueeze(-1))  # [N, 1]
     # torch.argmax's tie rule is unspecified, a count of better tokens is not.
-    correct = (logits > target_logits.unsqueeze(-1)).sum(-1) == 0
-    highest, predicted = logits.max(-1)
-    predictions = embeddings[predicted].float()  # [N, D]
-    cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1)
-    columns = [torch.ones_like(target_logits), correct, cosines * ~correct]
-    gaps = []
-    scales = [value / grid[0] for value in grid]
-    log_normalizers = _log_normalizers(logits, scales)  # [N, G]
-    for scale, log_normalizer in zip(scales, log_normalizers.unbind(-1), strict=True):
-        columns.append(log_normalizer - target_logits * scale)
-        gaps.append(calibration_gaps((highest * scale - log_normalizer).exp(), correct))
-    sums = torch.stack([column.float() for column in columns], -1)  # [N, 3 + G]
-    scores = torch.cat([sums, *(gap.float() for gap in gaps)], -1)  # [N, 3 + G + 15 G]
-    return scores.new_zeros(len(labels), scores.shape[1]).index_add_(0, rows, scores)
+    ranks = (logits > target_logits).sum(-1)
+    highest, predicted = logits.max(-1, keepdim=True)
+    predictions = embeddings[predicted.squeeze(-1)].float()  # [N, D]
+    cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1) * (ranks > 0)
+    columns = [targets, ranks, cosines, (target_logits - highest).squeeze(-1)]
+    found = torch.cat(
+        [torch.stack([column.float() for column in columns], -1), _normalizers(logits, highest)], -1
+    )  # [N, 4 + G]
+    scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)
+    scores[scored] = found
+    return scores
 
 
-def calibration_gaps(confidences: Tensor, correct: Tensor) -> Tensor:
-    """Return confidence minus correctness of every prediction, in the column of its bin.
-
-    Sums of these rows add up over batches and processes. Their sizes over the number of rows add
-    up to the expected calibration error: the mean distance of confidence and accuracy of a bin.
-
-    Args:
-        confidences: `[N]`, probability of the predicted class.
-        correct: `[N]`, whether it was the right one.
-
-    Returns:
-        `[N, 15]`, 0 outside the bin of the row.
-
-    Source:
-        Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Eq. 3, of the
-        most probable class.
-    """
-    bins = (confidences * NUM_BINS).long().clamp(0, NUM_BINS - 1)  # [N]
-    gaps = confidences - correct.to(confidences.dtype)
-    return F.one_hot(bins, NUM_BINS) * gaps.unsqueeze(-1)
-
-
-def _log_normalizers(logits: Tensor, scales: Sequence[float]) -> Tensor:
-    """Return logsumexp(scale * logits) of each row at each scale, `[N, G]`.
+def _normalizers(logits: Tensor, highest: Tensor) -> Tensor:
+    """Return the log-sum-exp of the logits less the highest at every scale, `[N, G]`.
 
     A few rows at a time and in place: on a CPU they stay in its cache, twice as fast as whole.
     """
     size = CACHED_ROWS if logits.device.type == "cpu" else max(1, len(logits))
-    parts = []
-    for part in logits.split(size):
-        highest = part.amax(-1, keepdim=True)
-        below, powers = part - highest, torch.empty_like(part)
+    scales = np.exp(LOG_SCALES).tolist()
+    parts = [logits.new_zeros(0, len(scales), dtype=torch.float32)]
+    for part, top in zip(logits.split(size), highest.split(size), strict=True):
+        below, powers = part - top, torch.empty_like(part)
         sums = [torch.mul(below, s, out=powers).exp_().sum(-1, keepdim=True) for s in scales]
-        parts.append(torch.cat(sums, -1).log() + highest * logits.new_tensor(scales))
+        parts.append(torch.cat(sums, -1).log().float())
     return torch.cat(parts)
 
 
-def summarize(scores: Tensor, head: Head, grid: Sequence[float]) -> dict[str, float]:
-    """Turn the scores of all rows into metrics.
+def score(
+    model: HarmonicHeadModel,
+    inputs: Iterable[tuple[Tensor, Tensor]],
+    gather_fn: Callable[[Tensor], Tensor] | None = None,
+) -> TokenScores | None:
+    """Score every labelled token that a model's head is given.
 
     Args:
-        scores: `[B, 3 + G + 15 G]` from `score_rows`.
-        head: The head they came from.
-        grid: The values tried, the current one first.
+        model: Has the head and the embeddings.
+        inputs: Hidden states `[B, S, D]` and labels `[B, S]` of every batch.
+        gather_fn: Puts the batches `[B, S, C]` of all processes together.
 
     Returns:
-        `loss` in nats at the current exponent, `accuracy` from 0 to 1, `tokens`, `error_cosine`,
-        the mean cosine between the input embeddings of label and prediction where they differ,
-        `ece`, the expected calibration error from 0 to 1, and the lowest loss over the grid as
-        `post_hoc_loss`, in nats, with where it was reached and the `post_hoc_ece` there.
+        The scores, in the order of the rows; None if there was no batch.
+    """
+    parts, num_rows = [], 0
+    for hidden_states, labels in inputs:
+        embeddings = model.class_embeddings()
+        batch = score_batch(model.dist_head, hidden_states, labels, embeddings=embeddings)
+        batch = (batch if gather_fn is None else gather_fn(batch)).cpu()  # [B, S, C]
+        scored = ~batch[..., 0].isnan()
+        rows = scored.nonzero()[:, :1] + num_rows
+        parts.append(torch.cat([rows, batch[scored].double()], -1))  # [N, 1 + C]
+        num_rows += len(batch)
+    if not parts:
+        return None
+    table = torch.cat(parts).numpy()
+    columns = table[:, : 1 + NUM_COLUMNS].T
+    whole = [column.astype(np.int64) for column in columns[:3]]
+    return TokenScores(*whole, *columns[3:], table[:, 1 + NUM_COLUMNS :], num_rows)
+
+
+def documents_of(dataset: Any, num_rows: int) -> np.ndarray:
+    """Return the number of the document that every scored row belongs to, `[num_rows]`.
+
+    Args:
+        dataset: What was read. Rows that are no chunks of documents are documents of their own, and
+            so is a batch that a padding-free collator has made one row of.
+        num_rows: How many rows were scored.
+    """
+    if isinstance(dataset, MaskedRows) and dataset.packs is None and len(dataset) == num_rows:
+        return np.unique(document_names(dataset.rows), axis=1, return_inverse=True)[1]
+    return np.arange(num_rows)
+
+
+def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[str, float]:
+    """Turn scores into metrics.
+
+    The post-hoc metrics are cross-fitted: every half of the documents is scored at the temperature
+    that was fitted on the other half.
+
+    Args:
+        scores: Of `score`.
+        head: The head they came from.
+        documents: `[num_rows]`, the document of every row.
+
+    Returns:
+        `loss` in nats at the current exponent, `accuracy` and `top_5_accuracy` from 0 to 1,
+        `tokens`, `documents` with any, `error_cosine`, the mean cosine between the embeddings of
+        label and prediction where they differ, `ece`, the expected calibration error from 0 to 1,
+        and `brier`, from 0 to 2. With the prefix `post_hoc_` these are at the best temperature; the
+        best on all documents is `post_hoc_h_exp` or `post_hoc_inverse_temperature`.
 
     Raises:
-        ValueError: No token is labelled.
+        ValueError: No token is labelled, or scores are not finite.
+
+    Source:
+        Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
     """
-    totals = scores.sum(0)
-    tokens = float(totals[0])
+    tokens = len(scores.labels)
     if tokens == 0:
         raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
-    means = totals[3:] / tokens
-    losses = means[: len(grid)].tolist()
-    errors = means[len(grid) :].view(len(grid), NUM_BINS).abs().sum(-1).tolist()
-    best = int(np.argmin(losses))
+    if bad := int((~np.isfinite(scores.normalizers).all(-1)).sum()):
+        raise ValueError(
+            f"evaluation: expected finite logits, got others for {bad:,} of {tokens:,} tokens. The "
+            "checkpoint is damaged, or its precision too low"
+        )
+    correct = scores.ranks == 0
+    losses, confidences = scores.at(1.0)
+    fitted = [np.empty(tokens) for _ in range(3)]  # loss, confidence and Brier score of each token
+    for half, other in _halves(documents[scores.rows]):
+        reported = scores.keep(half)
+        best = fit_inverse_temperature(scores.normalizers[other], scores.margins[other])
+        values = (*reported.at(best), brier_score(reported.normalizers, reported.margins, best))
+        for column, value in zip(fitted, values, strict=True):
+            column[half] = value
+    best = fit_inverse_temperature(scores.normalizers, scores.margins)
     metrics = {
-        "loss": losses[0],
-        "accuracy": float(totals[1]) / tokens,
-        "tokens": tokens,
-        "error_cosine": float(totals[2] / (tokens - totals[1]).clamp_min(1)),
-        "ece": errors[0],
-        "post_hoc_loss": losses[best],
-        "post_hoc_ece": errors[best],
+        "loss": float(losses.mean()),
+        "accuracy": float(correct.mean()),
+        "top_5_accuracy": float((scores.ranks < 5).mean()),
+        "tokens": float(tokens),
+        "documents": len(np.unique(documents[scores.rows])),
+        "error_cosine": float(scores.cosines.sum() / max(1, (~correct).sum())),
+        "ece": calibration_error(confidences, correct),
+        "brier": float(brier_score(scores.normalizers, scores.margins, 1.0).mean()),
+        "post_hoc_loss": float(fitted[0].mean()),
+        "post_hoc_ece": calibration_error(fitted[1], correct),
+        "post_hoc_brier": float(fitted[2].mean()),
     }
-    if head.scaled_by_h_exp:
-        return {**metrics, "h_exp": grid[0], "post_hoc_h_exp": grid[best]}
-    return {**metrics, "post_hoc_inverse_temperature": grid[best]}
+    if head.scaled_by_h_exp and head.h_exp is not None:
+        return {**metrics, "h_exp": head.h_exp, "post_hoc_h_exp": head.h_exp * best}
+    return {**metrics, "post_hoc_inverse_temperature": best}
+
+
+def _halves(documents: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each half of the tokens with the other: of one document, every second token."""
+    ranks = np.unique(documents, return_inverse=True)[1]
+    even = (ranks if ranks.max() else np.arange(len(ranks))) % 2 == 0
+    return [(even, ~even), (~even, even)]
 
 
 def unigram_loss(labels: np.ndarray, counts: np.ndarray) -> float:

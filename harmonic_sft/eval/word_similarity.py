@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,21 +44,39 @@ def read_word_pairs(path: str | Path) -> list[WordPair]:
     return pairs
 
 
-def single_token_pairs(
-    pairs: Sequence[WordPair], tokenizer: Any
-) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return token ids and ratings of the pairs whose words are one known token each."""
-    ids, ratings = [], []
-    for pair in pairs:
-        tokens = [
-            tokenizer(word, add_special_tokens=False)["input_ids"]
-            for word in (pair.first, pair.second)
-        ]
-        known = all(len(token) == 1 and token[0] != tokenizer.unk_token_id for token in tokens)
-        if known:
-            ids.append((tokens[0][0], tokens[1][0]))
-            ratings.append(pair.rating)
-    return ids, ratings
+@torch.no_grad()
+def word_table(
+    prototypes: Tensor,
+    tokenizer: Any,
+    pairs: Sequence[WordPair],
+    *,
+    pieces: Literal["single", "mean"],
+) -> tuple[Tensor, list[tuple[int, int]], list[float], list[str]]:
+    """Return a vector for every word of the pairs that has one.
+
+    Args:
+        prototypes: `[V, D]`, one for each token.
+        tokenizer: Cuts the words.
+        pairs: Words and ratings.
+        pieces: "single": words that are a single token count; "mean": a word of several tokens is
+            the mean of theirs.
+
+    Returns:
+        Vectors `[W, D]`, two rows of them and a rating for each pair whose words both count, and
+        the words that do not, in the order of the pairs.
+    """
+    rows, unknown, vectors = {}, [], []
+    for word in dict.fromkeys(word for pair in pairs for word in (pair.first, pair.second)):
+        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        if not ids or tokenizer.unk_token_id in ids or (pieces == "single" and len(ids) > 1):
+            unknown.append(word)
+            continue
+        rows[word] = len(vectors)
+        vectors.append(prototypes[ids].mean(0))
+    known = [pair for pair in pairs if pair.first in rows and pair.second in rows]
+    table = torch.stack(vectors) if vectors else prototypes[:0]
+    places = [(rows[pair.first], rows[pair.second]) for pair in known]
+    return table, places, [pair.rating for pair in known], unknown
 
 
 @torch.no_grad()
@@ -115,7 +133,7 @@ def rate_prototypes(
     """
     results = {}
     for name, pairs in ratings.items():
-        ids, known = single_token_pairs(pairs, tokenizer)
-        found = word_similarity(prototypes, ids, known)
+        table, ids, known, _ = word_table(prototypes, tokenizer, pairs, pieces="single")
+        found = word_similarity(table, ids, known)
         results[name] = {**found, "pairs": len(pairs), "covered": len(ids)}
     return results

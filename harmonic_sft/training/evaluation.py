@@ -3,7 +3,10 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +15,48 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.heldout import Ancestor
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
-from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
+from harmonic_sft.eval.calibration import calibration_report
+from harmonic_sft.eval.geometry import check_prototypes
+from harmonic_sft.eval.html import report_page
+from harmonic_sft.eval.statistics import document_interval
+from harmonic_sft.eval.suite import (
+    HELD_OUT,
+    Subject,
+    figures_of,
+    join_rows,
+    loss_differences,
+    measure,
+)
 from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.results import environment, write_results
+from harmonic_sft.models.head import SphereHead
+from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.batches import head_inputs
 from harmonic_sft.training.held_out import check_unseen, to_results
-from harmonic_sft.training.loading import CLASSIFIERS, MODELS, load_task_data
+from harmonic_sft.training.loading import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    MODELS,
+    load_task_data,
+    locate_base,
+)
 from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
-from harmonic_sft.training.report import show_metrics
+from harmonic_sft.training.report import show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
 USED = {"data", "training"}
+TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
+NUM_BATCHES = 50  # whose hidden states are compared with the prototypes of their labels
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
 
@@ -52,68 +77,306 @@ def evaluate_folder(
     Raises:
         ValueError: No model in the folder, or bad data.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"eval: expected a folder with a trained model, got {str(folder)!r}")
-    config, task = _harmonic_config(folder)
-    settings = _settings(folder, overrides, config)
-    data_config = parse(DataConfig, settings["data"])
-    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    labels = [config.id2label[index] for index in range(config.num_labels)]
-    keys = [override.split("=")[0] for override in overrides]
-    data = load_task_data(
-        data_config,
-        task,
-        tokenizer=tokenizer,
-        vocab_size=config.get_text_config().vocab_size,
-        max_positions=max_positions(config.get_text_config()),
-        seed=training.get("seed", 42),
-        labels=labels if task in CLASSIFIERS else None,
-        eval_only=any(key == "data" or key.startswith("data.sources") for key in keys)
-        and not any(key.startswith("data.eval") for key in keys),
-    )
-    ancestors = check_unseen(folder, data, data_config)
-    model = load_checked(MODELS[task], str(folder), config)
-    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
-        model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
-    batch_size = training.get("per_device_eval_batch_size", 8)
-    if per_document is not None and isinstance(data.collator, PaddingFreeCollator):
-        batch_size = 1  # it makes one row of a batch
-    scores = score(model, data, batch_size=batch_size)
-    grid = post_hoc_grid(model.dist_head)
-    num_documents = len(np.unique(_documents(data.eval), axis=1).T)
+    found = _open(folder, overrides)
+    scores, documents = found.score()
+    final = summarize(scores, found.model.dist_head, documents)
+    losses, confidences = scores.at(1.0)
     results = {
         "folder": str(folder),
-        "head": model.config.head,
-        "final": summarize(scores, model.dist_head, grid),
-        "documents": num_documents,
-        "data": {
-            **to_plain(data_config),
-            "eval_sha256": fingerprint(data.eval),
-            "held_out": {"sha256": data.held_out.digest, "lineage": to_results(ancestors)},
+        "head": found.model.config.head,
+        "final": {
+            **final,
+            **calibration_report(confidences, scores.ranks == 0),
+            "loss_interval": document_interval(losses, documents[scores.rows]),
         },
+        "documents": len(np.unique(documents)),
+        "data": found.data_results(),
         "environment": environment(),
     }
     write_results(folder / "results", "eval", results)
     if per_document is not None:
-        _write_documents(per_document, data.eval, scores, data_config)
-    show_metrics(str(folder), results, task=task)
+        _write_documents(per_document, found.data.eval, scores, found.data_config)
+    show_metrics(str(folder), results, task=found.task)
     return results
 
 
-@torch.no_grad()
-def score(model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int) -> Tensor:
-    """Return the `score_rows` of the evaluation rows, in their order and in float64."""
+def evaluate_suite(
+    folders: Sequence[Path],
+    overrides: Sequence[str] = (),
+    *,
+    size: str = "quick",
+    sets: Path | None = None,
+    html: Path | None = None,
+) -> dict[str, Any]:
+    """Measure a trained model, and others against it, on the sets of the suite.
+
+    Args:
+        folders: The model, then those it is compared with, all on the held-out data of the first.
+        overrides: Of the data of the first.
+        size: "quick" or "full".
+        sets: The folder with the sets; None measures on the held-out data alone.
+        html: Also write a report into this file.
+
+    Returns:
+        The content of `results/suite.json` of the first folder.
+
+    Raises:
+        ValueError: A folder without a model, models with different tokenizers or tasks, bad data.
+    """
+    if find_spec("sklearn") is None:
+        raise ValueError(
+            "--suite: expected scikit-learn, got none. Install it with: "
+            "pip install 'harmonic-sft[eval]'"
+        )
+    if sets is not None and not sets.is_dir():
+        raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
+    first = _open(folders[0], overrides)
+    names = _names(folders)
+    problems, measured, losses, figures = {}, [], [], {}
+    for name, folder in zip(names, folders, strict=True):
+        found = first if folder == folders[0] else _like(first, folder)
+        head = found.model.dist_head
+        on_sphere = isinstance(head, SphereHead) and head.unit_sphere
+        problems[name] = check_prototypes(head.weight.detach(), unit_sphere=on_sphere)
+        for problem in problems[name]:
+            logger.warning("%s: %s.", name, problem)
+        subject = Subject(
+            name,
+            found.model,
+            found.tokenizer,
+            found.states(),
+            found.base(),
+            found.texts(sets, size),
+        )
+        measured.append(measure(subject, sets, size=size))
+        scores, documents = subject.texts[HELD_OUT]
+        losses.append((scores.at(1.0)[0], documents[scores.rows]))
+        figures[name] = figures_of(scores)
+    payload = {
+        "suite": size,
+        "models": names,
+        "rows": join_rows(measured),
+        "differences": loss_differences(names, losses),
+        "problems": problems,
+        "figures": figures,
+        "data": first.data_results(),
+        "environment": environment(),
+    }
+    write_results(folders[0] / "results", "suite", payload)
+    show_suite(payload)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(report_page(payload), encoding="utf-8")
+        logger.info("Report: %s", html)
+    return payload
+
+
+def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
+    """Print what a language model predicts at the masks of a text, or after its end.
+
+    Raises:
+        ValueError: No language model in the folder, or a text without a mask.
+    """
+    config, task = _harmonic_config(folder, "explain")
+    if task not in LANGUAGE_MODELS:
+        raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = load_checked(LANGUAGE_MODELS[task], str(folder), config)
+    columns = ["token", "probability, %", "distance", "nearest prototypes"]
+    for number, tokens in enumerate(explain(model, tokenizer, text, top=top), start=1):
+        rows = [
+            (
+                found["token"],
+                f"{100 * found['probability']:.1f}",
+                None if found["distance"] is None else f"{found['distance']:.3f}",
+                " ".join(found["neighbors"]),
+            )
+            for found in tokens
+        ]
+        place = "after the end" if task == "causal_lm" else f"mask {number}"
+        show_table(f"{text}: {place}", columns, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model with its data."""
+
+    folder: Path
+    task: str
+    model: HarmonicHeadModel
+    tokenizer: Any
+    data: LoadedData | LabeledData
+    data_config: DataConfig
+    batch_size: int
+    ancestors: list[Ancestor]  # whether it and its bases were trained on the data
+
+    def data_results(self) -> dict[str, Any]:
+        """Return what results say of the data."""
+        held_out = {
+            "sha256": self.data.held_out.digest,
+            "lineage": to_results(self.ancestors),
+        }
+        return {
+            **to_plain(self.data_config),
+            "eval_sha256": fingerprint(self.data.eval),
+            "held_out": held_out,
+        }
+
+    def score(self, data: LoadedData | LabeledData | None = None) -> tuple[TokenScores, np.ndarray]:
+        """Score the model's data, or other data; return the document of every row too."""
+        rows = self.data if data is None else data
+        # A padding-free collator makes one row of a batch.
+        alone = isinstance(rows.collator, PaddingFreeCollator)
+        scores = score_data(self.model, rows, batch_size=1 if alone else self.batch_size)
+        return scores, documents_of(rows.eval, scores.num_rows)
+
+    def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
+        """Score the held-out data and, of a language model, the texts of the sets."""
+        found = {HELD_OUT: self.score()}
+        if self.task in CLASSIFIERS or sets is None:
+            return found
+        for path in sorted((sets / "text").glob("*.txt")):
+            with path.open(encoding="utf-8") as file:
+                count = sum(1 for line in file if line.strip())
+            share = min(0.5, TEXT_BYTES[size] / path.stat().st_size)
+            wanted = min(count - 1, max(2, round(count * share)))
+            source = {"path": str(path)}
+            plain = {"sources": [source], "context_length": self.data_config.context_length}
+            config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
+            rows = _load(self.task, self.model.config, self.tokenizer, config)
+            try:
+                check_unseen(self.folder, rows, config)
+            except ValueError as error:
+                logger.warning("%s is not measured: %s.", path, error)
+                continue
+            found[path.stem] = self.score(rows)
+        return found
+
+    @torch.no_grad()
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
+        rows: Any = DataLoader(
+            self.data.eval, batch_size=self.batch_size, collate_fn=self.data.collator
+        )
+        found = []
+        for batch in islice(rows, NUM_BATCHES):
+            moved = {key: value.to(self.model.device) for key, value in batch.items()}
+            states, labels = head_inputs(self.model, moved)  # [B, S, D], [B, S]
+            found.append((states[labels != -100], labels[labels != -100]))
+        states, labels = zip(*found, strict=True)
+        return torch.cat(states), torch.cat(labels)
+
+    def base(self) -> Tensor | None:
+        """Return the input embeddings of the base, where it is on this machine."""
+        name = self.model.config.base_model  # of a folder, the last part of its path
+        if (self.folder / CONFIG_NAME).is_file():
+            name = read_run(self.folder)["model"]["base"]
+        if name is None or self.task in CLASSIFIERS:
+            return None
+        try:
+            base = AutoModel.from_pretrained(locate_base(name), local_files_only=True)
+        except (OSError, ValueError):
+            return None
+        return base.get_input_embeddings().weight.detach()
+
+
+def _open(folder: Path, overrides: Sequence[str]) -> Opened:
+    """Load the model of a folder and its data."""
+    config, task = _harmonic_config(folder, "eval")
+    settings = _settings(folder, overrides, config)
+    data_config = parse(DataConfig, settings["data"])
+    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    keys = [override.split("=")[0] for override in overrides]
+    eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
+        key.startswith("data.eval") for key in keys
+    )
+    seed = training.get("seed", 42)
+    data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
+    ancestors = check_unseen(folder, data, data_config)
+    model = load_checked(MODELS[task], str(folder), config)
+    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
+        model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
+    return Opened(
+        folder=folder,
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        data_config=data_config,
+        batch_size=training.get("per_device_eval_batch_size", 8),
+        ancestors=ancestors,
+    )
+
+
+def _load(
+    task: str,
+    config: Any,
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    seed: int = 42,
+    eval_only: bool = False,
+) -> LoadedData | LabeledData:
+    labels = [config.id2label[index] for index in range(config.num_labels)]
+    return load_task_data(
+        data,
+        task,
+        tokenizer=tokenizer,
+        vocab_size=config.get_text_config().vocab_size,
+        max_positions=max_positions(config.get_text_config()),
+        seed=seed,
+        labels=labels if task in CLASSIFIERS else None,
+        eval_only=eval_only,
+    )
+
+
+def _like(first: Opened, folder: Path) -> Opened:
+    """Load another model, to be measured on the data of the first.
+
+    Raises:
+        ValueError: It has another tokenizer, task or classes.
+    """
+    config, task = _harmonic_config(folder, "--against")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    if task != first.task or not same or config.id2label != first.model.config.id2label:
+        differs = "task" if task != first.task else "classes" if same else "tokenizer"
+        raise ValueError(
+            f"--against: expected a model with the {differs} of {str(first.folder)!r}, got another "
+            f"in {str(folder)!r}. Their losses cannot be compared"
+        )
+    ancestors = check_unseen(folder, first.data, first.data_config)
+    model = load_checked(MODELS[task], str(folder), config).to(first.model.device)
+    return replace(first, folder=folder, model=model, tokenizer=tokenizer, ancestors=ancestors)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, their paths where two have one name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def score_data(
+    model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int
+) -> TokenScores:
+    """Score the evaluation rows of a run's data, in their order.
+
+    Raises:
+        ValueError: There is none.
+    """
     model.eval()
-    grid, scores = post_hoc_grid(model.dist_head), []
     loader: Any = DataLoader(data.eval, batch_size=batch_size, collate_fn=data.collator)
-    for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
-        moved = {key: tensor.to(model.device) for key, tensor in batch.items()}
-        states, labels = head_inputs(model, moved)  # [B, S, D], [B, S]
-        embeddings = model.class_embeddings()
-        rows = score_rows(model.dist_head, states, labels, grid=grid, embeddings=embeddings)
-        scores.append(rows.cpu().double())
-    return torch.cat(scores)
+
+    @torch.no_grad()
+    def inputs() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
+            yield head_inputs(model, {key: value.to(model.device) for key, value in batch.items()})
+
+    scores = score(model, inputs())
+    if scores is None:
+        raise ValueError("eval: expected rows to evaluate on, got an empty split. Give more data")
+    return scores
 
 
 def fingerprint(rows: MaskedRows | LabeledRows) -> str:
@@ -127,24 +390,26 @@ def fingerprint(rows: MaskedRows | LabeledRows) -> str:
     return digest.hexdigest()
 
 
-def _harmonic_config(folder: Path) -> tuple[Any, str]:
+def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
     """Return the configuration of a trained model and its task.
 
     Raises:
-        ValueError: It is another model, or has no head.
+        ValueError: There is none, it is another model, or has no head.
     """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{argument}: expected a folder with a trained model, got {str(folder)!r}")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "harmonic":
         raise ValueError(
-            f"eval: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
+            f"{argument}: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
             "Train one on it first"
         )
     tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
     architecture = (config.architectures or ["HarmonicForMaskedLM"])[0]
     if architecture not in tasks:
         raise ValueError(
-            f"eval: expected one of {sorted(tasks)}, got a {architecture} in {str(folder)!r}, "
-            "which has no head. Give the folder of the whole model"
+            f"{argument}: expected one of {sorted(tasks)}, got a {architecture} in "
+            f"{str(folder)!r}, which has no head. Give the folder of the whole model"
         )
     return config, tasks[architecture]
 
@@ -175,41 +440,25 @@ def _sources(override: str) -> str:
     return f"data.sources={json.dumps([{'path': value}])}"
 
 
-def _documents(rows: MaskedRows | LabeledRows) -> np.ndarray:
-    """Return the source and the document of every row, `[2, rows]`."""
-    if isinstance(rows, MaskedRows):
-        return document_names(rows.rows)
-    return np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
-
-
 def _write_documents(
-    path: Path, rows: MaskedRows | LabeledRows, scores: Tensor, config: DataConfig
+    path: Path, rows: MaskedRows | LabeledRows, scores: TokenScores, config: DataConfig
 ) -> None:
-    """Write one line for every document, in their order."""
+    """Write source, number, scored tokens and mean loss in nats of every document."""
+    documents = documents_of(rows, len(rows))  # [rows]
+    first = np.unique(documents, return_index=True)[1]
+    names = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
+    if isinstance(rows, MaskedRows):
+        names = document_names(rows.rows)  # [2, rows]
+    tokens = np.bincount(documents[scores.rows], minlength=len(first))
+    losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for line in _document_losses(_documents(rows), scores, config):
+        for index, (source, number) in enumerate(names[:, first].T.tolist()):
+            line = {
+                "source": config.sources[source].path,
+                "document": number,
+                "tokens": int(tokens[index]),
+                "loss": losses[index] / tokens[index] if tokens[index] else None,
+            }
             file.write(f"{json.dumps(line, ensure_ascii=False)}\n")
     logger.info("Losses of the documents: %s", path)
-
-
-def _document_losses(
-    documents: np.ndarray, scores: Tensor, config: DataConfig
-) -> Iterator[dict[str, Any]]:
-    """Yield source, number, scored tokens and mean loss in nats of every document.
-
-    Args:
-        documents: `[2, rows]`, source and number of each row's document, whose rows are together.
-        scores: `[rows, 3 + G + 15 G]`; column 0 counts tokens, column 3 sums their losses.
-        config: Knows the paths.
-    """
-    starts = np.flatnonzero(np.diff(documents, axis=1, prepend=-1).any(axis=0))
-    for start, end in zip(starts, [*starts[1:], documents.shape[1]], strict=True):
-        tokens, loss = scores[start:end, [0, 3]].sum(0).tolist()
-        source, number = documents[:, start].tolist()
-        yield {
-            "source": config.sources[source].path,
-            "document": number,
-            "tokens": int(tokens),
-            "loss": loss / tokens if tokens else None,
-        }

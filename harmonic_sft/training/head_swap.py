@@ -22,7 +22,7 @@ from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.batches import head_inputs
-from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class HExpFit(NamedTuple):
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     """Evaluate and return the metrics without the prefix that transformers logs them under."""
     metrics = trainer.evaluate(metric_key_prefix=prefix)
-    kept = ("loss", "accuracy", "tokens", "error_cosine", "ece", "h_exp", "post_hoc")
+    kept = (*METRICS, "tokens", "documents", "h_exp", "post_hoc")
     plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
     return {key: value for key, value in plain.items() if key.startswith(kept)}
 

@@ -1,5 +1,6 @@
 """What a run prints and draws: parameters at the start, results at the end."""
 
+import json
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
 from harmonic_sft.plots import plot_comparison, plot_run
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
@@ -27,13 +29,27 @@ PREDICTED = {
 SWAPPED = {"old_head": "the base's own head", "swapped": "new head"}
 MIB = 2**20
 METRIC_NOTE = (
-    "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. (**) Mean "
-    "cosine between the input embeddings of label and prediction where they differ; of classes, "
-    "between their prototypes."
+    "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "
+    "beside it is that of each half of the documents at the value fitted on the other half. "
+    "(**) Mean cosine between the input embeddings of label and prediction where they differ; of "
+    "classes, between their prototypes."
 )
 ANNEALED = (
     "%s: h_exp went from %g to %g. A smaller exponent makes all probabilities more alike, so the "
     "loss rises with it; compare the best losses, of which each is at the exponent beside it."
+)
+COMPARED = {  # title, factor and digits
+    "loss": ("loss, nats", 1, 3),
+    "post_hoc_loss": ("best loss, nats", 1, 3),
+    "accuracy": ("accuracy, %", 100, 2),
+    "error_cosine": ("error cosine", 1, 3),
+    "post_hoc_ece": ("best ECE, %", 100, 2),
+    "post_hoc_brier": ("best Brier score", 1, 3),
+}
+DIFFERENCE_COLUMNS = ["run", "metric", "difference", "seeds", "p (Holm)", "verdict"]
+DIFFERENCE_NOTE = (
+    "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm. "
+    "One seed decides nothing: give runs that differ only in training.seed. "
 )
 METRIC_COLUMNS = [
     "",
@@ -169,35 +185,95 @@ def show_next_steps(folder: Path, task: str) -> None:
 
 
 def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
-    """Print the results of several runs side by side, and draw them if a path is given."""
+    """Print the results of several runs side by side, and draw them if a path is given.
+
+    Raises:
+        ValueError: They were evaluated on different held-out data.
+    """
+    _check_same_data(runs)
     rows = []
     for run in runs:
         rows.append(_metrics_row(f"{run['run']}, before", run["before"]))
         rows.append(_metrics_row(f"{run['run']}, after {run['steps']} steps", run["final"]))
     _show_metrics("Evaluation split of every run", rows)
+    arms = _arms(runs)
+    if len(arms) > 1:
+        _show_differences(arms)
     for run in runs:
         h_exp = run["config"].get("h_exp") or {"start": None, "end": None}
         if h_exp["start"] != h_exp["end"]:
             logger.info(ANNEALED, run["run"], h_exp["start"], h_exp["end"])
-    if note := _different_data(runs):
-        logger.warning(note)
+        if run.get("environment", {}).get("dirty"):
+            logger.info("%s: dirty, its code differs from its commit.", run["run"])
     if figure is not None:
         _draw(plot_comparison, list(runs), figure)
 
 
-def _different_data(runs: Sequence[dict[str, Any]]) -> str | None:
-    """Say which runs were evaluated on other data than the first one."""
+def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
+    """Refuse runs with different held-out data; warn of those that recorded none."""
     names = [run["run"] for run in runs]
     found = [run.get("data", {}).get("eval_sha256") for run in runs]
     unknown = [name for name, value in zip(names, found, strict=True) if value is None]
     if unknown:
-        return f"Evaluation data: an earlier version did not record those of {', '.join(unknown)}."
-    others = [name for name, value in zip(names, found, strict=True) if value != found[0]]
-    if not others:
-        return None
-    return (
-        f"Evaluation data: those of {', '.join(others)} differ from those of {names[0]}. "
-        "Their losses cannot be compared."
+        logger.warning(
+            "Evaluation data: an earlier version did not record those of %s.", ", ".join(unknown)
+        )
+    known = [(name, value) for name, value in zip(names, found, strict=True) if value is not None]
+    others = [name for name, value in known if value != known[0][1]]
+    if others:
+        raise ValueError(
+            f"compare: expected runs with the held-out data of {known[0][0]}, got others in "
+            f"{', '.join(others)}. Their losses cannot be compared; run `harmonic-sft eval` on the "
+            "same data for all of them"
+        )
+
+
+def _arms(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the runs by what they have in common, and by seed: the first arm is the reference."""
+    arms: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        config = {
+            key: value for key, value in run["config"].items() if key not in ("hub", "resume")
+        }
+        training = {**config.get("training", {})}
+        seed = training.pop("seed", 42)
+        training.pop("output_dir", None)
+        arm = json.dumps({**config, "training": training}, sort_keys=True)
+        arms.setdefault(arm, {}).setdefault(seed, run)
+    return {next(iter(arm.values()))["run"]: arm for arm in arms.values()}
+
+
+def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
+    """Print how every arm differs from the first, over the seeds that both have."""
+    reference, *others = arms
+    found = []
+    for name in others:
+        seeds = [seed for seed in arms[name] if seed in arms[reference]]
+        pairs = [(arms[name][seed]["final"], arms[reference][seed]["final"]) for seed in seeds]
+        for key, (title, scale, digits) in COMPARED.items():
+            if pairs and all(key in metrics for pair in pairs for metrics in pair):
+                values = [one[key] - other[key] for one, other in pairs]
+                found.append((name, title, t_interval(values), scale, digits))
+    corrected = holm([difference["p"] for _, _, difference, _, _ in found])
+    rows = [
+        (
+            name,
+            title,
+            show_interval(difference, scale=scale, digits=digits),
+            str(difference["seeds"]),
+            None if p is None else f"{p:.3f}",
+            verdict(difference, p),
+        )
+        for (name, title, difference, scale, digits), p in zip(found, corrected, strict=True)
+    ]
+    show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
+    first = next(iter(arms[reference].values()))["final"]
+    documents = first.get("documents")
+    logger.info(
+        "%sOn %s tokens%s.",
+        DIFFERENCE_NOTE,
+        f"{first.get('tokens', 0):,.0f}",
+        "" if documents is None else f" of {documents:,} documents",
     )
 
 
@@ -211,6 +287,46 @@ def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm"
         f"{final['tokens']:,.0f}",
         PREDICTED[task],
     )
+    if final["loss_interval"] is not None:
+        low, high = final["loss_interval"]
+        logger.info("Loss, 95 %% interval over documents: %.3f to %.3f.", low, high)
+    logger.info(
+        "ECE %.2f %%; a perfect model would show %.2f %% on as many; debiased %.2f %%.",
+        *(100 * final[key] for key in ("ece", "ece_floor", "ece_debiased")),
+    )
+
+
+def show_suite(payload: dict[str, Any]) -> None:
+    """Print the results of a suite, one table for each group, and the differences in loss."""
+    names = payload["models"]
+    for group in dict.fromkeys(row["group"] for row in payload["rows"]):
+        rows = [row for row in payload["rows"] if row["group"] == group]
+        cells = [
+            (
+                row["set"],
+                row.get("metric", f"not measured: needs {row.get('missing')}"),
+                *(_value(value) for value in row["values"]),
+            )
+            for row in rows
+        ]
+        show_table(group, ["set", "metric", *names], cells)
+        for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
+            logger.info("%s", note)
+    for found in payload["differences"]:
+        low, high = found["interval"] or (None, None)
+        logger.info(
+            "%s - %s: %+.3f nats%s over %d documents: %s.",
+            found["model"],
+            found["against"],
+            found["mean"],
+            "" if low is None else f" ({low:+.3f} to {high:+.3f})",
+            found["documents"],
+            found["verdict"],
+        )
+
+
+def _value(value: Any) -> str | float | None:
+    return f"{value[0]:.3f} to {value[1]:.3f}" if isinstance(value, list) else value
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -241,5 +357,5 @@ def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]
         f"{100 * metrics['ece']:.1f}" if "ece" in metrics else None,
         f"{metrics['h_exp']:g}" if "h_exp" in metrics else None,
         f"{metrics['post_hoc_loss']:.2f}",
-        f"{best:g}",
+        f"{best:.3g}",
     )

@@ -1,7 +1,6 @@
 """One run from its configuration to its results."""
 
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,11 +225,6 @@ def _evaluated(run: RunConfig, ready: Ready) -> dict[str, Any]:
     unigrams = _unigram_loss(ready.data)
     check_base(run, ready.data, swap, unigrams)
     metrics = evaluate(ready.trainer, "before")
-    if not math.isfinite(metrics["loss"]):
-        raise ValueError(
-            f"model.base: expected weights with a finite loss, got {metrics['loss']}. "
-            "The checkpoint is damaged, or its precision too low"
-        )
     return {
         "before": metrics,
         "swap": swap,

@@ -34,10 +34,13 @@ WIDTH = 4 * math.lcm(*range(1, 17))  # a hidden size that most numbers divide
 METRICS = {  # of an evaluation, and whether more of it is better
     "loss": False,
     "accuracy": True,
+    "top_5_accuracy": True,
     "error_cosine": True,
     "ece": False,
+    "brier": False,
     "post_hoc_loss": False,
     "post_hoc_ece": False,
+    "post_hoc_brier": False,
 }
 DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.95,

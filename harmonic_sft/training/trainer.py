@@ -30,7 +30,7 @@ from transformers.trainer_utils import (
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
 from harmonic_sft.data.streams import StreamedRows
-from harmonic_sft.eval import post_hoc_grid, score_rows, summarize
+from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
@@ -494,24 +494,33 @@ class HarmonicTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        h_exp = self._head_callback.h_exp
-        grid = post_hoc_grid(model.dist_head, () if h_exp is None else (h_exp.start, h_exp.end))
-        scores = []
+        scores = score(model, self._head_inputs(model, dataloader), self._gather_scores)
+        if scores is None:
+            return {}, 0
+        documents = documents_of(dataloader.dataset, scores.num_rows)
+        return summarize(scores, model.dist_head, documents), scores.num_rows
+
+    def _head_inputs(
+        self, model: HarmonicHeadModel, dataloader: DataLoader
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield hidden states and labels of every batch; of rows without labels, nothing."""
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
             if "labels" not in batch:
-                return {}, 0
+                return
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
-                states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
-            rows = score_rows(
-                model.dist_head, states, labels, grid=grid, embeddings=model.class_embeddings()
-            )
-            scores.append(self.accelerator.gather_for_metrics(rows).cpu().double())
+                inputs = head_inputs(model, batch)  # [B, S, D], [B, S]
+            yield inputs
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )
-        totals = torch.cat(scores)
-        return summarize(totals, model.dist_head, grid), len(totals)
+
+    def _gather_scores(self, scores: Tensor) -> Tensor:
+        """Return the scores `[B, S, C]` of all processes, whose rows may differ in length."""
+        padded = self.accelerator.pad_across_processes(
+            scores, dim=1, pad_index=cast("int", math.nan)
+        )
+        return self.accelerator.gather_for_metrics(padded)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None

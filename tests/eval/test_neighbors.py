@@ -1,10 +1,13 @@
 """Neighbors against all distances written out."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from harmonic_sft.eval import nearest_prototypes
-from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
+from harmonic_sft.eval import explain, nearest_prototypes
+from harmonic_sft.models import DistLayer, HarmonicForCausalLM, HarmonicForMaskedLM
+from tests.decoders import save_decoder
 
 
 def test_neighbors_are_the_closest_prototypes(minilm_path):
@@ -26,3 +29,39 @@ def test_minilm_knows_what_a_king_is(minilm_path):
     found = nearest_prototypes(model.dist_head, tokenizer, ["king", "monday"])
     assert {"kings", "queen", "monarch"} <= set(found["king"])
     assert {"tuesday", "sunday", "wednesday"} <= set(found["monday"])
+
+
+def test_predictions_are_explained_by_distance(tiny_base):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    places = explain(model, tokenizer, "aa [MASK] bb [MASK]", top=3, num_neighbors=2)
+    assert [len(tokens) for tokens in places] == [3, 3]
+    ids = tokenizer("aa [MASK] bb [MASK]", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        state = F.normalize(model.model(ids).last_hidden_state[0, 4], dim=-1)
+        probabilities = model(ids).logits[0, 4].softmax(-1)
+    distances = (state - model.dist_head.prototypes.detach()).norm(dim=-1)
+    assert [found["token"] for found in places[1]] == tokenizer.convert_ids_to_tokens(
+        distances.argsort()[:3].tolist()
+    )
+    first = places[1][0]
+    assert first["distance"] == pytest.approx(distances.min().item(), abs=1e-5)
+    assert first["probability"] == pytest.approx(float(probabilities.max()), abs=1e-6)
+    assert len(first["neighbors"]) == 2
+    assert first["token"] not in first["neighbors"]
+    with pytest.raises(ValueError, match=r"text: expected \[MASK\] where a token is"):
+        explain(model, tokenizer, "aa bb")
+    with pytest.raises(ValueError, match="--top: expected 1 to 109 tokens, got 500"):
+        explain(model, tokenizer, "aa [MASK]", top=500)
+
+
+def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    model = HarmonicForCausalLM.from_base(
+        str(save_decoder("gpt2", tmp_path)), head={"name": "linear"}
+    )
+    ((found, _),) = explain(model, tokenizer, "aa bb", top=2)
+    with torch.no_grad():
+        logits = model(tokenizer("aa bb", return_tensors="pt")["input_ids"]).logits[0, -1]
+    assert found["token"] == tokenizer.convert_ids_to_tokens(int(logits.argmax()))
+    assert found["distance"] is None

@@ -8,12 +8,21 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from harmonic_sft.eval import post_hoc_grid, score_rows, summarize, unigram_loss
-from harmonic_sft.eval.scoring import calibration_gaps
-from harmonic_sft.models import DistLayer, LinearHead
+from harmonic_sft.eval import documents_of, score, summarize, unigram_loss
+from harmonic_sft.models import CosineHead, DistLayer, LinearHead
 
 B, T, D, V = 4, 6, 16, 30
 TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
+
+
+class Model:
+    """What `score` needs of one."""
+
+    def __init__(self, head):
+        self.dist_head = head
+
+    def class_embeddings(self):
+        return TABLE
 
 
 def calibration_error(probs, labels):
@@ -28,86 +37,108 @@ def batch():
     return torch.randn(B, T, D), labels
 
 
+def metrics_of(head, states, labels):
+    scores = score(Model(head), [(states, labels)])
+    return summarize(scores, head, np.arange(len(labels)))
+
+
 @pytest.mark.parametrize("head_class", [DistLayer, LinearHead])
 def test_metrics_equal_a_loop_over_tokens(head_class):
     states, labels = batch()
     head = head_class(D, V)
-    grid = post_hoc_grid(head, (-5.0,))
-    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    losses, hits, cosines, probs = [], [], [], []
+    metrics = metrics_of(head, states, labels)
+    losses, hits, top, cosines, probs, briers = [], [], [], [], [], []
     for b in range(B):
         for t in range(T):
             if labels[b, t] != -100:
-                logits = head(states[b, t][None]).double()
+                logits = head(states[b, t][None]).detach().double()
                 losses.append(F.cross_entropy(logits, labels[b, t][None]).item())
                 predicted, label = int(logits.argmax()), int(labels[b, t])
                 hits.append(predicted == label)
+                top.append(label in logits[0].topk(5).indices)
                 probs.append(logits.softmax(-1)[0])
+                briers.append(float((probs[-1] - F.one_hot(labels[b, t], V)).square().sum()))
                 if predicted != label:
                     one, other = TABLE[predicted].double(), TABLE[label].double()
                     cosines.append(float(one @ other / one.norm() / other.norm()))
     assert metrics["tokens"] == len(losses)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(np.mean(hits))
+    assert metrics["top_5_accuracy"] == pytest.approx(np.mean(top))
+    assert metrics["brier"] == pytest.approx(np.mean(briers), rel=1e-5)
     assert metrics["error_cosine"] == pytest.approx(np.mean(cosines), rel=1e-5, abs=1e-6)
     ece = calibration_error(torch.stack(probs), labels[labels != -100])
     assert metrics["ece"] == pytest.approx(ece, rel=1e-5)
 
 
-def test_the_post_hoc_exponent_is_that_of_a_head_with_it():
+def test_a_half_is_scored_at_the_exponent_of_the_other():
+    """By heads that really have that exponent."""
+    torch.manual_seed(0)
     head = DistLayer(D, V, h_exp=-12.0)
-    states, labels = batch()
-    grid = post_hoc_grid(head)
-    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    by_hand = {}
-    for value in grid:
-        other = DistLayer(D, V, h_exp=value)
+    labels = torch.randint(V, (40, 3))
+    states = head.weight.detach()[labels] + 0.4 * torch.randn(40, 3, D)
+    metrics = metrics_of(head, states, labels)
+
+    def loss_at(h_exp, rows):
+        other = DistLayer(D, V, h_exp=h_exp)
         other.load_state_dict(head.state_dict())
-        scored = labels != -100
-        by_hand[value] = other.nll(states[scored], labels[scored]).mean().item()
-    best = min(by_hand, key=by_hand.__getitem__)
-    other.h_exp = best
-    ece = calibration_error(other(states[scored]).softmax(-1), labels[scored])
-    assert metrics["post_hoc_ece"] == pytest.approx(ece, rel=1e-4)
-    assert metrics["post_hoc_h_exp"] == best
-    assert metrics["post_hoc_loss"] == pytest.approx(by_hand[best], rel=1e-5)
-    assert metrics["h_exp"] == grid[0] == -12.0
-    assert len(grid) == len(set(grid))
+        return other.nll(states[rows].flatten(0, 1), labels[rows].flatten()).mean().item()
+
+    halves = slice(0, None, 2), slice(1, None, 2)
+    tried = np.linspace(-14, -2, 601)
+    best = [tried[np.argmin([loss_at(h, half) for h in tried])] for half in halves]
+    expected = np.mean([loss_at(best[1], halves[0]), loss_at(best[0], halves[1])])
+    assert abs(best[0] - best[1]) > 0.1  # else the test shows nothing
+    assert metrics["post_hoc_loss"] == pytest.approx(expected, abs=1e-4)
+    whole = tried[np.argmin([loss_at(h, slice(None)) for h in tried])]
+    assert metrics["post_hoc_h_exp"] == pytest.approx(whole, abs=0.06)
+    assert metrics["h_exp"] == -12.0
 
 
-def test_certainty_belongs_to_the_last_bin():
-    gaps = calibration_gaps(torch.tensor([0.0, 0.05, 1.0]), torch.tensor([False, True, False]))
-    assert [row.nonzero().flatten().tolist() for row in gaps] == [[], [0], [14]]
-    torch.testing.assert_close(gaps.sum(-1), torch.tensor([0.0, -0.95, 1.0]))
-
-
-def test_the_best_exponent_of_long_hidden_states_is_within_the_grid():
+def test_the_best_exponent_of_long_hidden_states_is_found():
     torch.manual_seed(0)
     head = DistLayer(D, V, h_exp=-48.0, unit_sphere=False)
     labels = torch.randint(V, (B, T))
     noise = 0.6 * torch.randn(B, T, D)
     states = 40 * F.normalize(F.normalize(head.weight.detach(), dim=-1)[labels] + noise, dim=-1)
-    grid = post_hoc_grid(head)
-    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    assert min(grid) < metrics["post_hoc_h_exp"] < -64
+    assert -48 * 16 < metrics_of(head, states, labels)["post_hoc_h_exp"] < -64
 
 
 def test_a_linear_head_gets_the_same_freedom():
-    head = LinearHead(D, V)
     states, labels = batch()
-    grid = post_hoc_grid(head)
-    metrics = summarize(score_rows(head, states, labels, grid=grid, embeddings=TABLE), head, grid)
-    assert metrics["post_hoc_loss"] <= metrics["loss"]
-    assert metrics["post_hoc_inverse_temperature"] in grid
+    metrics = metrics_of(LinearHead(D, V), states, labels)
+    assert metrics["post_hoc_loss"] < metrics["loss"]
+    assert metrics["post_hoc_inverse_temperature"] < 0.2  # of a random head
     assert "h_exp" not in metrics
+
+
+@pytest.mark.parametrize("head", [DistLayer(D, V), CosineHead(D, V)])
+def test_batches_do_not_change_the_numbers(head):
+    states, labels = batch()
+    expected = score(Model(head), [(states, labels)])
+    cut = score(Model(head), [(states[i : i + 1, :6], labels[i : i + 1, :6]) for i in range(B)])
+    for column, other in zip(cut, expected, strict=True):
+        np.testing.assert_allclose(column, other, rtol=1e-5, atol=1e-6)
+    assert cut.num_rows == B
+    assert documents_of([0] * B, B).tolist() == [0, 1, 2, 3]
 
 
 def test_nothing_to_evaluate_is_an_error():
     head = LinearHead(D, V)
     states, labels = batch()
-    scores = score_rows(head, states, torch.full_like(labels, -100), grid=[1.0], embeddings=TABLE)
     with pytest.raises(ValueError, match="evaluation: expected labelled tokens, got none"):
-        summarize(scores, head, [1.0])
+        metrics_of(head, states, torch.full_like(labels, -100))
+    assert score(Model(head), []) is None
+
+
+def test_a_damaged_checkpoint_is_an_error():
+    head = LinearHead(D, V)
+    states, labels = batch()
+    states[0] = torch.nan
+    count, total = int((labels[0] != -100).sum()), int((labels != -100).sum())
+    message = f"expected finite logits, got others for {count} of {total} tokens. The checkpoint"
+    with pytest.raises(ValueError, match=message):
+        metrics_of(head, states, labels)
 
 
 def test_unigram_loss_is_the_smoothed_frequency():

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
-from harmonic_sft.eval.word_similarity import single_token_pairs, word_similarity
+from harmonic_sft.eval.word_similarity import word_similarity, word_table
 
 
 def ranks(values):
@@ -53,12 +53,19 @@ def test_only_known_single_tokens_count(tiny_base):
         WordPair("AA", "cc", 1.0),  # the tokenizer lowercases
         WordPair("dd", "cc", 2.0),
     ]
-    ids, ratings = single_token_pairs(pairs, tokenizer)
-    assert ratings == [3.0, 1.0, 2.0]
-    assert tokenizer.convert_ids_to_tokens(ids[1]) == ["aa", "cc"]
     prototypes = torch.randn(len(tokenizer), 4, generator=torch.Generator().manual_seed(0))
+    table, ids, ratings, unknown = word_table(prototypes, tokenizer, pairs, pieces="single")
+    assert ratings == [3.0, 1.0, 2.0]
+    assert unknown == ["zzzz", "aa bb"]
+    tokens = tokenizer.convert_tokens_to_ids(["aa", "cc"])
+    torch.testing.assert_close(table[list(ids[1])], prototypes[tokens])
     found = rate_prototypes(prototypes, tokenizer, {"tiny": pairs})
-    assert found["tiny"] == {**word_similarity(prototypes, ids, ratings), "pairs": 5, "covered": 3}
+    assert found["tiny"] == {**word_similarity(table, ids, ratings), "pairs": 5, "covered": 3}
+    table, ids, ratings, unknown = word_table(prototypes, tokenizer, pairs, pieces="mean")
+    assert ratings == [3.0, 2.0, 1.0, 2.0]
+    assert unknown == ["zzzz"]
+    tokens = tokenizer.convert_tokens_to_ids(["aa", "bb"])
+    torch.testing.assert_close(table[ids[1][0]], prototypes[tokens].mean(0))
     with pytest.raises(ValueError, match="at least 3 whose words are single tokens, got 2"):
         rate_prototypes(prototypes, tokenizer, {"few": pairs[:4]})
 

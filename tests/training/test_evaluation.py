@@ -9,7 +9,8 @@ import torch
 
 from harmonic_sft.data.batches import LabeledRows
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.training.evaluation import _document_losses, evaluate_folder, fingerprint
+from harmonic_sft.training import evaluation
+from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
 from harmonic_sft_cli import main
 
 CPU = "training.use_cpu=true"
@@ -88,25 +89,23 @@ def test_losses_of_documents_do_not_depend_on_batches(folder, other, tmp_path, s
         assert first["loss"] == (second["loss"] and pytest.approx(second["loss"], rel=1e-5))
 
 
+def test_batches_do_not_change_the_metrics(folder):
+    found = [
+        evaluate_folder(folder, [f"training.per_device_eval_batch_size={size}", CPU])["final"]
+        for size in (1, 7)
+    ]
+    interval = [metrics.pop("loss_interval") for metrics in found]
+    assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
+    assert interval[0] == pytest.approx(interval[1], abs=1e-5)
+    assert interval[0][0] < found[0]["loss"] < interval[0][1]
+
+
 def test_a_download_needs_only_the_path_of_data(folder, other):
     (folder / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml. Add data=file.txt"):
         evaluate_folder(folder)
     results = evaluate_folder(folder, [f"data={other}", CPU])
     assert results["data"]["context_length"] == 64  # what the model takes
-
-
-def test_the_rows_of_a_document_are_added_up():
-    class Config:
-        sources = (type("Source", (), {"path": "a"}), type("Source", (), {"path": "b"}))
-
-    documents = np.array([[0, 0, 0, 1], [0, 0, 5, 5]])
-    scores = torch.tensor([[2, 0, 0, 3.0], [1, 0, 0, 6.0], [0, 0, 0, 0.0], [4, 0, 0, 2.0]])
-    assert list(_document_losses(documents, scores, Config)) == [
-        {"source": "a", "document": 0, "tokens": 3, "loss": 3.0},
-        {"source": "a", "document": 5, "tokens": 0, "loss": None},
-        {"source": "b", "document": 5, "tokens": 4, "loss": 0.5},
-    ]
 
 
 def test_a_fingerprint_is_that_of_tokens_and_labels():
@@ -125,3 +124,109 @@ def test_a_fingerprint_is_that_of_tokens_and_labels():
         rows(([1, 2], 0)),
     ]
     assert base not in [fingerprint(other) for other in others]
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """Every kind of set that the suite knows, small."""
+    folder = tmp_path / "sets"
+    files = {
+        "wordsim/tiny.tsv": "word1\tword2\tscore\n"
+        + "".join(f"a{a}\tb{b}\t{i}\n" for i, (a, b) in enumerate(["ab", "bc", "cd", "da"]))
+        + "aa\tunknownword\t3\n",
+        "wordsim/few.tsv": "word1\tword2\tscore\naa\tbb\t1\n",
+        "function_vectors/present-past.json": json.dumps(
+            [{"input": f"a{letter}", "output": f"b{letter}"} for letter in "abcd"]
+            + [{"input": "cc", "output": "cc"}, {"input": "aa", "output": "unknownword"}]
+        ),
+        "minimal_pairs/order.jsonl": json.dumps(
+            {"sentence_good": "aa ab ac", "sentence_bad": "ac ab aa"}
+        ),
+        "sts/stsb_dev.tsv": "score\tsentence1\tsentence2\n"
+        + "".join(f"{i}\taa ab a{a}\tba bb b{a}\n" for i, a in enumerate("abcd")),
+        "text/other.txt": "aa ab ac ad ba bb bc bd\n" * 30,
+    }
+    rows = [f"{name}a {name}b {name}c {end},{name}" for name in "abcdefgh" for end in ("aa", "bb")]
+    for part in ("train", "test"):
+        files[f"probing/banking77_{part}.csv"] = "\n".join(["text,category", *rows * 4])
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tmp_path, capsys):
+    html = tmp_path / "new" / "report.html"
+    other = shutil.copytree(folder, tmp_path / "other")
+    words = ["eval", str(folder), CPU, "--against", str(other), "--data", str(sets)]
+    assert main([*words, "--html", str(html)]) == 0
+    results = json.loads((folder / "results" / "suite.json").read_text())
+    assert results["models"] == ["run", "other"]
+    rows = {(row["set"], row.get("metric")): row for row in results["rows"]}
+    assert all(row["values"][0] == row["values"][1] for row in results["rows"])  # the same weights
+    assert [found["verdict"] for found in results["differences"]] == ["undecided"]
+    loss = evaluate_folder(folder, [CPU])["final"]["loss"]
+    assert rows["held-out data", "loss, nats"]["values"][0] == pytest.approx(loss)
+    missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
+    assert missing["sst2"] == "probing/sst2_train.tsv in --data"
+    assert missing["few"] == "3 pairs of known words, 1 of 1 are"
+    tiny = rows["tiny", "Spearman, cosine, single tokens"]
+    assert (tiny["n"], tiny["note"]) == (4, "1 words left out: unknownword")
+    assert rows["present-past", "parallelogram loss"]["n"] == 4
+    for key in (
+        ("other", "bits per byte"),
+        ("held-out data", "ECE of a perfect model"),
+        ("prototypes", "effective dimension"),
+        ("drift from the base", "drift cosine"),
+        ("present-past", "parallelogram loss, outputs shuffled"),
+        ("order", "minimal pairs"),
+        ("stsb_dev", "Spearman, -L2"),
+        ("banking77", "accuracy, logistic"),
+        ("banking77", "out-of-scope AUROC, mahalanobis"),
+        ("banking77", "accuracy, class means, typos in a tenth of the words"),
+        ("held-out data", "class-center alignment"),
+    ):
+        assert isinstance(rows[key]["values"][0], float), key
+    assert html.read_text().startswith("<!doctype html>")
+    assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monkeypatch):
+    other = shutil.copytree(folder, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["aa"], vocab["bb"] = vocab["bb"], vocab["aa"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="--against: expected a model with the tokenizer of"):
+        evaluate_suite([folder, other], [CPU])
+    with pytest.raises(ValueError, match="--against: expected a folder with a trained model"):
+        evaluate_suite([folder, tmp_path / "nothing"], [CPU])
+    with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
+        evaluate_suite([folder], [CPU], sets=tmp_path / "nothing")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"--suite: expected scikit-learn, got none. Install"):
+            evaluate_suite([folder], [CPU])
+    empty = ["data.eval.documents=0", CPU]
+    with pytest.raises(ValueError, match="eval: expected rows to evaluate on, got an empty split"):
+        evaluate_folder(folder, empty)
+    model = HarmonicForMaskedLM.from_pretrained(other)
+    model.dist_head.weight.data[:] = model.dist_head.weight.data[:1]
+    model.save_pretrained(other)
+    shutil.copy(folder / "tokenizer.json", other)
+    evaluate_suite([other], [CPU])
+    assert "other: all prototypes are equal: the head has collapsed." in caplog.text
+    model.dist_head.weight.data[3] = torch.nan
+    model.save_pretrained(other)
+    with pytest.raises(ValueError, match="expected finite logits, got others for"):
+        evaluate_suite([other], [CPU])
+    assert "other: 1 of 109 prototypes are not finite." in caplog.text
+
+
+def test_explain_prints_tokens_distances_and_neighbors(folder, capsys, tmp_path):
+    assert main(["explain", str(folder), "aa [MASK] ac", "--top", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "aa [MASK] ac: mask 1" in printed
+    assert all(word in printed for word in ("probability", "distance", "nearest"))
+    assert main(["explain", str(tmp_path), "aa [MASK]"]) == 1
+    assert "explain: expected a folder with a trained model" in capsys.readouterr().err

@@ -36,25 +36,50 @@ def test_an_annealed_run_is_said_to_have_another_loss(caplog):
     assert said[0].startswith("annealed: h_exp went from -12 to -4. A smaller exponent makes")
 
 
-@pytest.mark.parametrize(
-    ("fingerprints", "message"),
-    [
-        (["a", "a", "a"], ""),
-        (["a", "b", "a"], "Evaluation data: those of run1 differ from those of run0. Their losses"),
-        (["a", None, "b"], "an earlier version did not record those of run1."),
-    ],
-)
-def test_runs_on_different_evaluation_data_are_not_compared_in_silence(
-    fingerprints, message, caplog, capsys
-):
-    compare_runs([run(f"run{i}", value) for i, value in enumerate(fingerprints)], None)
+def test_runs_with_other_held_out_data_are_refused(caplog, capsys):
+    compare_runs([run(f"run{i}", "a") for i in range(3)], None)
     assert "run2, after 6 steps" in " ".join(capsys.readouterr().out.split())
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert message in " ".join(warnings)
-    assert bool(message) == bool(warnings)
+    assert not caplog.records
+    message = "expected runs with the held-out data of run0, got others in run1. Their losses"
+    with pytest.raises(ValueError, match=message):
+        compare_runs([run("run0", "a"), run("run1", "b"), run("run2", None)], None)
 
 
-def test_runs_of_versions_that_recorded_nothing_are_shown():
+def test_runs_of_versions_that_recorded_nothing_are_shown(caplog):
     old = copy.deepcopy(run("old", None))
     del old["data"]
-    compare_runs([old], None)
+    compare_runs([old, run("new", "a")], None)
+    assert "an earlier version did not record those of old." in caplog.text
+
+
+def seeds_of(name, end, losses):
+    runs = [copy.deepcopy(run(f"{name}{seed}", "a", end)) for seed in range(len(losses))]
+    for seed, (one, loss) in enumerate(zip(runs, losses, strict=True)):
+        one["config"]["training"] = {"seed": seed, "output_dir": one["run"]}
+        one["final"] = {"loss": loss, **{k: v for k, v in METRICS.items() if k != "loss"}}
+        one["final"] |= {
+            "tokens": 500.0,
+            "documents": 20,
+            "accuracy": 0.25 + (0.001 if seed % 2 else -0.001),
+        }
+    return runs
+
+
+def test_arms_are_compared_over_their_seeds(capsys, caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    base = seeds_of("base", -12.0, [4.0, 4.1, 4.2, 4.0, 4.1])
+    other = seeds_of("other", -4.0, [4.31, 4.4, 4.52, 4.3, 4.42])
+    for one in other:
+        one["final"]["accuracy"] += 0.01 if one["run"] in ("other0", "other3") else -0.012
+    compare_runs([*base, *other], None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "Holm" not in line]
+    differences = [" ".join(row) for row in rows if row[:1] == ["other0"]]
+    # t of 4 degrees of freedom is 2.776; differences .31 .30 .32 .30 .32.
+    assert "other0 loss, nats 0.310 \u00b1 0.012 5 0.000 higher" in differences
+    assert any("accuracy, %" in line and line.endswith("undecided") for line in differences)
+    assert "On 500 tokens of 20 documents." in caplog.text
+
+
+def test_one_seed_decides_nothing(capsys):
+    compare_runs([*seeds_of("base", -12.0, [4.0]), *seeds_of("other", -4.0, [9.0])], None)
+    assert "other0 loss, nats 5.000 1 - undecided" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,187 @@
+"""The shape of a table of prototypes: spectrum, hubs, drift, class centers, parallelograms."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.stats import skew
+from torch import Tensor
+
+NUM_QUERIES = 2000  # prototypes whose neighbors are looked up
+NUM_NEIGHBORS = 10
+COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
+
+
+def check_prototypes(prototypes: Tensor, *, unit_sphere: bool) -> list[str]:
+    """Say what is wrong with prototypes, one sentence each; an empty list if nothing is.
+
+    Args:
+        prototypes: `[V, D]`.
+        unit_sphere: Whether they should have norm 1.
+    """
+    if not prototypes.isfinite().all():
+        count = int((~prototypes.isfinite().all(-1)).sum())
+        return [f"{count:,} of {len(prototypes):,} prototypes are not finite"]
+    norms = prototypes.norm(dim=-1)
+    problems = []
+    if zeros := int((norms == 0).sum()):
+        problems.append(f"{zeros:,} of {len(prototypes):,} prototypes are zero")
+    spread = float((prototypes - prototypes.mean(0)).norm(dim=-1).max())
+    if len(prototypes) > 1 and spread <= COLLAPSED * float(norms.mean()):
+        problems.append("all prototypes are equal: the head has collapsed")
+    if unit_sphere and (off := int(((norms - 1).abs() > 1e-3).sum())) > zeros:
+        problems.append(f"{off - zeros:,} prototypes are off the unit sphere")
+    return problems
+
+
+@torch.no_grad()
+def spectrum(prototypes: Tensor) -> dict[str, float]:
+    """Return how many directions the prototypes fill.
+
+    Args:
+        prototypes: `[V, D]`.
+
+    Returns:
+        `explained_variance_2` and `explained_variance_10`, the shares of the 2 and 10 first
+        principal components from 0 to 1; `effective_dimension`, the participation ratio of the
+        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 is isotropic.
+
+    Source:
+        Gao et al. 2017, arXiv:1706.05744 (participation ratio); Ethayarajh 2019, arXiv:1909.00512
+        (mean cosine).
+    """
+    table = prototypes.double()
+    eigenvalues = torch.linalg.eigvalsh(torch.cov(table.T)).flip(0).clamp_min(0)
+    total = eigenvalues.sum()
+    directions, count = F.normalize(table, dim=-1), len(table)
+    pairs = (directions.sum(0).square().sum() - count) / (count * (count - 1))
+    return {
+        "explained_variance_2": float(eigenvalues[:2].sum() / total),
+        "explained_variance_10": float(eigenvalues[:10].sum() / total),
+        "effective_dimension": float(total**2 / eigenvalues.square().sum()),
+        "mean_cosine": float(pairs),
+    }
+
+
+@torch.no_grad()
+def hubness(prototypes: Tensor) -> dict[str, float]:
+    """Return whether a few prototypes are the neighbors of many.
+
+    Args:
+        prototypes: `[V, D]`; the Euclidean neighbors of evenly spread ones are counted.
+
+    Returns:
+        `hubness`, the skewness of how often a prototype is among the 10 neighbors of others, and
+        `never_neighbor`, the share that never is, from 0 to 1.
+
+    Source:
+        Radovanovic, Nanopoulos, Ivanovic 2010, Hubs in Space, JMLR 11.
+    """
+    table = prototypes.float()
+    queries = torch.linspace(0, len(table) - 1, min(NUM_QUERIES, len(table))).long()
+    counts = torch.zeros(len(table), dtype=torch.long, device=table.device)
+    num_neighbors = min(NUM_NEIGHBORS, len(table) - 1)
+    for part in queries.to(table.device).split(256):
+        distances = torch.cdist(table[part], table)  # [256, V]
+        distances.scatter_(1, part[:, None], torch.inf)
+        counts += torch.bincount(
+            distances.topk(num_neighbors, largest=False).indices.flatten(), minlength=len(table)
+        )
+    return {
+        "hubness": float(skew(counts.cpu().numpy())),
+        "never_neighbor": float((counts == 0).float().mean()),
+    }
+
+
+@torch.no_grad()
+def drift(table: Tensor, base: Tensor) -> dict[str, float]:
+    """Return how far vectors moved from those they started as.
+
+    Args:
+        table: `[V, D]`.
+        base: `[V, D]`.
+
+    Returns:
+        `drift_cosine`, the mean cosine of old and new, and `neighbors_kept`, the share of the 10
+        nearest by cosine that stayed, from 0 to 1.
+    """
+    new, old = (F.normalize(vectors.float(), dim=-1) for vectors in (table, base))
+    queries = torch.linspace(0, len(new) - 1, min(NUM_QUERIES, len(new))).long().to(new.device)
+    kept, num_neighbors = [], min(NUM_NEIGHBORS, len(new) - 1)
+    for part in queries.split(256):
+        nearest = [
+            (side[part] @ side.T).scatter(1, part[:, None], -torch.inf).topk(num_neighbors).indices
+            for side in (new, old)
+        ]
+        kept.append((nearest[0][:, :, None] == nearest[1][:, None, :]).any(-1).float())
+    return {
+        "drift_cosine": float((new * old).sum(-1).mean()),
+        "neighbors_kept": float(torch.cat(kept).mean()),
+    }
+
+
+@torch.no_grad()
+def class_center_alignment(hidden_states: Tensor, labels: Tensor, prototypes: Tensor) -> float:
+    """Return the mean cosine of a class's prototype and the mean of its hidden states.
+
+    Args:
+        hidden_states: `[N, D]`.
+        labels: `[N]`.
+        prototypes: `[V, D]`. Classes without a hidden state do not count.
+
+    Raises:
+        ValueError: A label is not a class.
+
+    Source:
+        Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3.
+    """
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(prototypes):
+        raise ValueError(
+            f"labels: expected classes from 0 to {len(prototypes) - 1}, got "
+            f"{int(labels.min())} to {int(labels.max())}"
+        )
+    sums = torch.zeros_like(prototypes, dtype=torch.float64)
+    sums.index_add_(0, labels, F.normalize(hidden_states.double(), dim=-1))
+    present = labels.unique()
+    return float(F.cosine_similarity(sums[present], prototypes[present].double(), dim=-1).mean())
+
+
+@torch.no_grad()
+def parallelograms(table: Tensor, pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Return whether all pairs of a relation have one offset: b - a of one is d - c of another.
+
+    Args:
+        table: `[V, D]`.
+        pairs: Token ids of input and output of every pair.
+
+    Returns:
+        `parallelogram_loss`, the mean of |(b - a) - (d - c)|^2 / (|b - a|^2 + |d - c|^2): 0 is
+        perfect, 1 unrelated; and `shuffled`, the same with the outputs permuted, the control that a
+        relation has to beat.
+
+    Raises:
+        ValueError: Fewer than 3 pairs.
+
+    Source:
+        Baek et al. 2025, arXiv:2502.01628, Sec. 5, who take two principal components; here all
+        dimensions, since the scale of two is not comparable between models.
+    """
+    if len(pairs) < 3:
+        raise ValueError(f"pairs: expected at least 3 of single tokens, got {len(pairs)}")
+    ids = torch.tensor(pairs, device=table.device)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(pairs))).to(table.device)
+    inputs, outputs = table[ids[:, 0]].double(), table[ids[:, 1]].double()
+    return {
+        "parallelogram_loss": _offset_loss(outputs - inputs),
+        "shuffled": _offset_loss(outputs[order] - inputs),
+    }
+
+
+def _offset_loss(offsets: Tensor) -> float:
+    """Return the mean over all pairs of rows of |x - y|^2 / (|x|^2 + |y|^2)."""
+    squares = offsets.square().sum(-1)
+    sums = (squares[:, None] + squares).clamp_min(1e-30)
+    losses = 1 - 2 * (offsets @ offsets.T) / sums
+    first, second = torch.triu_indices(len(offsets), len(offsets), 1)
+    return float(losses[first, second].mean())

@@ -1,0 +1,103 @@
+"""What a few seeds and documents can tell: intervals, Holm's correction, and one notation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+UNDECIDED = "undecided"
+LEVEL = 0.95
+NUM_RESAMPLES = 2000
+
+
+def t_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean over seeds with its 95 % t interval.
+
+    Args:
+        values: One for each seed; of a comparison, the differences between paired seeds.
+
+    Returns:
+        `mean`, `half_width` and `p`, of the hypothesis that the mean is 0, both None for a single
+        seed, and `seeds`.
+
+    Raises:
+        ValueError: No value, or one that is not finite.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not len(array) or not np.isfinite(array).all():
+        raise ValueError(f"values: expected finite numbers of at least one seed, got {values!r}")
+    mean, count = float(array.mean()), len(array)
+    if count == 1:
+        return {"mean": mean, "half_width": None, "p": None, "seeds": 1}
+    error = float(array.std(ddof=1)) / count**0.5
+    half_width = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
+    return {"mean": mean, "half_width": half_width, "p": p, "seeds": count}
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return p values corrected for the number of comparisons in a table; None stays None.
+
+    Source:
+        Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, index) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - rank)))
+        corrected[index] = highest
+    return corrected
+
+
+def verdict(difference: dict[str, Any], p: float | None) -> str:
+    """Say "higher", "lower" or "undecided".
+
+    Args:
+        difference: Of `t_interval`.
+        p: Corrected by `holm`; None of a single seed, which decides nothing.
+    """
+    half_width = difference["half_width"]
+    inside = half_width is None or abs(difference["mean"]) <= half_width
+    if inside or p is None or p > 1 - LEVEL:
+        return UNDECIDED
+    return "higher" if difference["mean"] > 0 else "lower"
+
+
+def show_interval(value: dict[str, Any], *, scale: float = 1, digits: int = 3) -> str:
+    """Return mean ± half of the 95 % interval; the mean alone of a single seed."""
+    mean, half_width = f"{scale * value['mean']:.{digits}f}", value["half_width"]
+    return mean if half_width is None else f"{mean} ± {scale * half_width:.{digits}f}"
+
+
+def document_interval(
+    values: np.ndarray, documents: np.ndarray, *, level: float = LEVEL
+) -> list[float] | None:
+    """Return the interval of a mean over tokens, by resampling whole documents.
+
+    Args:
+        values: `[N]`, of every token; of a comparison, the differences between two models.
+        documents: `[N]`, the number of each token's document.
+        level: Its confidence.
+
+    Returns:
+        Its lower and its upper end, None with fewer than two documents.
+    """
+    numbers = np.unique(documents, return_inverse=True)[1]
+    if numbers.max(initial=0) == 0:
+        return None
+
+    def ratio(totals: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        return totals.sum(axis) / counts.sum(axis)
+
+    found = stats.bootstrap(
+        (np.bincount(numbers, values), np.bincount(numbers)),
+        ratio,
+        paired=True,
+        n_resamples=NUM_RESAMPLES,
+        confidence_level=level,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return [float(found.low), float(found.high)]

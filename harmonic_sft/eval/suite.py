@@ -1,0 +1,353 @@
+"""The sets of `harmonic-sft eval --suite`, and what is measured of a model on each of them."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harmonic_sft.eval import features, geometry, language
+from harmonic_sft.eval.calibration import calibration_report, reliability
+from harmonic_sft.eval.scoring import TokenScores, summarize
+from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
+from harmonic_sft.eval.word_similarity import WordPair, read_word_pairs, word_similarity, word_table
+from harmonic_sft.models import HarmonicHeadModel, HarmonicLanguageModel
+
+Rows = Iterator[dict[str, Any]]
+HELD_OUT = "held-out data"
+SHOWN_WORDS = 5
+RELATIONS = ("present-past", "singular-plural", "country-capital", "antonym")
+LIMITS = {"quick": 500, "full": 5000}  # training texts of a probe; half as many to test on
+CONTINUATIONS, NEW_TOKENS = 16, 64
+
+
+class Subject(NamedTuple):
+    """A model under evaluation.
+
+    Attributes:
+        name: Of its column.
+        model: In evaluation mode.
+        tokenizer: Of the model.
+        states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
+        base_embeddings: `[V, D]` that it was trained from; None where they are unknown.
+        texts: Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of
+            every row.
+    """
+
+    name: str
+    model: HarmonicHeadModel
+    tokenizer: Any
+    states: tuple[Tensor, Tensor]
+    base_embeddings: Tensor | None
+    texts: dict[str, tuple[TokenScores, np.ndarray]]
+
+
+def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str, Any]]:
+    """Measure one model.
+
+    Args:
+        subject: The model.
+        sets: A folder with `wordsim`, `function_vectors`, `sts`, `probing`, `minimal_pairs`; what
+            is not there is said to be missing.
+        size: "quick" or "full": how much of the sets is read.
+
+    Returns:
+        Rows with `group`, `set`, `metric`, `value`, `better` ("higher", "lower" or ""), and perhaps
+        `n` and `note`; or `group`, `set` and `missing`, what is needed.
+    """
+    folder, limit = sets or Path("none"), LIMITS[size]
+    is_language = isinstance(subject.model, HarmonicLanguageModel)
+    rows = [row for name in subject.texts for row in _text(subject, name)]
+    rows += [*_calibration(subject), *_shape(subject)]
+    if is_language:
+        rows += [*_word_ratings(subject, folder / "wordsim")]
+        rows += [*_relations(subject, folder / "function_vectors")]
+        rows += [*_minimal_pairs(subject, folder / "minimal_pairs", limit)]
+    rows += [*_sentences(subject, folder / "sts" / "stsb_dev.tsv", limit)]
+    rows += [*_classes(subject, folder / "probing", limit)]
+    if subject.model.is_causal:
+        rows += [*_continuations(subject)]
+    return rows
+
+
+def join_rows(measured: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Put the rows of several models side by side: `values` has one for each, None if missing."""
+    joined: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for place, rows in enumerate(measured):
+        for row in rows:
+            key = (row["group"], row["set"], row.get("metric", ""))
+            shared = {name: value for name, value in row.items() if name != "value"}
+            empty = {**shared, "values": [None] * len(measured)}
+            joined.setdefault(key, empty)["values"][place] = row.get("value")
+    return list(joined.values())
+
+
+def loss_differences(
+    names: Sequence[str], losses: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> list[dict[str, Any]]:
+    """Compare the loss of every other model with that of the first, token by token.
+
+    Args:
+        names: Of the models.
+        losses: Loss of every token, and the document it stands in, of each model.
+
+    Returns:
+        For each other model `model`, `mean` in nats, its 95 % `interval` over documents, `tokens`,
+        `documents` and `verdict`: with several models the intervals are Bonferroni's.
+    """
+    (base, documents), found = losses[0], []
+    for name, (values, _) in zip(names[1:], losses[1:], strict=True):
+        level = 1 - (1 - LEVEL) / (len(names) - 1)
+        interval = document_interval(values - base, documents, level=level)
+        mean = float((values - base).mean())
+        decided = interval is not None and not interval[0] <= 0 <= interval[1]
+        found.append(
+            {
+                "model": name,
+                "against": names[0],
+                "mean": mean,
+                "interval": interval,
+                "tokens": len(base),
+                "documents": len(np.unique(documents)),
+                "verdict": ("higher" if mean > 0 else "lower") if decided else UNDECIDED,
+            }
+        )
+    return found
+
+
+def figures_of(scores: TokenScores) -> dict[str, Any]:
+    """Return what the figures of a report are drawn from."""
+    return {
+        "reliability": reliability(scores.at(1.0)[1], scores.ranks == 0),
+        "frequency": language.loss_by_frequency(scores),
+    }
+
+
+def _row(group: str, name: str, metric: str, value: Any, **more: Any) -> dict[str, Any]:
+    if isinstance(value, float) and not np.isfinite(value):  # of a collapsed model
+        value, more = None, {**more, "note": f"{metric}: not defined for this model"}
+    return {"group": group, "set": name, "metric": metric, "value": value, "better": "", **more}
+
+
+def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
+    return {"group": group, "set": name, "missing": f"{path.parent.name}/{path.name} in --data"}
+
+
+def _text(subject: Subject, name: str) -> Rows:
+    """Yield what a model knows of a text; of held-out data, also by frequency."""
+    scores, documents = subject.texts[name]
+    metrics = summarize(scores, subject.model.dist_head, documents)
+    count = int(metrics["tokens"])
+    interval = document_interval(scores.at(1.0)[0], documents[scores.rows])
+    yield _row("language", name, "loss, nats", metrics["loss"], better="lower", n=count)
+    if interval is not None:
+        yield _row("language", name, "its 95 % interval over documents", interval)
+    yield _row("language", name, "documents", metrics["documents"])
+    best = "loss at the best temperature, nats"
+    yield _row("language", name, best, metrics["post_hoc_loss"], better="lower", n=count)
+    yield _row("language", name, "accuracy", metrics["accuracy"], better="higher", n=count)
+    yield _row("language", name, "top-5 accuracy", metrics["top_5_accuracy"], better="higher")
+    if isinstance(subject.model, HarmonicLanguageModel):
+        bits = language.bits_per_byte(scores, subject.tokenizer)
+        yield _row("language", name, "bits per byte", bits, better="lower", n=count)
+    if name == HELD_OUT:
+        for part in language.loss_by_frequency(scores):
+            title = f"loss of labels that occur {part['least']}+ times, nats"
+            yield _row("language", name, title, part["loss"], better="lower", n=part["tokens"])
+
+
+def _calibration(subject: Subject) -> Rows:
+    scores, documents = subject.texts[HELD_OUT]
+    metrics = summarize(scores, subject.model.dist_head, documents)
+    report = calibration_report(scores.at(1.0)[1], scores.ranks == 0)
+    values = {
+        "ECE": report["ece"],
+        "ECE of a perfect model": report["ece_floor"],
+        "ECE, debiased": report["ece_debiased"],
+        "ECE at the other half's best temperature": metrics["post_hoc_ece"],
+        "Brier score": metrics["brier"],
+        "Brier score at the other half's best temperature": metrics["post_hoc_brier"],
+    }
+    for title, value in values.items():
+        better = "" if "perfect" in title else "lower"
+        yield _row("calibration", HELD_OUT, title, value, better=better, n=int(metrics["tokens"]))
+
+
+def _shape(subject: Subject) -> Rows:
+    """Yield the geometry of the prototypes alone."""
+    prototypes = subject.model.dist_head.prototypes.detach()
+    found = {**geometry.spectrum(prototypes)}
+    if len(prototypes) > 2 * geometry.NUM_NEIGHBORS:
+        found |= geometry.hubness(prototypes)
+    for metric, value in found.items():
+        yield _row("geometry", "prototypes", metric.replace("_", " "), value, n=len(prototypes))
+    value = geometry.class_center_alignment(*subject.states, prototypes)
+    count = len(subject.states[1])
+    yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
+    base = subject.base_embeddings
+    if base is None or base.shape != prototypes.shape:
+        yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
+        return
+    for metric, value in geometry.drift(prototypes, base.to(prototypes)).items():
+        yield _row("geometry", "drift from the base", metric.replace("_", " "), value)
+
+
+def _word_ratings(subject: Subject, folder: Path) -> Rows:
+    """Yield correlations with human ratings, of single tokens and of all words."""
+    paths = sorted(folder.glob("*.tsv"))
+    if not paths:
+        yield _missing("geometry", "word ratings", folder / "*.tsv")
+    for path in paths:
+        pairs = read_word_pairs(path)
+        for key, title in (("single", "single tokens"), ("mean", "mean of sub-words")):
+            table, ids, ratings, unknown = word_table(
+                subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces=key
+            )
+            note = f"{len(unknown)} words left out: {', '.join(unknown[:SHOWN_WORDS])}"
+            more = {"n": len(ids), "note": note if unknown else "", "better": "higher"}
+            if len(ids) < 3:
+                what = f"3 pairs of known words, {len(ids)} of {len(pairs)} are"
+                yield {"group": "geometry", "set": path.stem, "missing": what}
+                continue
+            for metric, value in word_similarity(table, ids, ratings).items():
+                name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
+                yield _row("geometry", path.stem, f"{name}, {title}", value, **more)
+
+
+def _relations(subject: Subject, folder: Path) -> Rows:
+    """Yield parallelogram losses of relations between single tokens."""
+    for relation in RELATIONS:
+        path = folder / f"{relation}.json"
+        if not path.is_file():
+            yield _missing("geometry", relation, path)
+            continue
+        items = json.loads(path.read_text(encoding="utf-8"))
+        pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
+        table, ids, _, _ = word_table(
+            subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
+        )
+        ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
+        if len(ids) < 3:
+            what = f"3 pairs of single tokens, {len(ids)} of {len(pairs)} are"
+            yield {"group": "geometry", "set": relation, "missing": what}
+            continue
+        for metric, value in geometry.parallelograms(table, ids).items():
+            better = "lower" if metric != "shuffled" else ""
+            name = "parallelogram loss" + (", outputs shuffled" if metric == "shuffled" else "")
+            yield _row("geometry", relation, name, value, better=better, n=len(ids))
+
+
+def _minimal_pairs(subject: Subject, folder: Path, limit: int) -> Rows:
+    paths = sorted(folder.glob("*.jsonl"))
+    if not paths:
+        yield _missing("language", "minimal pairs", folder / "*.jsonl")
+    assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines()[: max(1, limit // 10)]
+        items = [json.loads(line) for line in lines]
+        pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
+        share = language.minimal_pairs(subject.model, subject.tokenizer, pairs)
+        yield _row("language", path.stem, "minimal pairs", share, better="higher", n=len(pairs))
+
+
+def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
+    """Yield similarity of sentences, as they are and with typos."""
+    if not path.is_file():
+        yield _missing("hidden states", "STS", path)
+        return
+    rows = [row for row in _table(path, "\t") if row.get("sentence2")][:limit]
+    ratings = [float(row["score"]) for row in rows]
+    first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
+    encoded = [features.encode(subject.model, subject.tokenizer, side) for side in (first, second)]
+    for metric, value in features.sentence_similarity(encoded[0], encoded[1], ratings).items():
+        name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
+        yield _row("hidden states", path.stem, name, value, better="higher", n=len(rows))
+    changed = features.encode(subject.model, subject.tokenizer, features.typos(second))
+    spoiled = features.sentence_similarity(encoded[0], changed, ratings)["spearman_cosine"]
+    name = "Spearman, cosine, typos in a tenth of the words"
+    yield _row("robustness", path.stem, name, spoiled, better="higher", n=len(rows))
+
+
+def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
+    """Yield probes of frozen features, with typos, and on texts of classes left out."""
+    for name, extension, columns in (
+        ("banking77", "csv", ("text", "category")),
+        ("sst2", "tsv", ("sentence", "label")),
+    ):
+        test_part = "dev" if name == "sst2" else "test"
+        paths = [folder / f"{name}_{part}.{extension}" for part in ("train", test_part)]
+        if not all(path.is_file() for path in paths):
+            yield _missing("hidden states", name, paths[0])
+            continue
+        train, test = (
+            _sample(_table(path, "," if extension == "csv" else "\t"), columns, count)
+            for path, count in zip(paths, (limit, limit // 2), strict=True)
+        )
+        test = tuple(
+            zip(*(row for row in zip(*test, strict=True) if row[1] in train[1]), strict=True)
+        )
+        texts = (train[0], test[0], features.typos(test[0]))
+        encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
+        for metric, values in features.probe((encoded[0], train[1]), encoded[1:], test[1]).items():
+            title, more = f"accuracy, {metric.replace('_', ' ')}", {"n": len(test[1])}
+            yield _row("hidden states", name, title, values[0], better="higher", **more)
+            title += ", typos in a tenth of the words"
+            yield _row("robustness", name, title, values[1], better="higher", **more)
+        if len(set(train[1])) > 7:
+            yield from _out_of_scope(name, encoded, train[1], test[1])
+
+
+def _out_of_scope(
+    name: str, encoded: Sequence[np.ndarray], train: Sequence[str], test: Sequence[str]
+) -> Rows:
+    """Yield how well texts of every fourth class are told from those of the others."""
+    outside = sorted(set(train))[::4]
+    kept = ~np.isin(train, outside)
+    is_known = ~np.isin(test, outside)
+    found = features.out_of_scope(
+        (encoded[0][kept], np.asarray(train)[kept].tolist()),
+        encoded[1][is_known],
+        encoded[1][~is_known],
+    )
+    for metric, value in found.items():
+        title = f"out-of-scope AUROC, {metric.replace('_', ' ')}"
+        yield _row("hidden states", name, title, value, better="higher", n=len(test))
+
+
+def _continuations(subject: Subject) -> Rows:
+    """Yield repetition of sampled continuations of the first token, or of the end of text."""
+    tokenizer = subject.tokenizer
+    model: Any = subject.model  # measure has looked: a decoder
+    start = tokenizer.bos_token_id or tokenizer.eos_token_id or 0
+    prompt = torch.full((CONTINUATIONS, 1), start, device=model.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=tokenizer.pad_token_id or 0,
+        )[:, 1:]
+    for metric, value in features.repetition(found).items():
+        yield _row("language", "samples", metric.replace("_", "-"), value, n=CONTINUATIONS)
+
+
+def _table(path: Path, delimiter: str) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+        return list(csv.DictReader(file, delimiter=delimiter, quoting=quoting))
+
+
+def _sample(
+    rows: Sequence[dict[str, str]], columns: tuple[str, str], count: int
+) -> tuple[list[str], list[str]]:
+    """Return texts and labels of rows chosen by a fixed seed."""
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
+    texts, labels = ([rows[index][column].strip() for index in chosen] for column in columns)
+    return texts, labels

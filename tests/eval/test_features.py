@@ -1,0 +1,97 @@
+"""Features with a known answer, and an encoder that does not see its batches."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from harmonic_sft.eval.features import (
+    encode,
+    out_of_scope,
+    probe,
+    repetition,
+    sentence_similarity,
+    typos,
+)
+from harmonic_sft.models import HarmonicForMaskedLM
+
+
+def clusters(num_classes=4, count=30, seed=0):
+    generator = np.random.default_rng(seed)
+    centers = np.eye(num_classes, 16)
+    labels = np.repeat([f"class {index}" for index in range(num_classes)], count)
+    noise = 0.1 * generator.normal(size=(len(labels), 16))
+    return np.repeat(centers, count, axis=0) + noise, labels.tolist()
+
+
+def test_features_do_not_depend_on_batches_and_order(tiny_base):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    texts = ["aa ab", "ba", "aa ab ac ad ba bb bc", "ca cb cc", ""]
+    whole = encode(model, tokenizer, texts)
+    one = encode(model, tokenizer, texts[::-1], batch_size=1)[::-1]
+    np.testing.assert_allclose(whole, one, atol=1e-6)
+    with torch.no_grad():
+        batch = tokenizer(texts[2], return_tensors="pt")
+        states = model.model(batch["input_ids"]).last_hidden_state[0]
+    np.testing.assert_allclose(whole[2], states.mean(0), atol=1e-6)
+    with pytest.raises(ValueError, match="texts: expected at least one, got none"):
+        encode(model, tokenizer, [])
+
+
+def test_classes_that_lie_apart_are_found_by_every_probe():
+    train, test = clusters(), clusters(seed=1)
+    rotated = np.roll(test[0], 1, axis=1)  # what lies at one center now lies at the next
+    found = probe(train, [test[0], rotated], test[1])
+    assert set(found) == {"logistic", "knn", "class_means"}
+    for plain, wrong in found.values():
+        assert plain == 1
+        assert wrong < 0.2
+
+
+def test_labels_that_nothing_can_be_learned_of_are_refused():
+    features, labels = clusters()
+    with pytest.raises(ValueError, match=r"expected at least two classes.*only \['class 0'\]"):
+        probe((features[:5], labels[:5]), [features[:5]], labels[:5])
+    with pytest.raises(ValueError, match=r"got \['other'\] in the test rows alone"):
+        probe((features, labels), [features[:1]], ["other"])
+
+
+def test_texts_of_unknown_classes_lie_further_away():
+    features, labels = clusters(num_classes=6)
+    is_known = np.array(labels) < "class 4"
+    train = features[is_known], [label for label in labels if label < "class 4"]
+    inside = clusters(num_classes=6, seed=1)[0][is_known]
+    found = out_of_scope(train, inside, features[~is_known])
+    assert min(found.values()) > 0.99
+    same = out_of_scope(train, inside, inside[::-1])
+    assert all(value == pytest.approx(0.5, abs=1e-6) for value in same.values())
+
+
+def test_similarity_of_sentences_is_a_rank_correlation():
+    generator = np.random.default_rng(0)
+    first = generator.normal(size=(40, 8))
+    shares = np.linspace(0, 1, 40)[:, None]
+    second = shares * first + (1 - shares) * generator.normal(size=(40, 8))
+    assert sentence_similarity(first, second, shares[:, 0])["spearman_cosine"] > 0.8
+    flipped = sentence_similarity(first, second, -shares[:, 0])
+    assert flipped["spearman_l2"] < -0.7
+
+
+def test_typos_swap_letters_inside_words():
+    (text,) = typos(["some words with letters of a long text " * 20])
+    original = ("some words with letters of a long text " * 20).split(" ")
+    changed = [(a, b) for a, b in zip(original, text.split(" "), strict=True) if a != b]
+    assert 4 < len(changed) < 20
+    assert all(sorted(a) == sorted(b) and a[0] == b[0] and a[-1] == b[-1] for a, b in changed)
+    assert typos(["some words"], rate=0) == ["some words"]
+
+
+def test_repetition_is_counted():
+    loop = torch.tensor([[1, 2] * 8])
+    found = repetition(loop)
+    assert found["distinct_1"] == 2 / 16
+    assert found["distinct_2"] == 2 / 15
+    assert found["repeated_4"] == pytest.approx(11 / 13)
+    fresh = repetition(torch.arange(32).reshape(2, 16))
+    assert fresh == {"distinct_1": 1, "distinct_2": 1, "repeated_4": 0}

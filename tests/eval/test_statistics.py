@@ -1,0 +1,61 @@
+"""Intervals against scipy, Holm's rule by hand, and cases with a known answer."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from harmonic_sft.eval.statistics import (
+    document_interval,
+    holm,
+    show_interval,
+    t_interval,
+    verdict,
+)
+
+
+def test_the_interval_is_that_of_student():
+    values = [0.3, 0.1, 0.4, 0.15, 0.2]
+    found = t_interval(values)
+    test = stats.ttest_1samp(values, 0)
+    low, high = test.confidence_interval(0.95)
+    assert found["mean"] - found["half_width"] == pytest.approx(low)
+    assert found["mean"] + found["half_width"] == pytest.approx(high)
+    assert found["p"] == pytest.approx(test.pvalue)
+    assert found["seeds"] == 5
+    assert show_interval(found) == "0.230 ± 0.150"
+    assert show_interval(found, scale=100, digits=1) == "23.0 ± 15.0"
+
+
+def test_a_single_seed_decides_nothing():
+    found = t_interval([0.5])
+    assert found == {"mean": 0.5, "half_width": None, "p": None, "seeds": 1}
+    assert verdict(found, None) == "undecided"
+    assert show_interval(found) == "0.500"
+    with pytest.raises(ValueError, match="values: expected finite numbers of at least one seed"):
+        t_interval([])
+
+
+def test_holm_multiplies_the_smallest_most():
+    found = holm([0.01, 0.04, None, 0.03, 0.005])
+    assert found == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+
+
+def test_inside_the_interval_the_word_is_undecided():
+    sure, unsure = t_interval([1.0, 1.1, 0.9, 1.0]), t_interval([-1.0, 1.1, 0.9, 1.0])
+    assert verdict(sure, sure["p"]) == "higher"
+    assert verdict(t_interval([-1.0, -1.1, -0.9]), 0.01) == "lower"
+    assert verdict(sure, 0.2) == "undecided"  # after Holm
+    assert verdict(unsure, unsure["p"]) == "undecided"
+    assert verdict(t_interval([0.0, 0.0]), t_interval([0.0, 0.0])["p"]) == "undecided"
+
+
+def test_documents_are_resampled_whole():
+    """Ten documents of 100 equal values are ten observations, not a thousand."""
+    generator = np.random.default_rng(0)
+    means = generator.normal(size=10)
+    low, high = document_interval(np.repeat(means, 100), np.repeat(np.arange(10), 100))
+    expected = stats.bootstrap((means,), np.mean, method="percentile", rng=1).confidence_interval
+    assert low == pytest.approx(expected.low, abs=0.08)
+    assert high == pytest.approx(expected.high, abs=0.08)
+    assert high - low > 5 * 2 * 1.96 * means.std() / 1000**0.5
+    assert document_interval(means, np.zeros(10)) is None
