@@ -81,6 +81,13 @@ CELLS = {
 NOISY = Cell("banking77", 0, 0.4)  # of hypothesis D, in the head regime
 
 
+STAGES = (  # in which the arms are trained where the last block trains
+    ("linear", "dist -12", "frozen"),
+    ("cosine", "euclid"),
+    ("dist -24", "annealed"),
+)
+
+
 class Rows(NamedTuple):
     """Rows of one part of a data set, as the frozen blocks see them.
 
@@ -417,56 +424,53 @@ class Store:
         return row
 
 
-def choose_rates(
-    store: Store, task: tuple[Parts, nn.Module], cell: Cell, regime: Regime
-) -> dict[str, float] | None:
-    """Return the learning rate of every arm, by validation accuracy, ties by loss."""
-    rates = {}
-    for arm, settings in ARMS.items():
-        factors = FACTORS if settings is not None else (1,)
-        runs = [
-            store.get(task, cell, regime, arm, factor * regime.learning_rate, TUNING_SEED)
-            for factor in factors
-        ]
-        if any(run is None for run in runs):
-            return None
-        if settings is None:
-            rates[arm] = regime.learning_rate
-            continue
-
-        def worth(run: Any) -> tuple[float, float]:
-            return run["validation"]["accuracy"]["head"], -run["validation"]["loss"]
-
-        rates[arm] = max(runs, key=worth)["rate"]
-    return rates
+def choose_rate(
+    store: Store, task: tuple[Parts, nn.Module], cell: Cell, regime: Regime, arm: str
+) -> float | None:
+    """Return an arm's learning rate by validation accuracy, ties by loss; None without the runs."""
+    if ARMS[arm] is None:
+        return regime.learning_rate
+    rates = [factor * regime.learning_rate for factor in FACTORS]
+    runs = [store.get(task, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
+    found = [run["validation"] for run in runs if run is not None]
+    if len(found) < len(rates):
+        return None
+    worth = [(one["accuracy"]["head"], -one["loss"]) for one in found]
+    return rates[worth.index(max(worth))]
 
 
-def run_cells(store: Store, data: Path, regime: Regime, num_seeds: int, base: str = ENCODER) -> Any:
-    """Train every arm of every cell of a regime, as far as the time goes.
+def cell_name(cell: Cell) -> str:
+    """Return a cell in words."""
+    size = f"{cell.per_class} a class" if cell.per_class else "all"
+    return f"{cell.task}, {size}, {cell.noise:.0%} wrong"
+
+
+def run_cells(
+    store: Store, data: Path, regime: Regime, num_seeds: int, base: str = ENCODER
+) -> dict[str, Any]:
+    """Train the arms of the cells of a regime in the protocol's order, as far as the time goes.
 
     Returns:
-        The learning rates by cell in which they were chosen.
+        By the cell in which they were chosen, learning rates by arm.
     """
-    rates: dict[str, Any] = {}
-    noisy = (NOISY,) if regime.name == "head" else ()
-    cells = sorted((*CELLS[regime.name], *noisy), key=lambda cell: cell.task)
-    cells.sort(key=lambda cell: (cell.task, cell != PRIMARY, cell != NOISY))
-    for task_name in dict.fromkeys(cell.task for cell in cells):
+    rates: dict[str, dict[str, float]] = {}
+    for task in dict.fromkeys(cell.task for cell in CELLS[regime.name]):
         if time.monotonic() > store.deadline:
             break
-        task = load_parts(data, task_name, store.path.parent, base)
-        for tuning in (
-            Cell(task_name, 0, 0.0),
-            *(cell for cell in noisy if cell.task == task_name),
-        ):
-            rates["{} {} {}".format(*tuning)] = choose_rates(store, task, tuning, regime)
-        for cell in (cell for cell in cells if cell.task == task_name):
-            for tuning, chosen in rates.items():
-                if chosen is None or (
-                    tuning != f"{task_name} 0 0.0" and cell not in noisy + (PRIMARY,)
-                ):
-                    continue
-                for seed in range(num_seeds):
-                    for arm, rate in chosen.items():
-                        store.get(task, cell, regime, arm, rate, seed)
+        loaded = load_parts(data, task, store.path.parent, base)
+        cells = [cell for cell in CELLS[regime.name] if cell.task == task]
+        stages = [(Cell(task, 0, 0.0), cell, tuple(ARMS)) for cell in cells]
+        if regime.name == "head" and task == NOISY.task:
+            at_noise = [(NOISY, cell, tuple(ARMS)) for cell in (PRIMARY, NOISY)]
+            stages = [stages[0], (PRIMARY, NOISY, tuple(ARMS)), stages[1], *at_noise, *stages[2:]]
+        if regime.name == "block":
+            stages = [(tuned, cell, arms) for tuned, cell, _ in stages for arms in STAGES]
+        for tuned, cell, arms in stages:
+            found = rates.setdefault(cell_name(tuned), {})
+            for arm in arms:
+                rate = choose_rate(store, loaded, tuned, regime, arm) if arm not in found else None
+                found |= {} if rate is None else {arm: rate}
+            for seed in range(num_seeds):
+                for arm in (arm for arm in arms if arm in found):
+                    store.get(loaded, cell, regime, arm, found[arm], seed)
     return rates
