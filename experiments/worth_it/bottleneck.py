@@ -1,13 +1,13 @@
 """Part 4: how much of the gradient of the logits reaches the body."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.worth_it.store import Store
 from harmonic_sft.models import Head, build_head
 
 NUM_CLASSES, NUM_STATES = 4096, 64
@@ -63,7 +63,7 @@ def probe(head: Head, states: Tensor, labels: Tensor) -> dict[str, float]:
 
 def synthetic_row(
     name: str, width: int, loss: float, seed: int, num_classes: int = NUM_CLASSES
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Probe a head on states that are as near to their prototypes as its mean loss demands."""
     settings, norm = HEADS[name]
     generator = torch.Generator().manual_seed(seed)
@@ -81,16 +81,12 @@ def synthetic_row(
         with torch.no_grad():
             reached = head.nll(states(middle), labels).mean().item()
         low, high = (middle, high) if reached > loss else (low, middle)
-    found = probe(head, states((low + high) / 2), labels)
-    return {"head": name, "width": width, "target": loss, "seed": seed, **found}
+    return probe(head, states((low + high) / 2), labels)
 
 
-def synthetic(seeds: Sequence[int], num_classes: int = NUM_CLASSES) -> list[dict[str, Any]]:
-    """Return a row for every width, loss, head and seed."""
-    return [
-        synthetic_row(name, width, loss, seed, num_classes)
-        for width in WIDTHS
-        for loss in LOSSES
-        for name in HEADS
-        for seed in seeds
-    ]
+def kept_row(
+    store: Store, name: str, width: int, loss: float, seed: int, num_classes: int
+) -> dict[str, Any] | None:
+    """Return what `synthetic_row` does, made if it was not; None if the time is over."""
+    key = {"head": name, "width": width, "target": loss, "seed": seed}
+    return store.get(lambda: synthetic_row(name, width, loss, seed, num_classes), **key)

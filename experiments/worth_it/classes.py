@@ -1,7 +1,6 @@
 """Part 1: heads over classes with few or many examples, right or wrong labels."""
 
 import copy
-import json
 import logging
 import math
 import random
@@ -15,9 +14,11 @@ import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from experiments.classification import NUM_HELD_OUT, SST2_ROWS, auroc, read_table
+from experiments.evidence import UNDECIDED, holm, t_interval
+from experiments.worth_it.store import Store
 from harmonic_sft.models import Head, build_head
 from harmonic_sft.training.loading import check_weights, locate_base
 
@@ -64,6 +65,7 @@ class Cell(NamedTuple):
     noise: float
 
 
+KEYS = ("regime", *Cell._fields, "arm", "rate", "seed")
 PRIMARY = Cell("banking77", 0, 0.0)
 CELLS = {
     "block": (
@@ -150,7 +152,7 @@ def _read_banking(folder: Path) -> tuple[dict[str, list[tuple[str, str]]], set[s
 
 
 @torch.no_grad()
-def frozen_rows(rows: Sequence[tuple[str, int]], encoder: nn.Module, tokenizer: Any) -> Rows:
+def frozen_rows(rows: Sequence[tuple[str, int]], encoder: PreTrainedModel, tokenizer: Any) -> Rows:
     """Run every row through the encoder once."""
     texts = [text for text, _ in rows]
     ids = tokenizer(texts, truncation=True, max_length=CONTEXT_LENGTH)["input_ids"]
@@ -298,9 +300,10 @@ def train(
 
 def fit_inverse_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the factor on the logits with the lowest mean loss, which is convex in it."""
+    wide = logits.double()
 
     def loss(log_factor: float) -> float:
-        return F.cross_entropy(math.exp(log_factor) * logits.double(), labels).item()
+        return F.cross_entropy(math.exp(log_factor) * wide, labels).item()
 
     return math.exp(minimize_scalar(loss, bounds=(-5, 5), method="bounded").x)
 
@@ -353,7 +356,6 @@ def run_once(
     parts: Parts, block: nn.Module, cell: Cell, regime: Regime, arm: str, rate: float, seed: int
 ) -> dict[str, Any]:
     """Train and measure one arm; the tuning seed does not see the test part."""
-    began = time.perf_counter()
     rows = parts["train"]
     if ARMS[arm] is None:
         head, trained, (chosen, given) = None, None, draw_rows(rows.labels, cell, seed)
@@ -372,70 +374,34 @@ def run_once(
             with torch.no_grad():
                 factor = fit_inverse_temperature(head(features[known]), part.labels[known])
         found[name] = measure(head, features, part.labels, bank, factor)
-    return {
-        "regime": regime.name,
-        **cell._asdict(),
-        "arm": arm,
-        "rate": rate,
-        "seed": seed,
-        "inverse_temperature": factor,
-        **found,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    return {"inverse_temperature": factor, **found}
 
 
-class Store:
-    """Runs in a file of one line each, so that nothing is trained twice.
-
-    Args:
-        path: Made if it does not exist.
-        deadline: Of `time.monotonic`, after which no new run starts.
-    """
-
-    KEYS = ("regime", *Cell._fields, "arm", "rate", "seed")
-
-    def __init__(self, path: Path, deadline: float = math.inf):
-        self.path, self.deadline = path, deadline
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.is_file() else []
-        rows = [json.loads(line) for line in lines]
-        self.rows = {tuple(row[key] for key in self.KEYS): row for row in rows}
-
-    def get(
-        self,
-        task: tuple[Parts, nn.Module],
-        cell: Cell,
-        regime: Regime,
-        arm: str,
-        rate: float,
-        seed: int,
-    ) -> dict[str, Any] | None:
-        """Return a run, trained if it was not; None if the time is over."""
-        key = (regime.name, *cell, arm, rate, seed)
-        if key in self.rows:
-            return self.rows[key]
-        if time.monotonic() > self.deadline:
-            return None
-        row = run_once(*task, cell, regime, arm, rate, seed)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-        logger.info("%s %s, %g, seed %d: %.1f s", key[:4], arm, rate, seed, row["seconds"])
-        self.rows[key] = row
-        return row
+def kept_run(
+    store: Store,
+    task: tuple[Parts, nn.Module],
+    cell: Cell,
+    regime: Regime,
+    arm: str,
+    rate: float,
+    seed: int,
+) -> dict[str, Any] | None:
+    """Return a run, trained if it was not; None if the time is over."""
+    key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate, "seed": seed}
+    return store.get(lambda: run_once(*task, cell, regime, arm, rate, seed), **key)
 
 
 def choose_rate(
     store: Store, task: tuple[Parts, nn.Module], cell: Cell, regime: Regime, arm: str
 ) -> float | None:
     """Return an arm's learning rate by validation accuracy, ties by loss; None without the runs."""
-    if ARMS[arm] is None:
-        return regime.learning_rate
-    rates = [factor * regime.learning_rate for factor in FACTORS]
-    runs = [store.get(task, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
+    factors = FACTORS if ARMS[arm] is not None else (1,)
+    rates = [factor * regime.learning_rate for factor in factors]
+    runs = [kept_run(store, task, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
     found = [run["validation"] for run in runs if run is not None]
     if len(found) < len(rates):
         return None
-    worth = [(one["accuracy"]["head"], -one["loss"]) for one in found]
+    worth = [(one["accuracy"].get("head"), -one.get("loss", 0.0)) for one in found]
     return rates[worth.index(max(worth))]
 
 
@@ -446,23 +412,33 @@ def cell_name(cell: Cell) -> str:
 
 
 def run_cells(
-    store: Store, data: Path, regime: Regime, num_seeds: int, base: str = ENCODER
-) -> dict[str, Any]:
+    store: Store,
+    data: Path,
+    regime: Regime,
+    cells: Sequence[Cell],
+    num_seeds: int,
+    base: str = ENCODER,
+) -> dict[str, dict[str, float]]:
     """Train the arms of the cells of a regime in the protocol's order, as far as the time goes.
 
     Returns:
         By the cell in which they were chosen, learning rates by arm.
     """
     rates: dict[str, dict[str, float]] = {}
-    for task in dict.fromkeys(cell.task for cell in CELLS[regime.name]):
+    for task in dict.fromkeys(cell.task for cell in cells):
         if time.monotonic() > store.deadline:
             break
         loaded = load_parts(data, task, store.path.parent, base)
-        cells = [cell for cell in CELLS[regime.name] if cell.task == task]
-        stages = [(Cell(task, 0, 0.0), cell, tuple(ARMS)) for cell in cells]
+        stages = [(Cell(task, 0, 0.0), cell, tuple(ARMS)) for cell in cells if cell.task == task]
         if regime.name == "head" and task == NOISY.task:
             at_noise = [(NOISY, cell, tuple(ARMS)) for cell in (PRIMARY, NOISY)]
-            stages = [stages[0], (PRIMARY, NOISY, tuple(ARMS)), stages[1], *at_noise, *stages[2:]]
+            stages = [
+                stages[0],
+                (PRIMARY, NOISY, tuple(ARMS)),
+                *stages[1:2],
+                *at_noise,
+                *stages[2:],
+            ]
         if regime.name == "block":
             stages = [(tuned, cell, arms) for tuned, cell, _ in stages for arms in STAGES]
         for tuned, cell, arms in stages:
@@ -472,5 +448,114 @@ def run_cells(
                 found |= {} if rate is None else {arm: rate}
             for seed in range(num_seeds):
                 for arm in (arm for arm in arms if arm in found):
-                    store.get(loaded, cell, regime, arm, found[arm], seed)
+                    kept_run(store, loaded, cell, regime, arm, found[arm], seed)
     return rates
+
+
+def summarize(
+    store: Store, regime: Regime, rates: dict[str, dict[str, float]], num_seeds: int
+) -> list[dict[str, Any]]:
+    """Return one row for every arm of every cell that has a run of each seed.
+
+    Returns:
+        Rows with `accuracy`, `auroc`, `loss` and `ece` (see `t_interval`), the read-outs of the
+        first two, `edge`, whether the learning rate is the least or largest that was tried, and
+        against the best linear read-out `gain` and `auroc_gain` with their verdicts; `rejected`
+        says whether Holm's procedure over the other gains of the regime rejects this one.
+    """
+    cells = {cell_name(cell): cell for cell in (*CELLS[regime.name], NOISY)}
+    rows: list[dict[str, Any]] = []
+    for tuned, chosen in rates.items():
+        for name, cell in cells.items():
+            found = {
+                arm: [
+                    run
+                    for seed in range(num_seeds)
+                    if (run := store.rows.get((regime.name, *cell, arm, rate, seed)))
+                ]
+                for arm, rate in chosen.items()
+            }
+            found = {arm: runs for arm, runs in found.items() if len(runs) == num_seeds}
+            if "linear" not in found or cell.task != cells[tuned].task:
+                continue
+            keys = {
+                arm: (regime.name, *cells[tuned], arm, chosen[arm], TUNING_SEED) for arm in found
+            }
+            by = {arm: _read_outs(arm, store.rows[key]["validation"]) for arm, key in keys.items()}
+            for arm, runs in found.items():
+                row = _row(runs, by[arm], found["linear"], by["linear"])
+                factor = round(chosen[arm] / regime.learning_rate)
+                edge = ARMS[arm] is not None and factor in (FACTORS[0], FACTORS[-1])
+                setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
+                rows.append({**setting, "edge": edge, **row})
+    others = [row for row in rows if row["arm"] != "linear" and not _is_primary(row)]
+    for row, rejected in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
+        row["rejected"] = rejected
+    return rows
+
+
+def _is_primary(row: dict[str, Any]) -> bool:
+    return row["cell"] == row["rates_of"] == cell_name(PRIMARY) and row["arm"] == "dist -12"
+
+
+def _read_outs(arm: str, validation: dict[str, Any]) -> tuple[str, str]:
+    """Return the best read-outs of class and of scope; of the rival heads, their own class."""
+    accuracies, aurocs = validation["accuracy"], validation["auroc"]
+    free = arm in ("linear", "frozen")
+    return max(accuracies, key=accuracies.get) if free else "head", max(aurocs, key=aurocs.get)
+
+
+def _row(
+    runs: list[dict[str, Any]],
+    by: tuple[str, str],
+    linear: list[dict[str, Any]],
+    linear_by: tuple[str, str],
+) -> dict[str, Any]:
+    """Return the intervals of an arm, and of its differences to the best linear read-outs."""
+    found: dict[str, Any] = {"class_by": by[0], "scope_by": by[1]}
+    for place, key, margin in ((0, "accuracy", 0.01), (1, "auroc", 0.01)):
+        values = [run["test"][key][by[place]] for run in runs]
+        baseline = [run["test"][key][linear_by[place]] for run in linear]
+        gain = t_interval([one - other for one, other in zip(values, baseline, strict=True)])
+        name = "gain" if key == "accuracy" else f"{key}_gain"
+        found |= {key: t_interval(values), name: gain, f"{name}_verdict": verdict(gain, margin)}
+    for key in ("loss", "ece"):
+        if key in runs[0]["test"]:
+            found[key] = t_interval([run["test"][key] for run in runs])
+    if "head" in runs[0]["test"]["accuracy"]:
+        found["own"] = t_interval([run["test"]["accuracy"]["head"] for run in runs])
+    return found
+
+
+def verdict(gain: dict[str, Any], margin: float) -> str:
+    """Return the protocol's word for a gain: worth it, not worth it, or undecided."""
+    if gain["low"] is None:
+        return UNDECIDED
+    if gain["low"] > 0 and gain["mean"] >= margin:
+        return "worth it"
+    return "not worth it" if gain["high"] < margin else UNDECIDED
+
+
+def noise_cost(rows: list[dict[str, Any]], margin: float = 0.02) -> list[dict[str, Any]]:
+    """Return how much more accuracy 40 % wrong labels cost each head than the linear one."""
+    found = []
+    for tuned in dict.fromkeys(row["rates_of"] for row in rows):
+        chosen = {
+            (row["cell"], row["arm"]): row["own"]["values"]
+            for row in rows
+            if row["rates_of"] == tuned and "own" in row
+        }
+        cells = (cell_name(PRIMARY), cell_name(NOISY))
+        arms = [arm for arm in ARMS if all((cell, arm) in chosen for cell in cells)]
+        lost = {
+            arm: [a - b for a, b in zip(*(chosen[cell, arm] for cell in cells), strict=True)]
+            for arm in arms
+        }
+        for arm in (arm for arm in arms if arm != "linear" and "linear" in arms):
+            more = t_interval([a - b for a, b in zip(lost[arm], lost["linear"], strict=True)])
+            known = more["low"] is not None
+            word = "confirmed" if known and more["low"] > margin else UNDECIDED
+            word = "refuted" if known and more["high"] < margin else word
+            costs = {"lost": t_interval(lost[arm]), "linear_lost": t_interval(lost["linear"])}
+            found.append({"rates_of": tuned, "arm": arm, **costs, "more": more, "verdict": word})
+    return found

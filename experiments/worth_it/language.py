@@ -1,7 +1,7 @@
 """Parts 3 and 4: a tiny language model under several heads and schedules of h_exp."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +12,23 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from experiments.evidence import t_interval
 from experiments.worth_it.bottleneck import probe
-from experiments.worth_it.classes import fit_inverse_temperature, rate_factor
+from experiments.worth_it.classes import (
+    FACTORS,
+    TUNING_SEED,
+    fit_inverse_temperature,
+    rate_factor,
+)
+from experiments.worth_it.store import Store
 from harmonic_sft.models import Head, build_head
 
-CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 25
+CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
 LEARNING_RATE = 3e-3
-NUM_PROBED, NUM_HELD_OUT = 64, 128  # states, and rows of CONTEXT + 1 tokens
+KEYS = ("arm", "rate", "seed")
+ANNEALING = ("annealed", "annealed early", "there and back", "euclid annealed")
+BOTTLENECK = ("linear", "dist -12", "cosine", "mixture")
+NUM_PROBED, NUM_HELD_OUT = 64, 64  # states, and rows of CONTEXT + 1 tokens
 SPHERE = {"name": "dist", "h_exp": -12.0}
 EUCLID = {"name": "dist", "h_exp": -12.0, "unit_sphere": False}
 
@@ -114,7 +124,7 @@ def run_once(
         head.renormalize_()
         if (step + 1) % PROBE_EVERY == 0 or step + 1 == num_steps:
             curve.append({"step": step + 1, **_probe(body, head, held_out)})
-    return {"arm": arm, "rate": rate, "seed": seed, "curve": curve, **_losses(body, head, held_out)}
+    return {"curve": curve, **_losses(body, head, held_out)}
 
 
 def _states(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,10 +147,46 @@ def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
     (fitted, fitted_labels), (tested, labels) = [(head(x), y) for x, y in parts]
     factor = fit_inverse_temperature(fitted, fitted_labels)
     return {
+        "validation_loss": F.cross_entropy(factor * fitted, fitted_labels).item(),
         "loss": F.cross_entropy(tested, labels).item(),
         "best_loss": F.cross_entropy(factor * tested, labels).item(),
         "inverse_temperature": factor,
     }
+
+
+def run_arms(
+    store: Store, folder: Path, arms: Sequence[str], num_seeds: int, num_steps: int = NUM_STEPS
+) -> dict[str, float]:
+    """Train arms, as far as the time goes, and return their learning rates.
+
+    A rate is the best on the first half of the held-out rows, with a seed of its own.
+    """
+    train, held_out = read_rows(folder)
+    rates: dict[str, float] = {}
+    for arm in arms:
+        owner = ARMS[arm].rate_of or arm
+        found = [
+            (run["validation_loss"], run["rate"])
+            for factor in FACTORS
+            if (
+                run := _kept(
+                    store, owner, factor * LEARNING_RATE, TUNING_SEED, train, held_out, num_steps
+                )
+            )
+        ]
+        if len(found) == len(FACTORS):
+            rates[arm] = min(found)[1]
+    for seed in range(num_seeds):
+        for arm, rate in rates.items():
+            _kept(store, arm, rate, seed, train, held_out, num_steps)
+    return rates
+
+
+def _kept(
+    store: Store, arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int
+) -> dict[str, Any] | None:
+    key = {"arm": arm, "rate": rate, "seed": seed}
+    return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
 
 
 def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
@@ -159,3 +205,43 @@ def needed_cosine(h_exp: float, vocab_size: int, probability: float) -> float:
     """
     odds = (vocab_size - 1) * probability / (1 - probability)
     return 1 - math.exp(math.log(odds) / h_exp)
+
+
+def ceiling() -> list[list[float]]:
+    """Return rows of h_exp, V, and the cosines needed for a probability of 0.5 and 0.9."""
+    return [
+        [h_exp, size, *(needed_cosine(h_exp, size, probability) for probability in (0.5, 0.9))]
+        for h_exp in (-4.0, -12.0, -24.0)
+        for size in (2_003, 30_522)
+    ]
+
+
+def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the intervals of every arm over its seeds.
+
+    Returns:
+        `loss` and `best_loss`; `behind`, nats of `best_loss` behind the linear head, or behind the
+        arm whose learning rate this one has; and for the arms of the bottleneck the ratios of share
+        and alignment to those of the linear head at the highest final loss of that seed.
+    """
+    rows = []
+    for arm, found in runs.items():
+        row: dict[str, Any] = {"arm": arm}
+        row |= {key: t_interval([run[key] for run in found]) for key in ("loss", "best_loss")}
+        rival = ARMS[arm].rate_of or ("linear" if arm != "linear" else "")
+        if rival in runs:
+            pairs = zip(found, runs[rival], strict=True)
+            row["behind"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
+        if arm in BOTTLENECK and all(one in runs for one in BOTTLENECK):
+            row |= {f"{key}_ratio": _ratios(runs, arm, key) for key in ("share", "alignment")}
+        rows.append(row)
+    return rows
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]], arm: str, key: str) -> dict[str, Any]:
+    ratios = []
+    for seed, run in enumerate(runs[arm]):
+        level = max(runs[one][seed]["curve"][-1]["loss"] for one in BOTTLENECK)
+        linear = at_loss(runs["linear"][seed]["curve"], key, level)
+        ratios.append(at_loss(run["curve"], key, level) / linear)
+    return t_interval(ratios)
