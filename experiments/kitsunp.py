@@ -31,7 +31,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
-    rounds, vocab_size, steps = (3, 500, 3) if options.quick else (30, 30_522, 4_000)
+    rounds, vocab_size, steps = (3, 500, 3) if options.quick else (10, 30_522, 2_000)
     rows = [
         overhead(rounds, vocab_size),
         memory(256 if options.quick else 2_000),

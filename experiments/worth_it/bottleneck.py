@@ -76,7 +76,7 @@ def synthetic_row(
         return norm * F.normalize(signal * weight[labels] + (1 - signal) * noise, dim=-1)
 
     low, high = 0.0, 1.0
-    for _ in range(40):
+    for _ in range(25):
         middle = (low + high) / 2
         with torch.no_grad():
             reached = head.nll(states(middle), labels).mean().item()
