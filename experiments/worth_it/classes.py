@@ -1,11 +1,11 @@
 """Part 1: heads over classes with few or many examples, right or wrong labels."""
 
 import copy
+import functools
 import logging
 import math
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,7 +331,8 @@ def measure(
         factor: On the logits.
     """
     unit, stored = F.normalize(features, dim=-1), F.normalize(bank[0], dim=-1)
-    means = F.normalize(class_means(*bank, int(labels.max()) + 1, unit=True), dim=-1)
+    num_classes = int(max(labels.max(), bank[1].max())) + 1
+    means = F.normalize(class_means(*bank, num_classes, unit=True), dim=-1)
     by_mean = (unit @ means.T).max(-1)
     nearest = [(part @ stored.T).max(-1) for part in unit.split(1024)]
     guesses = {"class mean": by_mean.indices}
@@ -379,7 +380,7 @@ def run_once(
 
 def kept_run(
     store: Store,
-    task: tuple[Parts, nn.Module],
+    load: Callable[[], tuple[Parts, nn.Module]],
     cell: Cell,
     regime: Regime,
     arm: str,
@@ -388,16 +389,16 @@ def kept_run(
 ) -> dict[str, Any] | None:
     """Return a run, trained if it was not; None if the time is over."""
     key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate, "seed": seed}
-    return store.get(lambda: run_once(*task, cell, regime, arm, rate, seed), **key)
+    return store.get(lambda: run_once(*load(), cell, regime, arm, rate, seed), **key)
 
 
 def choose_rate(
-    store: Store, task: tuple[Parts, nn.Module], cell: Cell, regime: Regime, arm: str
+    store: Store, load: Callable[[], tuple[Parts, nn.Module]], cell: Cell, regime: Regime, arm: str
 ) -> float | None:
     """Return an arm's learning rate by validation accuracy, ties by loss; None without the runs."""
     factors = FACTORS if ARMS[arm] is not None else (1,)
     rates = [factor * regime.learning_rate for factor in factors]
-    runs = [kept_run(store, task, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
+    runs = [kept_run(store, load, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
     found = [run["validation"] for run in runs if run is not None]
     if len(found) < len(rates):
         return None
@@ -426,9 +427,7 @@ def run_cells(
     """
     rates: dict[str, dict[str, float]] = {}
     for task in dict.fromkeys(cell.task for cell in cells):
-        if time.monotonic() > store.deadline:
-            break
-        loaded = load_parts(data, task, store.path.parent, base)
+        load = functools.cache(functools.partial(load_parts, data, task, store.path.parent, base))
         stages = [(Cell(task, 0, 0.0), cell, tuple(ARMS)) for cell in cells if cell.task == task]
         if regime.name == "head" and task == NOISY.task:
             at_noise = [(NOISY, cell, tuple(ARMS)) for cell in (PRIMARY, NOISY)]
@@ -444,11 +443,11 @@ def run_cells(
         for tuned, cell, arms in stages:
             found = rates.setdefault(cell_name(tuned), {})
             for arm in arms:
-                rate = choose_rate(store, loaded, tuned, regime, arm) if arm not in found else None
+                rate = choose_rate(store, load, tuned, regime, arm) if arm not in found else None
                 found |= {} if rate is None else {arm: rate}
             for seed in range(num_seeds):
                 for arm in (arm for arm in arms if arm in found):
-                    kept_run(store, loaded, cell, regime, arm, found[arm], seed)
+                    kept_run(store, load, cell, regime, arm, found[arm], seed)
     return rates
 
 
