@@ -17,6 +17,8 @@ def read(folder, name):
 
 def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+    few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen")}
+    monkeypatch.setattr(classes, "ARMS", few)
     folder, generator = tmp_path / "probing", random.Random(0)
     folder.mkdir()
     for split, count in (("train", 10), ("test", 3)):
@@ -42,11 +44,11 @@ def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, mo
 
 def test_the_bottleneck_is_probed_at_every_width_and_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(bottleneck, "NUM_STATES", 2)
-    monkeypatch.setattr(bottleneck, "WIDTHS", (8, 16))
+    monkeypatch.setattr(bottleneck, "WIDTHS", (8,))
     arguments = ["worth_it", str(tmp_path), "--part", "bottleneck", "--quick"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     rows = read(tmp_path, "bottleneck")["rows"]
-    assert len(rows) == 2 * 2 * len(bottleneck.HEADS)
+    assert len(rows) == 2 * len(bottleneck.HEADS)
     assert all(0 < row["share"]["mean"] <= 1 for row in rows)
     assert imread(tmp_path / "quick_bottleneck.png").shape[1] > 800
 
