@@ -12,6 +12,7 @@ from experiments import (
     family,
     figures,
     geometry_note,
+    kitsunp,
     multi_head_modular_addition,
     multi_head_toy,
 )
@@ -25,6 +26,13 @@ def harmonic_loss(name: str, arguments: Sequence[str]) -> None:
     run_figure(name, arguments)
 
 
+def worth_it(name: str, arguments: Sequence[str]) -> None:
+    """Run a part of the deciding experiments, which load an encoder."""
+    from experiments.worth_it.command import main as run_part
+
+    run_part(name, arguments)
+
+
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,
     "causal_family": family.main,
@@ -34,6 +42,8 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "multi_head_toy": multi_head_toy.main,
     "multi_head_modular_addition": multi_head_modular_addition.main,
     "harmonic_loss": harmonic_loss,
+    "worth_it": worth_it,
+    "kitsunp": kitsunp.main,
     "draw": figures.main,
 }
 

@@ -1,0 +1,186 @@
+"""The command `python -m experiments worth_it`."""
+
+import argparse
+import logging
+import math
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from experiments.evidence import holm, show_interval, t_interval
+from experiments.worth_it import bottleneck, classes, language
+from experiments.worth_it.draw import draw_bottleneck, draw_classes
+from experiments.worth_it.store import Store
+from harmonic_sft.results import environment, show_table, write_results
+
+logger = logging.getLogger(__name__)
+RATIO = 1.15  # of the share of the gradient, below which the claim counts as negative
+QUICK_STEPS = 3
+
+
+def main(name: str, arguments: Sequence[str]) -> None:
+    """Run a part of the protocol in experiments/worth_it/README.md, or tabulate what was run.
+
+    Raises:
+        ValueError: No seed.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
+    parser.add_argument("data", type=Path, help="a folder with probing/, text/ and tokenizer/")
+    parser.add_argument("--part", required=True, choices=["classes", "bottleneck", "language"])
+    parser.add_argument(
+        "--regime", choices=list(classes.REGIMES), default="block", help="of classes"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="no run starts after; 0: tabulate"
+    )
+    parser.add_argument("--quick", action="store_true", help="one cell, two seeds, three steps")
+    parser.add_argument("--base", default=classes.ENCODER, help="the encoder of classes, a BERT")
+    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
+    options = parser.parse_args(arguments)
+    options.seeds = 2 if options.quick else options.seeds
+    if options.seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
+    options.prefix = "quick_" if options.quick else ""
+    options.deadline = time.monotonic() + 60 * options.minutes
+    parts = {"classes": _classes, "bottleneck": _bottleneck, "language": _language}
+    parts[options.part](options)
+
+
+def _write(options: argparse.Namespace, name: str, payload: dict[str, Any]) -> Path:
+    payload = {
+        "part": options.part,
+        "seeds": options.seeds,
+        **payload,
+        "environment": environment(),
+    }
+    path = write_results(options.output, f"{options.prefix}{name}", payload)
+    logger.info("Results: %s", path)
+    return path
+
+
+def _classes(options: argparse.Namespace) -> None:
+    regime, cells = classes.REGIMES[options.regime], classes.CELLS[options.regime]
+    if options.quick:
+        regime, cells = regime._replace(num_steps=QUICK_STEPS), cells[:1]
+    store = Store(
+        options.output / f"{options.prefix}classes.jsonl", classes.KEYS, deadline=options.deadline
+    )
+    data = options.data / "probing"
+    rates = classes.run_cells(store, data, regime, cells, options.seeds, options.base)
+    rows = classes.summarize(store, regime, rates, options.seeds)
+    noise = classes.noise_cost(rows)
+    for cell, tuned in dict.fromkeys((row["cell"], row["rates_of"]) for row in rows):
+        same = [row for row in rows if (row["cell"], row["rates_of"]) == (cell, tuned)]
+        show_table(
+            f"{regime.name}: {cell}; learning rates of {tuned}",
+            COLUMNS,
+            [_line(row) for row in same],
+        )
+    lines = [
+        (
+            row["rates_of"],
+            row["arm"],
+            *(show_interval(row[k], scale=100) for k in LOST),
+            row["verdict"],
+        )
+        for row in noise
+    ]
+    show_table("Points lost to 40 % wrong labels", ["rates of", "arm", *LOST, "verdict"], lines)
+    payload = {"regime": regime._asdict(), "rates": rates, "rows": rows, "noise": noise}
+    path = _write(options, f"classes_{regime.name}", {**payload, "runs": list(store.rows.values())})
+    if rows:
+        logger.info("Picture: %s", draw_classes(payload, path.with_suffix(".png")))
+
+
+COLUMNS = ["arm", "rate", "class by", "accuracy, %", "gain, points", "", "Holm"]
+COLUMNS += ["scope by", "AUROC", "gain", "", "ECE, %", "loss, nats"]
+LOST = ("lost", "linear_lost", "more")
+
+
+def _line(row: dict[str, Any]) -> list[Any]:
+    return [
+        row["arm"],
+        f"{row['rate']:g}{' (edge)' if row['edge'] else ''}",
+        row["class_by"],
+        show_interval(row["accuracy"], scale=100),
+        show_interval(row["gain"], scale=100),
+        row["gain_verdict"],
+        {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
+        row["scope_by"],
+        show_interval(row["auroc"], digits=3),
+        show_interval(row["auroc_gain"], digits=3),
+        row["auroc_gain_verdict"],
+        show_interval(row["ece"], scale=100) if "ece" in row else None,
+        show_interval(row["loss"], digits=3) if "loss" in row else None,
+    ]
+
+
+def _bottleneck(options: argparse.Namespace) -> None:
+    store = Store(
+        options.output / f"{options.prefix}bottleneck.jsonl",
+        ("head", "width", "target", "seed"),
+        deadline=options.deadline,
+    )
+    num_classes = 64 if options.quick else bottleneck.NUM_CLASSES
+    rows, lines = [], []
+    settings = product(bottleneck.WIDTHS, bottleneck.LOSSES, bottleneck.HEADS)
+    for width, target, head in settings:
+        runs = [
+            run
+            for seed in range(options.seeds)
+            if (run := bottleneck.kept_row(store, head, width, target, seed, num_classes))
+        ]
+        if len(runs) < options.seeds:
+            continue
+        found = {
+            key: t_interval([run[key] for run in runs]) for key in ("loss", "share", "alignment")
+        }
+        rows.append({"head": head, "width": width, "target": target, **found})
+        lines.append(
+            [head, width, target, *(show_interval(one, digits=3) for one in found.values())]
+        )
+    columns = ["head", "D", "target, nats", "loss, nats", "share", "alignment"]
+    show_table(f"V {num_classes:,}: what reaches the body", columns, lines)
+    path = _write(options, "bottleneck", {"num_classes": num_classes, "rows": rows})
+    if rows:
+        logger.info("Picture: %s", draw_bottleneck({"rows": rows}, path.with_suffix(".png")))
+
+
+def _language(options: argparse.Namespace) -> None:
+    store = Store(
+        options.output / f"{options.prefix}language.jsonl", language.KEYS, deadline=options.deadline
+    )
+    num_steps = QUICK_STEPS if options.quick else language.NUM_STEPS
+    rates = language.run_arms(store, options.data, tuple(language.ARMS), options.seeds, num_steps)
+    runs = {
+        arm: [
+            run
+            for seed in range(options.seeds)
+            if (run := store.rows.get((arm, rate, seed))) is not None
+        ]
+        for arm, rate in rates.items()
+    }
+    found = {arm: rows for arm, rows in runs.items() if len(rows) == options.seeds}
+    rows, ceiling = language.compare(found), language.ceiling()
+    others = [row for row in rows if row["arm"] in language.ANNEALING]
+    for row, rejected in zip(others, holm([row["behind"]["p"] for row in others]), strict=True):
+        row["rejected"] = rejected
+    lines = [
+        [
+            row["arm"],
+            show_interval(row["loss"], digits=3),
+            show_interval(row["best_loss"], digits=3),
+            *(show_interval(row[key], digits=3) if key in row else None for key in MEASURED),
+        ]
+        for row in rows
+    ]
+    columns = ["arm", "loss, nats", "at the best exponent", "behind its rival", "share / linear"]
+    show_table(f"{num_steps} steps, {options.seeds} seeds", [*columns, "alignment / linear"], lines)
+    show_table("Cosine that a token needs", ["h_exp", "V", "p 0.5", "p 0.9"], ceiling)
+    _write(options, "language", {"rates": rates, "rows": rows, "ceiling": ceiling})
+
+
+MEASURED = ("behind", "share_ratio", "alignment_ratio")

@@ -1,0 +1,64 @@
+"""Pictures of what the parts found; no model is needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
+    """Draw the gains over the best linear read-out, a panel a cell, and the margin."""
+    rows = [row for row in payload["rows"] if row["arm"] != "linear"]
+    cells = list(dict.fromkeys((row["cell"], row["rates_of"]) for row in rows))
+    figure = new_figure(width=9.0, height=1.2 + 2.3 * len(cells))
+    panels = figure.subplots(len(cells), 2, squeeze=False)
+    for (cell, tuned), line in zip(cells, panels, strict=True):
+        same = [row for row in rows if (row["cell"], row["rates_of"]) == (cell, tuned)]
+        note = (
+            ""
+            if cell == tuned or not cell.startswith(tuned.split(",")[0])
+            else f" (rates: {tuned})"
+        )
+        for axes, key, scale in zip(line, ("gain", "auroc_gain"), (100, 1), strict=True):
+            _draw_gains(axes, [row["arm"] for row in same], [row[key] for row in same], scale)
+        line[0].set_title(f"{cell}{note}", loc="left", fontsize="medium")
+        line[0].set_xlabel("accuracy: points over the best linear read-out")
+        line[1].set_xlabel("out-of-scope AUROC over the best linear read-out")
+    return save_figure(figure, out_png, grid="x")
+
+
+def _draw_gains(axes: "Axes", names: list[str], gains: list[dict[str, Any]], scale: float) -> None:
+    """Draw means with intervals, a line at no gain and a dashed one at the margin of 0.01."""
+    for place, gain in enumerate(gains):
+        mean = scale * gain["mean"]
+        low = mean if gain["low"] is None else scale * gain["low"]
+        axes.errorbar(mean, place, xerr=mean - low, fmt="o", color=CURRENT, markersize=5, capsize=3)
+    axes.axvline(0, color=REFERENCE, linewidth=1)
+    axes.axvline(0.01 * scale, color=POST_HOC, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+
+
+def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
+    """Draw share and alignment of every head, a panel a width."""
+    rows = payload["rows"]
+    widths = sorted({row["width"] for row in rows})
+    figure = new_figure(width=9.0, height=3.2)
+    panels = figure.subplots(1, 2 * len(widths), sharey=True, squeeze=False)[0]
+    heads = list(dict.fromkeys(row["head"] for row in rows))
+    pairs = [(width, key) for key in ("share", "alignment") for width in widths]
+    for axes, (width, key) in zip(panels, pairs, strict=True):
+        for target, color in ((4.0, CURRENT), (2.0, POST_HOC)):
+            same = [row for row in rows if (row["width"], row["target"]) == (width, target)]
+            places = [heads.index(row["head"]) for row in same]
+            means = [row[key]["mean"] for row in same]
+            axes.plot(means, places, "o", color=color, label=f"{target:g} nats")
+        axes.set_yticks(range(len(heads)), heads)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"{key}, D {width}")
+    panels[0].invert_yaxis()
+    panels[0].legend(fontsize="small")
+    return save_figure(figure, out_png, grid="x")

@@ -1,0 +1,247 @@
+"""Parts 3 and 4: a tiny language model under several heads and schedules of h_exp."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model
+
+from experiments.evidence import t_interval
+from experiments.worth_it.bottleneck import probe
+from experiments.worth_it.classes import (
+    FACTORS,
+    TUNING_SEED,
+    fit_inverse_temperature,
+    rate_factor,
+)
+from experiments.worth_it.store import Store
+from harmonic_sft.models import Head, build_head
+
+CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
+LEARNING_RATE = 3e-3
+KEYS = ("arm", "rate", "seed")
+ANNEALING = ("annealed", "annealed early", "there and back", "euclid annealed")
+BOTTLENECK = ("linear", "dist -12", "cosine", "mixture")
+NUM_PROBED, NUM_HELD_OUT = 64, 64  # states, and rows of CONTEXT + 1 tokens
+SPHERE = {"name": "dist", "h_exp": -12.0}
+EUCLID = {"name": "dist", "h_exp": -12.0, "unit_sphere": False}
+
+
+class Arm(NamedTuple):
+    """A head, and its exponent by the share of the run that is done; None: as it is.
+
+    Attributes:
+        settings: Of the head.
+        h_exp: From 0 to 1 to the exponent.
+        rate_of: The arm whose learning rate this one takes; empty: its own.
+    """
+
+    settings: dict[str, Any]
+    h_exp: Callable[[float], float] | None = None
+    rate_of: str = ""
+
+
+ARMS = {
+    "linear": Arm({"name": "linear", "bias": False}),
+    "dist -12": Arm(SPHERE),
+    "cosine": Arm({"name": "cosine", "scale": 20.0, "learn_scale": True}),
+    "mixture": Arm(
+        {"name": "multi_head", "num_heads": 4, "inner": {"name": "linear", "bias": False}}
+    ),
+    "annealed": Arm(SPHERE, lambda done: -12 + 8 * done, "dist -12"),
+    "annealed early": Arm(SPHERE, lambda done: -12 + 8 * min(1.0, 2 * done), "dist -12"),
+    "there and back": Arm(SPHERE, lambda done: -4 - 8 * abs(2 * done - 1), "dist -12"),
+    "euclid": Arm(EUCLID),
+    "euclid annealed": Arm(EUCLID, lambda done: -12 + 8 * done, "euclid"),
+}
+
+
+def read_rows(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return training tokens `[T]` and held-out rows `[N, CONTEXT + 1]` of Wikipedia text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tiny_bpe_tokenizer.json"))
+
+    def tokens(name: str) -> Tensor:
+        text = (folder / "text" / name).read_text()
+        return torch.tensor(tokenizer.encode(text).ids)
+
+    test = tokens("wikitext2_test.txt")
+    rows = test[: len(test) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    held_out = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    train = torch.cat([tokens("wiki_articles.txt"), tokens("wikitext2_valid.txt")])
+    return train, held_out[: 2 * NUM_HELD_OUT]
+
+
+def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
+    """Return a GPT-2 of two blocks and its head, drawn from a seed."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=CONTEXT,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    head = build_head(ARMS[arm].settings, hidden_size=WIDTH, vocab_size=vocab_size)
+    return GPT2Model(config), head
+
+
+def run_once(
+    arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int = NUM_STEPS
+) -> dict[str, Any]:
+    """Train one arm and probe it on the way.
+
+    Returns:
+        `curve`, a list of `step` and what `probe` returns; `loss` on the second half of the
+        held-out rows, and `best_loss`, at the exponent or temperature fitted on the first half.
+    """
+    vocab_size = int(max(train.max(), held_out.max())) + 1
+    body, head = build(arm, seed, vocab_size)
+    trained = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    schedule = ARMS[arm].h_exp
+    curve = []
+    for step in range(num_steps):
+        starts = torch.randint(len(train) - CONTEXT, (ROWS,), generator=generator)
+        rows = train[starts[:, None] + torch.arange(CONTEXT + 1)]
+        if schedule is not None:
+            head.h_exp = schedule(step / max(1, num_steps - 1))
+        optimizer.param_groups[0]["lr"] = rate * rate_factor(step, num_steps)
+        loss = head.nll(*_states(body, rows)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        head.renormalize_()
+        if (step + 1) % PROBE_EVERY == 0 or step + 1 == num_steps:
+            curve.append({"step": step + 1, **_probe(body, head, held_out)})
+    return {"curve": curve, **_losses(body, head, held_out)}
+
+
+def _states(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states `[N, D]` and the next tokens `[N]` of rows `[B, T + 1]`."""
+    states = body(rows[:, :-1]).last_hidden_state
+    return states.flatten(0, 1), rows[:, 1:].flatten()
+
+
+@torch.no_grad()
+def _probe(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
+    states, labels = _states(body, held_out[:NUM_PROBED])
+    last = slice(CONTEXT - 1, None, CONTEXT)
+    found = probe(head, states[last], labels[last])
+    return {**found, "loss": head.nll(states, labels).mean().item()}
+
+
+@torch.no_grad()
+def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
+    parts = [_states(body, rows) for rows in held_out.chunk(2)]
+    (fitted, fitted_labels), (tested, labels) = [(head(x), y) for x, y in parts]
+    factor = fit_inverse_temperature(fitted, fitted_labels)
+    return {
+        "validation_loss": F.cross_entropy(factor * fitted, fitted_labels).item(),
+        "loss": F.cross_entropy(tested, labels).item(),
+        "best_loss": F.cross_entropy(factor * tested, labels).item(),
+        "inverse_temperature": factor,
+    }
+
+
+def run_arms(
+    store: Store, folder: Path, arms: Sequence[str], num_seeds: int, num_steps: int = NUM_STEPS
+) -> dict[str, float]:
+    """Train arms, as far as the time goes, and return their learning rates.
+
+    A rate is the best on the first half of the held-out rows, with a seed of its own.
+    """
+    train, held_out = read_rows(folder)
+    rates: dict[str, float] = {}
+    for arm in arms:
+        owner = ARMS[arm].rate_of or arm
+        found = [
+            (run["validation_loss"], run["rate"])
+            for factor in FACTORS
+            if (
+                run := _kept(
+                    store, owner, factor * LEARNING_RATE, TUNING_SEED, train, held_out, num_steps
+                )
+            )
+        ]
+        if len(found) == len(FACTORS):
+            rates[arm] = min(found)[1]
+    for seed in range(num_seeds):
+        for arm, rate in rates.items():
+            _kept(store, arm, rate, seed, train, held_out, num_steps)
+    return rates
+
+
+def _kept(
+    store: Store, arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int
+) -> dict[str, Any] | None:
+    key = {"arm": arm, "rate": rate, "seed": seed}
+    return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
+
+
+def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
+    """Return a quantity where a falling loss curve reaches a level, between two measurements."""
+    for one, two in pairwise(curve):
+        if two["loss"] <= loss <= one["loss"]:
+            part = (one["loss"] - loss) / max(one["loss"] - two["loss"], 1e-12)
+            return one[key] + part * (two[key] - one[key])
+    return curve[-1][key]
+
+
+def needed_cosine(h_exp: float, vocab_size: int, probability: float) -> float:
+    """Return the cosine that a token needs on the sphere, all others at a right angle.
+
+    (d ** 2 / 2) ** h_exp = (V - 1) * p / (1 - p), with d ** 2 = 2 - 2 cos.
+    """
+    odds = (vocab_size - 1) * probability / (1 - probability)
+    return 1 - math.exp(math.log(odds) / h_exp)
+
+
+def ceiling() -> list[list[float]]:
+    """Return rows of h_exp, V, and the cosines needed for a probability of 0.5 and 0.9."""
+    return [
+        [h_exp, size, *(needed_cosine(h_exp, size, probability) for probability in (0.5, 0.9))]
+        for h_exp in (-4.0, -12.0, -24.0)
+        for size in (2_003, 30_522)
+    ]
+
+
+def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the intervals of every arm over its seeds.
+
+    Returns:
+        `loss` and `best_loss`; `behind`, nats of `best_loss` behind the linear head, or behind the
+        arm whose learning rate this one has; and for the arms of the bottleneck the ratios of share
+        and alignment to those of the linear head at the highest final loss of that seed.
+    """
+    rows = []
+    for arm, found in runs.items():
+        row: dict[str, Any] = {"arm": arm}
+        row |= {key: t_interval([run[key] for run in found]) for key in ("loss", "best_loss")}
+        rival = ARMS[arm].rate_of or ("linear" if arm != "linear" else "")
+        if rival in runs:
+            pairs = zip(found, runs[rival], strict=True)
+            row["behind"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
+        if arm in BOTTLENECK and all(one in runs for one in BOTTLENECK):
+            row |= {f"{key}_ratio": _ratios(runs, arm, key) for key in ("share", "alignment")}
+        rows.append(row)
+    return rows
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]], arm: str, key: str) -> dict[str, Any]:
+    ratios = []
+    for seed, run in enumerate(runs[arm]):
+        level = max(runs[one][seed]["curve"][-1]["loss"] for one in BOTTLENECK)
+        linear = at_loss(runs["linear"][seed]["curve"], key, level)
+        ratios.append(at_loss(run["curve"], key, level) / linear)
+    return t_interval(ratios)

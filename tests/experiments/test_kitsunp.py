@@ -1,0 +1,35 @@
+"""The claims run small, and two of them have known answers."""
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.kitsunp import bfloat16, scale_invariance
+from harmonic_sft.results import read_results
+
+
+def test_five_claims_have_a_row_each(tmp_path, capsys):
+    arguments = ["kitsunp", "--quick", "--seeds", "2", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    rows = read_results(tmp_path / "kitsunp.json")["rows"]
+    assert len(rows) == 5
+    assert all(isinstance(row["holds"], bool) for row in rows)
+    assert all(len(one["values"]) == 2 for one in rows[3]["growth"].values())
+    assert rows[1]["slopes"] == pytest.approx([1, 1], abs=0.2)
+    assert "scale invariance" in capsys.readouterr().out
+
+
+def test_the_scale_matters_off_the_sphere_only():
+    changes = scale_invariance()["changes"]
+    assert changes["on the sphere"] < 1e-4 < changes["off the sphere"]
+
+
+def test_distances_in_bfloat16_get_worse_with_the_width():
+    errors = {
+        (row["width"], row["distance"]): row["median_log_error"] for row in bfloat16()["rows"]
+    }
+    assert errors[64, 10.0] < errors[64, 1.0] < errors[768, 1.0]
+
+
+def test_no_seed_is_refused(capsys):
+    assert main(["kitsunp", "--seeds", "0"]) == 1
+    assert "seeds: expected at least 1, got 0" in capsys.readouterr().err

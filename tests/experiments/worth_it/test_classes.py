@@ -1,0 +1,205 @@
+"""Rows, wrong labels, read-outs and verdicts against plain computations; three steps of all."""
+
+import math
+import random
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from transformers import AutoModel, AutoTokenizer
+
+from experiments.worth_it import classes
+from experiments.worth_it.classes import (
+    ARMS,
+    NOISY,
+    PRIMARY,
+    REGIMES,
+    Cell,
+    batches,
+    calibration_error,
+    draw_rows,
+    encode,
+    encode_all,
+    fit_inverse_temperature,
+    load_parts,
+    measure,
+    noise_cost,
+    read_parts,
+    run_once,
+    verdict,
+)
+
+
+@pytest.fixture(scope="module")
+def probing(tmp_path_factory):
+    """Both data sets in miniature: 23 intents, 20 of which are out of scope."""
+    folder = tmp_path_factory.mktemp("probing")
+    generator = random.Random(0)
+    words = ["aa", "ab", "ba", "bc", "ca", "da", "db", "zz"]
+
+    def text():
+        return " ".join(generator.choices(words, k=generator.randint(2, 9)))
+
+    for split, count in (("train", 12), ("test", 3)):
+        rows = [f"{text()},intent{i:02d}" for i in range(23) for _ in range(count)]
+        (folder / f"banking77_{split}.csv").write_text("\n".join(["text,category", *rows]))
+    for split, count in (("train", 30), ("dev", 8)):
+        rows = [f"{text()} aa\t{i % 2}" for i in range(count)]
+        (folder / f"sst2_{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(probing, tiny_base, tmp_path_factory):
+    """The parts of the miniature and the last block of the tiny encoder."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+    found = load_parts(probing, "banking77", tmp_path_factory.mktemp("states"), str(tiny_base))
+    patch.undo()
+    return found
+
+
+@pytest.mark.parametrize("name", ["banking77", "sst2"])
+def test_no_part_shares_rows_and_the_unknown_are_marked(probing, monkeypatch, name):
+    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+    parts = read_parts(probing, name)
+    texts = {part: {text for text, _ in rows} for part, rows in parts.items()}
+    assert not texts["train"] & texts["test"]
+    assert all(label >= 0 for _, label in parts["train"])
+    for part in ("validation", "test"):
+        known = {label for _, label in parts[part] if label >= 0}
+        assert known <= set(range(3 if name == "banking77" else 2))
+        assert any(label == -1 for _, label in parts[part])
+    assert sum(label >= 0 for _, label in parts["validation"]) == 6
+
+
+def test_the_copied_block_continues_from_the_frozen_ones(task, probing, tiny_base, monkeypatch):
+    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+    parts, block = task
+    rows = parts["test"]
+    chosen = torch.tensor([3, 0, 5])
+    torch.testing.assert_close(encode(block, rows, chosen), rows.pooled[chosen])
+    torch.testing.assert_close(encode_all(block, rows, chosen), rows.pooled[chosen])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    text, _ = read_parts(probing, "banking77")["test"][3]
+    with torch.no_grad():
+        model = AutoModel.from_pretrained(tiny_base).eval()
+        alone = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(rows.pooled[3], alone)
+
+
+def test_a_seed_draws_the_same_rows_with_their_share_of_wrong_labels():
+    labels = torch.arange(4).repeat(500)
+    rows, clean = draw_rows(labels, Cell("banking77", 0, 0.0), 3)
+    again, noisy = draw_rows(labels, Cell("banking77", 0, 0.3), 3)
+    assert torch.equal(rows, again)
+    assert torch.equal(clean, labels[rows])
+    assert (noisy != clean).double().mean().item() == pytest.approx(0.3, abs=0.04)
+    few, given = draw_rows(labels, Cell("banking77", 5, 0.0), 3)
+    assert given.bincount().tolist() == [5, 5, 5, 5]
+    assert len(set(few.tolist())) == 20
+
+
+def test_every_row_stands_in_a_batch_before_one_comes_again():
+    lengths = torch.randint(3, 30, (50,))
+    regime = REGIMES["head"]._replace(num_steps=9, batch_rows=10)
+    found = torch.cat(batches(lengths, regime, 0)[:5])
+    assert sorted(found.tolist()) == list(range(50))
+    assert len(batches(lengths, regime, 0)) == 9
+
+
+def test_the_fitted_temperature_has_the_lowest_loss():
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(200, 4, generator=generator)
+    labels = torch.distributions.Categorical(logits=0.3 * logits).sample()
+    factor = fit_inverse_temperature(logits, labels)
+    losses = {
+        one: torch.nn.functional.cross_entropy(one * logits, labels).item()
+        for one in (0.98 * factor, factor, 1.02 * factor)
+    }
+    assert min(losses, key=losses.get) == factor
+
+
+def test_the_calibration_error_is_that_of_a_loop_over_bins():
+    probs = torch.rand(300, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    probs = (8 * probs).softmax(-1)
+    labels = torch.arange(300) % 5
+    expected = 0.0
+    for low in range(15):
+        inside = [row for row in range(300) if low / 15 <= probs[row].max().item() < (low + 1) / 15]
+        if inside:
+            right = sum(probs[row].argmax().item() == labels[row].item() for row in inside)
+            sure = sum(probs[row].max().item() for row in inside)
+            expected += abs(right - sure) / 300
+    assert calibration_error(probs, labels) == pytest.approx(expected, abs=1e-6)
+
+
+def test_read_outs_of_the_frozen_encoder_are_class_means_and_neighbors():
+    generator = torch.Generator().manual_seed(0)
+    bank, bank_labels = torch.randn(30, 6, generator=generator), torch.arange(30) % 3
+    features = torch.randn(20, 6, generator=generator)
+    labels = torch.tensor([0, 1, 2, -1] * 5)
+    found = measure(None, features, labels, (bank, bank_labels), 1.0)
+    right, nearest = 0, []
+    for feature, label in zip(features, labels, strict=True):
+        cosines = [(feature @ row / feature.norm() / row.norm()).item() for row in bank]
+        nearest.append(max(cosines))
+        right += label >= 0 and bank_labels[cosines.index(max(cosines))] == label
+    assert found["accuracy"]["nearest"] == pytest.approx(int(right) / 15)
+    expected = roc_auc_score((labels >= 0).numpy(), nearest)
+    assert found["auroc"]["nearest"] == pytest.approx(expected)
+    assert "loss" not in found
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("name", REGIMES)
+def test_three_steps_of_every_arm(task, arm, name):
+    regime = REGIMES[name]._replace(num_steps=3)
+    found = run_once(*task, PRIMARY, regime, arm, 1e-3, 0)
+    again = run_once(*task, PRIMARY, regime, arm, 1e-3, 0)
+    assert found == again
+    assert min(found["test"]["accuracy"].values()) >= 0
+    assert ("head" in found["test"]["accuracy"]) == (arm != "frozen")
+
+
+def test_the_tuning_seed_never_sees_the_test_part(task):
+    regime = REGIMES["head"]._replace(num_steps=1)
+    assert "test" not in run_once(*task, PRIMARY, regime, "linear", 1e-3, classes.TUNING_SEED)
+
+
+@pytest.mark.parametrize(
+    ("low", "mean", "high", "word"),
+    [
+        (0.002, 0.02, 0.04, "worth it"),
+        (-0.002, 0.02, 0.04, "undecided"),
+        (-0.01, 0.0, 0.009, "not worth it"),
+        (0.001, 0.005, 0.009, "not worth it"),
+        (0.001, 0.008, 0.015, "undecided"),
+        (None, 0.5, None, "undecided"),
+    ],
+)
+def test_the_words_are_those_of_the_protocol(low, mean, high, word):
+    assert verdict({"low": low, "mean": mean, "high": high}, 0.01) == word
+
+
+def test_the_cost_of_noise_is_a_difference_of_differences():
+    accuracies = {
+        (PRIMARY, "linear"): [0.9, 0.91],
+        (NOISY, "linear"): [0.8, 0.81],
+        (PRIMARY, "dist -12"): [0.9, 0.9],
+        (NOISY, "dist -12"): [0.7, 0.71],
+    }
+    rows = [
+        {
+            "cell": classes.cell_name(cell),
+            "rates_of": "one",
+            "arm": arm,
+            "own": {"values": values},
+        }
+        for (cell, arm), values in accuracies.items()
+    ]
+    (found,) = noise_cost(rows)
+    assert found["more"]["values"] == pytest.approx([0.1, 0.09])
+    assert found["linear_lost"]["mean"] == pytest.approx(0.1)
+    assert math.isclose(found["lost"]["mean"], 0.195)
+    assert found["verdict"] == "confirmed"

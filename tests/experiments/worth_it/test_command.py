@@ -1,0 +1,74 @@
+"""Every part runs three steps by its command, and tabulates what is there."""
+
+import random
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from experiments.__main__ import main
+from experiments.worth_it import bottleneck, classes, command, language
+from harmonic_sft.results import read_results
+
+
+def read(folder, name):
+    return read_results(folder / f"quick_{name}.json")
+
+
+def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, monkeypatch, capsys):
+    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+    few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen")}
+    monkeypatch.setattr(classes, "ARMS", few)
+    folder, generator = tmp_path / "probing", random.Random(0)
+    folder.mkdir()
+    for split, count in (("train", 10), ("test", 3)):
+        texts = [" ".join(generator.choices(["aa", "ab", "ba", "ca"], k=6)) for _ in range(230)]
+        rows = [f"{texts.pop()},intent{i:02d}" for i in range(23) for _ in range(count)]
+        (folder / f"banking77_{split}.csv").write_text("\n".join(["text,category", *rows]))
+    arguments = ["worth_it", str(tmp_path), "--part", "classes", "--regime", "head", "--quick"]
+    arguments += ["--base", str(tiny_base), "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    found = read(tmp_path / "out", "classes_head")
+    assert {row["arm"] for row in found["rows"]} == set(classes.ARMS)
+    cells = {row["cell"] for row in found["rows"]}
+    assert cells == {classes.cell_name(classes.PRIMARY), classes.cell_name(classes.NOISY)}
+    primary = [row for row in found["rows"] if "rejected" not in row]
+    assert {row["arm"] for row in primary} == {"linear", "dist -12"}
+    assert {row["verdict"] for row in found["noise"]} <= {"confirmed", "refuted", "undecided"}
+    assert imread(tmp_path / "out" / "quick_classes_head.png").shape[1] > 800
+    monkeypatch.setattr(classes, "run_once", None)  # nothing is trained again
+    assert main([*arguments, "--minutes", "0"]) == 0
+    assert read(tmp_path / "out", "classes_head")["rows"] == found["rows"]
+    assert "gain, points" in capsys.readouterr().out
+
+
+def test_the_bottleneck_is_probed_at_every_width_and_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(bottleneck, "NUM_STATES", 2)
+    monkeypatch.setattr(bottleneck, "WIDTHS", (8,))
+    arguments = ["worth_it", str(tmp_path), "--part", "bottleneck", "--quick"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    rows = read(tmp_path, "bottleneck")["rows"]
+    assert len(rows) == 2 * len(bottleneck.HEADS)
+    assert all(0 < row["share"]["mean"] <= 1 for row in rows)
+    assert imread(tmp_path / "quick_bottleneck.png").shape[1] > 800
+
+
+def test_language_compares_all_arms(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(50, (300,), generator=generator), torch.randint(50, (4, 65))
+    monkeypatch.setattr(language, "read_rows", lambda folder: texts)
+    monkeypatch.setattr(language, "NUM_PROBED", 2)
+    monkeypatch.setattr(command, "QUICK_STEPS", 1)
+    arguments = ["worth_it", str(tmp_path), "--part", "language", "--quick"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    found = read(tmp_path, "language")
+    assert {row["arm"] for row in found["rows"]} == set(language.ARMS)
+    assert {row["arm"] for row in found["rows"] if "rejected" in row} == set(language.ANNEALING)
+    assert len(found["ceiling"]) == 6
+
+
+@pytest.mark.parametrize("seeds", ["0", "-1"])
+def test_no_seed_is_refused(tmp_path, seeds, capsys):
+    arguments = ["worth_it", str(tmp_path), "--part", "bottleneck", "--seeds", seeds]
+    assert main(arguments) == 1
+    assert f"seeds: expected at least 1, got {seeds}" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""The schedules, the crossing of a loss, and the ceiling by the head itself."""
+
+import pytest
+import torch
+
+from experiments.worth_it.language import ARMS, at_loss, compare, needed_cosine, run_once
+from harmonic_sft.models import DistLayer
+
+
+@pytest.mark.parametrize(
+    ("arm", "values"),
+    [
+        ("annealed", (-12, -8, -4)),
+        ("annealed early", (-12, -4, -4)),
+        ("there and back", (-12, -4, -12)),
+        ("euclid annealed", (-12, -8, -4)),
+    ],
+)
+def test_exponents_at_start_middle_and_end(arm, values):
+    assert tuple(ARMS[arm].h_exp(done) for done in (0.0, 0.5, 1.0)) == values
+
+
+def test_a_quantity_is_read_between_two_measurements():
+    curve = [{"loss": 6.0, "share": 0.1}, {"loss": 4.0, "share": 0.3}, {"loss": 3.0, "share": 0.9}]
+    assert at_loss(curve, "share", 5.0) == pytest.approx(0.2)
+    assert at_loss(curve, "share", 3.0) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("h_exp", [-4.0, -12.0])
+def test_the_needed_cosine_gives_the_probability(h_exp):
+    cosine = needed_cosine(h_exp, 40, 0.9)
+    weight = torch.eye(41)[:40]
+    state = cosine * weight[0] + (1 - cosine**2) ** 0.5 * torch.eye(41)[40]
+    head = DistLayer(41, 40, h_exp=h_exp).initialize_(weight)
+    assert head(state.unsqueeze(0)).softmax(-1)[0, 0].item() == pytest.approx(0.9, abs=1e-4)
+
+
+def test_three_steps_lower_nothing_but_write_all_that_is_compared():
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randint(60, (400,), generator=generator)
+    held_out = torch.randint(60, (4, 65), generator=generator)
+    runs = {
+        arm: [run_once(arm, 1e-3, 0, train, held_out, 3)] for arm in ARMS if arm != "annealed early"
+    }
+    rows = {row["arm"]: row for row in compare(runs)}
+    assert rows["linear"]["share_ratio"]["mean"] == 1.0
+    assert "behind" not in rows["linear"]
+    behind = runs["annealed"][0]["best_loss"] - runs["dist -12"][0]["best_loss"]
+    assert rows["annealed"]["behind"]["mean"] == behind
+    assert "share_ratio" not in rows["euclid"]

@@ -1,0 +1,27 @@
+"""A run is made once, and none after the deadline."""
+
+import time
+
+from experiments.worth_it.store import Store
+
+
+def test_a_finished_run_is_read_and_not_made_again(tmp_path):
+    made = []
+
+    def run():
+        made.append(1)
+        return {"loss": 0.5}
+
+    path = tmp_path / "new" / "runs.jsonl"
+    first = Store(path, ("arm", "seed")).get(run, arm="linear", seed=0)
+    assert Store(path, ("arm", "seed")).get(run, arm="linear", seed=0) == first
+    assert Store(path, ("arm", "seed")).get(run, arm="linear", seed=1)["seed"] == 1
+    assert len(made) == 2
+
+
+def test_no_run_starts_after_the_deadline(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    Store(path, ("seed",)).get(lambda: {"loss": 1.0}, seed=0)
+    late = Store(path, ("seed",), deadline=time.monotonic() - 1)
+    assert late.get(lambda: {"loss": 2.0}, seed=0)["loss"] == 1.0
+    assert late.get(lambda: {"loss": 2.0}, seed=1) is None
