@@ -245,7 +245,11 @@ def test_an_adapter_fits_its_base(recorded, inputs, adapter, name):
 def test_a_run_evaluates_to_its_numbers(handled):
     found = results(handled / "finished", "eval")["final"]
     expected = results(handled / "finished", "train")["final"]
-    assert found == pytest.approx({key: expected[key] for key in found}, rel=1e-5)
+    # Fitted on one half of the documents and reported on the other, since that version.
+    shared = {key for key in found if key in expected and not key.startswith("post_hoc")}
+    assert {"loss", "accuracy", "tokens", "ece", "error_cosine"} <= shared
+    expected = {key: expected[key] for key in shared}
+    assert {key: found[key] for key in shared} == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -126,7 +126,7 @@ def linear_head(head: Head) -> LinearHead:
         ValueError: Another head.
     """
     if type(head) is LinearHead:
-        copied = copy.deepcopy(head).float()  # a tied one may be in 16 bits
+        copied = copy.deepcopy(head)
         copied.softcap = None  # the order is the same without
         return copied
     lazy, linear_map, is_scaled = _lazy_linear(head)

@@ -240,7 +240,7 @@ class Opened:
                 count = sum(1 for line in file if line.strip())
             share = min(0.5, TEXT_BYTES[size] / path.stat().st_size)
             wanted = min(count - 1, max(2, round(count * share)))
-            source = {"path": str(path)}
+            source = {"path": str(path), "streaming": True}  # reads no further than it must
             plain = {"sources": [source], "context_length": self.data_config.context_length}
             config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
             rows = _load(self.task, self.model.config, self.tokenizer, config)

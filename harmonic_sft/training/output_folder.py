@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
+from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.results import read_results
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
@@ -160,7 +161,8 @@ def _leftovers(folder: Path) -> list[Path]:
         return []
     results = folder / "results"
     reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
-    written = [*reasons, results / "before.json", results, *checkpoints]
+    named = ("before.json", f"{LIST}.json", TRAINED)
+    written = [*reasons, *(results / name for name in named), results, *checkpoints]
     written = [path for path in written if path.exists()] + [folder / CONFIG_NAME]
     found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
     return written if found == set(written) else []
