@@ -62,6 +62,7 @@ def test_rows_hold_mean_and_spread_over_seeds(command, family_runs, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_a_row_and_the_others_continue(family_file, tmp_path, capsys):
     base = str(family_file.parent / "base.yaml")
     linear = read_family(family_file, "family").rows["linear_ce"]

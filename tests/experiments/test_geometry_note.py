@@ -41,6 +41,7 @@ def test_overhead_is_of_whole_steps(run_part, monkeypatch):
     assert "rotation of dist, harmonic" in printed
 
 
+@pytest.mark.slow
 def test_calibration_compares_rows_of_the_family(run_part, family_runs, tmp_path, monkeypatch):
     names = ("linear_ce", "dist_harmonic", "rotation_dist")
     monkeypatch.setattr(geometry_note, "CALIBRATED", names)
@@ -57,6 +58,7 @@ def test_calibration_compares_rows_of_the_family(run_part, family_runs, tmp_path
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # all are rows themselves
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_to_levels_that_every_run_reaches(run_part, monkeypatch):
     monkeypatch.setattr(geometry_note, "COUNTED", ("linear_ce", "dist_harmonic"))
     payload, printed = run_part("tokens")
@@ -71,6 +73,7 @@ def test_tokens_are_counted_to_levels_that_every_run_reaches(run_part, monkeypat
     assert f"{payload['levels'][0]:.2f}" in printed
 
 
+@pytest.mark.slow
 def test_neighbors_are_followed_at_every_refresh(run_part, tmp_path):
     payload, printed = run_part("refresh")
     assert [row["refresh_every"] for row in payload["rows"]] == [None, 1]
@@ -86,6 +89,7 @@ def test_neighbors_are_followed_at_every_refresh(run_part, tmp_path):
     assert run_part("refresh")[0]["rows"] == payload["rows"]
 
 
+@pytest.mark.slow
 def test_the_sweep_takes_every_weight_and_the_plain_arm(run_part, monkeypatch, tmp_path):
     monkeypatch.setattr(geometry_note, "EPSILONS", (0.1,))
     monkeypatch.setattr(geometry_note, "LAMBDAS", (1.0,))

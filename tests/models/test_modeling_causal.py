@@ -164,13 +164,9 @@ def test_logits_of_beams_are_those_of_the_head(bases):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "cache"),
-    [
-        ("eager", "static"),
-        pytest.param("eager", None, marks=pytest.mark.slow),
-        pytest.param("inductor", "static", marks=pytest.mark.slow),
-    ],
+    ("backend", "cache"), [("eager", "static"), ("eager", None), ("inductor", "static")]
 )
 def test_generating_under_compile_changes_no_token(bases, backend, cache):
     model = make(bases)

@@ -73,6 +73,7 @@ def in_threads(monkeypatch):
     monkeypatch.setattr(benchmark_ops, "ProcessPoolExecutor", pool)
 
 
+@pytest.mark.slow
 def test_memory_and_error_are_measured(monkeypatch, in_threads):
     monkeypatch.setattr(benchmark_ops, "ACCURACY_SIZES", Sizes(8, 32, 64))
     only = "^harmonic, (chunked|full logits)$"

@@ -87,8 +87,9 @@ def check_outputs(notebook):
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.slow  # its program runs in every test
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("base", ["small", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("base", ["small", "real"])
 def test_train_look_push_load(tmp_path, small_demo, base):
     with HubServer() as hub:
         base = small_demo / "base" if base == "small" else None

@@ -113,6 +113,7 @@ def test_seeds_are_trained_in_tens():
         seed_groups(0)
 
 
+@pytest.mark.slow
 def test_two_workers_train_what_one_trains(tmp_path):
     chosen = [Cell(task="permutation", head=head, num_epochs=1) for head in ("linear", "dist")]
     for name, num_workers in (("one", 1), ("two", 2)):
