@@ -445,7 +445,7 @@ def run_cells(
             for arm in arms:
                 rate = choose_rate(store, load, tuned, regime, arm) if arm not in found else None
                 found |= {} if rate is None else {arm: rate}
-            for seed in range(num_seeds):
+            for seed in (TUNING_SEED, *range(num_seeds)):  # the first chooses read-outs
                 for arm in (arm for arm in arms if arm in found):
                     kept_run(store, load, cell, regime, arm, found[arm], seed)
     return rates
@@ -475,13 +475,17 @@ def summarize(
                 for arm, rate in chosen.items()
             }
             found = {arm: runs for arm, runs in found.items() if len(runs) == num_seeds}
-            if "linear" not in found or cell.task != cells[tuned].task:
-                continue
-            keys = {
-                arm: (regime.name, *cells[tuned], arm, chosen[arm], TUNING_SEED) for arm in found
+            keys = {arm: (regime.name, *cell, arm, chosen[arm], TUNING_SEED) for arm in found}
+            by = {
+                arm: _read_outs(arm, store.rows[key]["validation"])
+                for arm, key in keys.items()
+                if key in store.rows
             }
-            by = {arm: _read_outs(arm, store.rows[key]["validation"]) for arm, key in keys.items()}
+            if "linear" not in by or cell.task != cells[tuned].task:
+                continue
             for arm, runs in found.items():
+                if arm not in by:
+                    continue
                 row = _row(runs, by[arm], found["linear"], by["linear"])
                 factor = round(chosen[arm] / regime.learning_rate)
                 edge = ARMS[arm] is not None and factor in (FACTORS[0], FACTORS[-1])
