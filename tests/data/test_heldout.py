@@ -10,7 +10,6 @@ from harmonic_sft.data.heldout import (
     fingerprint,
     lineage,
     ngram_hashes,
-    read_held_out,
     record,
     seen_by,
     short_hashes,
@@ -103,15 +102,6 @@ def run(folder, held_out, trained=None, *, source=HERE, base=None):
 def judged(model, texts, source=HERE):
     found = lineage(model, [fingerprint(text) for text in texts], [source])
     return [(ancestor.verdict, ancestor.seen) for ancestor in found]
-
-
-def test_recorded_list_is_read_again(tmp_path):
-    texts = ["short", " ".join(LETTERS)]
-    run(tmp_path, texts)
-    found = read_held_out(tmp_path)
-    assert found.fingerprints == HeldOut.of_texts(texts).fingerprints
-    assert found.kind_of("", word_hashes(" ".join(LETTERS[3:20]))) == "near"
-    assert read_held_out(tmp_path / "other") is None
 
 
 def test_run_on_a_table_has_seen_what_it_recorded_and_nothing_else(tmp_path):
