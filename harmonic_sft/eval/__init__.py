@@ -2,7 +2,7 @@
 
 from harmonic_sft.eval.neighbors import explain, nearest_prototypes
 from harmonic_sft.eval.scoring import TokenScores, documents_of, score, summarize, unigram_loss
-from harmonic_sft.eval.word_similarity import WordPair, rate_prototypes, read_word_pairs
+from harmonic_sft.eval.word_similarity import WordPair, read_word_pairs
 
 __all__ = [
     "TokenScores",
@@ -10,7 +10,6 @@ __all__ = [
     "documents_of",
     "explain",
     "nearest_prototypes",
-    "rate_prototypes",
     "read_word_pairs",
     "score",
     "summarize",

@@ -14,7 +14,13 @@ from harmonic_sft.eval import features, geometry, language
 from harmonic_sft.eval.calibration import calibration_report, reliability
 from harmonic_sft.eval.scoring import TokenScores, summarize
 from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
-from harmonic_sft.eval.word_similarity import WordPair, read_word_pairs, word_similarity, word_table
+from harmonic_sft.eval.word_similarity import (
+    WordPair,
+    read_word_pairs,
+    similarity,
+    word_similarity,
+    word_table,
+)
 from harmonic_sft.models import HarmonicHeadModel, HarmonicLanguageModel
 
 Rows = Iterator[dict[str, Any]]
@@ -23,13 +29,14 @@ SHOWN_WORDS = 5
 RELATIONS = ("present-past", "singular-plural", "country-capital", "antonym")
 LIMITS = {"quick": 500, "full": 5000}  # training texts of a probe; half as many to test on
 CONTINUATIONS, NEW_TOKENS = 16, 64
+SPEARMAN = {"spearman_cosine": "Spearman, cosine", "spearman_l2": "Spearman, -L2"}
+TYPOS = ", typos in a tenth of the words"
 
 
 class Subject(NamedTuple):
     """A model under evaluation.
 
     Attributes:
-        name: Of its column.
         model: In evaluation mode.
         tokenizer: Of the model.
         states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
@@ -38,7 +45,6 @@ class Subject(NamedTuple):
             every row.
     """
 
-    name: str
     model: HarmonicHeadModel
     tokenizer: Any
     states: tuple[Tensor, Tensor]
@@ -133,6 +139,11 @@ def _row(group: str, name: str, metric: str, value: Any, **more: Any) -> dict[st
     return {"group": group, "set": name, "metric": metric, "value": value, "better": "", **more}
 
 
+def _rows(group: str, name: str, found: dict[str, Any], prefix: str = "", **more: Any) -> Rows:
+    for metric, value in found.items():
+        yield _row(group, name, prefix + metric.replace("_", " "), value, **more)
+
+
 def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
     return {"group": group, "set": name, "missing": f"{path.parent.name}/{path.name} in --data"}
 
@@ -166,25 +177,24 @@ def _calibration(subject: Subject) -> Rows:
     report = calibration_report(scores.at(1.0)[1], scores.ranks == 0)
     values = {
         "ECE": report["ece"],
-        "ECE of a perfect model": report["ece_floor"],
         "ECE, debiased": report["ece_debiased"],
         "ECE at the other half's best temperature": metrics["post_hoc_ece"],
         "Brier score": metrics["brier"],
         "Brier score at the other half's best temperature": metrics["post_hoc_brier"],
     }
-    for title, value in values.items():
-        better = "" if "perfect" in title else "lower"
-        yield _row("calibration", HELD_OUT, title, value, better=better, n=int(metrics["tokens"]))
+    n = int(metrics["tokens"])
+    yield from _rows("calibration", HELD_OUT, values, better="lower", n=n)
+    perfect = {"ECE of a perfect model": report["ece_floor"]}
+    yield from _rows("calibration", HELD_OUT, perfect, n=n)
 
 
 def _shape(subject: Subject) -> Rows:
     """Yield the geometry of the prototypes alone."""
     prototypes = subject.model.dist_head.prototypes.detach()
-    found = {**geometry.spectrum(prototypes)}
+    found = geometry.spectrum(prototypes)
     if len(prototypes) > 2 * geometry.NUM_NEIGHBORS:
         found |= geometry.hubness(prototypes)
-    for metric, value in found.items():
-        yield _row("geometry", "prototypes", metric.replace("_", " "), value, n=len(prototypes))
+    yield from _rows("geometry", "prototypes", found, n=len(prototypes))
     value = geometry.class_center_alignment(*subject.states, prototypes)
     count = len(subject.states[1])
     yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
@@ -192,8 +202,8 @@ def _shape(subject: Subject) -> Rows:
     if base is None or base.shape != prototypes.shape:
         yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
         return
-    for metric, value in geometry.drift(prototypes, base.to(prototypes)).items():
-        yield _row("geometry", "drift from the base", metric.replace("_", " "), value)
+    moved = geometry.drift(prototypes, base.to(prototypes))
+    yield from _rows("geometry", "drift from the base", moved)
 
 
 def _word_ratings(subject: Subject, folder: Path) -> Rows:
@@ -214,8 +224,7 @@ def _word_ratings(subject: Subject, folder: Path) -> Rows:
                 yield {"group": "geometry", "set": path.stem, "missing": what}
                 continue
             for metric, value in word_similarity(table, ids, ratings).items():
-                name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
-                yield _row("geometry", path.stem, f"{name}, {title}", value, **more)
+                yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
 
 
 def _relations(subject: Subject, folder: Path) -> Rows:
@@ -262,14 +271,13 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     rows = [row for row in _table(path, "\t") if row.get("sentence2")][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
-    encoded = [features.encode(subject.model, subject.tokenizer, side) for side in (first, second)]
-    for metric, value in features.sentence_similarity(encoded[0], encoded[1], ratings).items():
-        name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
-        yield _row("hidden states", path.stem, name, value, better="higher", n=len(rows))
-    changed = features.encode(subject.model, subject.tokenizer, features.typos(second))
-    spoiled = features.sentence_similarity(encoded[0], changed, ratings)["spearman_cosine"]
-    name = "Spearman, cosine, typos in a tenth of the words"
-    yield _row("robustness", path.stem, name, spoiled, better="higher", n=len(rows))
+    texts = (first, second, features.typos(second))
+    encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
+    more = {"better": "higher", "n": len(rows)}
+    for metric, value in similarity(encoded[0], encoded[1], ratings).items():
+        yield _row("hidden states", path.stem, SPEARMAN[metric], value, **more)
+    spoiled = similarity(encoded[0], encoded[2], ratings)["spearman_cosine"]
+    yield _row("robustness", path.stem, f"Spearman, cosine{TYPOS}", spoiled, **more)
 
 
 def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
@@ -295,8 +303,7 @@ def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
         for metric, values in features.probe((encoded[0], train[1]), encoded[1:], test[1]).items():
             title, more = f"accuracy, {metric.replace('_', ' ')}", {"n": len(test[1])}
             yield _row("hidden states", name, title, values[0], better="higher", **more)
-            title += ", typos in a tenth of the words"
-            yield _row("robustness", name, title, values[1], better="higher", **more)
+            yield _row("robustness", name, f"{title}{TYPOS}", values[1], better="higher", **more)
         if len(set(train[1])) > 7:
             yield from _out_of_scope(name, encoded, train[1], test[1])
 
@@ -313,9 +320,8 @@ def _out_of_scope(
         encoded[1][is_known],
         encoded[1][~is_known],
     )
-    for metric, value in found.items():
-        title = f"out-of-scope AUROC, {metric.replace('_', ' ')}"
-        yield _row("hidden states", name, title, value, better="higher", n=len(test))
+    more = {"better": "higher", "n": len(test)}
+    yield from _rows("hidden states", name, found, "out-of-scope AUROC, ", **more)
 
 
 def _continuations(subject: Subject) -> Rows:
@@ -334,8 +340,8 @@ def _continuations(subject: Subject) -> Rows:
             max_new_tokens=NEW_TOKENS,
             pad_token_id=tokenizer.pad_token_id or 0,
         )[:, 1:]
-    for metric, value in features.repetition(found).items():
-        yield _row("language", "samples", metric.replace("_", "-"), value, n=CONTINUATIONS)
+    counts = {key.replace("_", "-"): value for key, value in features.repetition(found).items()}
+    yield from _rows("language", "samples", counts, n=CONTINUATIONS)
 
 
 def _table(path: Path, delimiter: str) -> list[dict[str, str]]:

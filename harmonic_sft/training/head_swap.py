@@ -21,7 +21,7 @@ from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.batches import head_inputs
+from harmonic_sft.training.batches import labelled_states
 from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -214,9 +214,7 @@ def _labelled_states(
     model.eval()
     found: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        states, labels = head_inputs(model, batch)
-        scored = labels != -100
-        found.append((states[scored], labels[scored]))
+        found.append(labelled_states(model, batch))
         if sum(len(part) for _, part in found) >= NUM_TOKENS:
             break
     model.train(was_training)
