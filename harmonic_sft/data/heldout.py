@@ -48,11 +48,11 @@ NO_DUPLICATES = Duplicates()
 
 
 class Ancestor(NamedTuple):
-    """A model, and whether documents are new to it; `seen` counts those that are not."""
+    """A model, and whether documents are new to it; `documents_seen` counts those that are not."""
 
     model: str
     verdict: Verdict
-    seen: int = 0
+    documents_seen: int = 0
 
 
 def fingerprint(text: str) -> str:
@@ -100,11 +100,6 @@ class HeldOut:
 
     fingerprints: Sequence[str] = ()
     ngrams: Sequence[np.ndarray] = ()
-
-    @classmethod
-    def of_texts(cls, texts: Sequence[str]) -> "HeldOut":
-        """List documents of plain text."""
-        return cls.of((fingerprint(text), word_hashes(text)) for text in texts)
 
     @classmethod
     def of(cls, documents: Iterable[tuple[str, np.ndarray]]) -> "HeldOut":
@@ -265,10 +260,8 @@ def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
     """
     for ancestor in ancestors:
         if ancestor.verdict == "seen":
-            return (
-                f"{ancestor.model} was trained without holding out {ancestor.seen} of the "
-                f"{num_documents} documents"
-            )
+            share = f"{ancestor.documents_seen} of the {num_documents} documents"
+            return f"{ancestor.model} was trained without holding out {share}"
     return None
 
 

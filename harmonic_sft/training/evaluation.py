@@ -42,7 +42,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.batches import head_inputs, labelled_states
-from harmonic_sft.training.held_out import check_unseen, to_results
+from harmonic_sft.training.held_out import check_unseen
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -206,7 +206,7 @@ class Opened:
 
     def data_results(self) -> dict[str, Any]:
         """Return what results say of the data."""
-        lineage = to_results(self.ancestors)
+        lineage = [ancestor._asdict() for ancestor in self.ancestors]
         return {
             **to_plain(self.data_config),
             "eval_sha256": fingerprint(self.data.eval),

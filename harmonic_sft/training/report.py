@@ -13,7 +13,7 @@ from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
-from harmonic_sft.plots import plot_comparison, plot_run
+from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
@@ -206,7 +206,7 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         if run.get("environment", {}).get("dirty"):
             logger.info("%s: dirty, its code differs from its commit.", run["run"])
     if figure is not None:
-        _draw(plot_comparison, list(runs), figure)
+        draw(plot_comparison, list(runs), figure)
 
 
 def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
@@ -329,12 +329,7 @@ def _value(value: Any) -> str | float | None:
     return f"{value[0]:.3f} to {value[1]:.3f}" if isinstance(value, list) else value
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw loss, learning rate and exponent of a run."""
-    _draw(plot_run, results, path)
-
-
-def _draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None:
+def draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None:
     """Draw a figure; without matplotlib, say what to install."""
     try:
         logger.info("Figure: %s", plot_fn(results, path))
