@@ -1,13 +1,15 @@
-"""What few seeds can tell: paired differences, and when a curve first falls to a level."""
+"""What few seeds can tell: paired differences, and when a curve first falls to a level.
+
+Intervals and Holm's correction are those of `harmonic_sft.eval.statistics`.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.stats import t
+from harmonic_sft.eval.statistics import UNDECIDED
 
-UNDECIDED = "undecided"
 METRICS = {  # title, scale, digits
     "loss": ("loss, nats", 1, 3),
     "post_hoc_loss": ("best loss, nats", 1, 3),
@@ -90,49 +92,3 @@ def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int =
         return None
     mean = f"{scale * value['mean']:.{digits}f}"
     return mean if value["std"] is None else f"{mean} +- {scale * value['std']:.{digits}f}"
-
-
-def t_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean, its 95 % t interval, and the p value of Student's test against 0.
-
-    Args:
-        values: One for each seed, often differences between two runs of that seed.
-
-    Returns:
-        `mean`, `low`, `high`, `p` (two-sided) and the `values`; the middle three are None for one
-        value. Equal values have an interval of no width, and p is 0, or 1 if they are 0.
-    """
-    mean, found = fmean(values), list(values)
-    if len(found) < 2:
-        return {"mean": mean, "low": None, "high": None, "p": None, "values": found}
-    error = stdev(found) / len(found) ** 0.5
-    freedom = len(found) - 1
-    half = float(t.ppf(0.975, freedom)) * error
-    p = float(2 * t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "p": p, "values": found}
-
-
-def holm(p_values: Sequence[float | None]) -> list[bool]:
-    """Return which of a family of tests are rejected at 0.05, by Holm's step-down procedure.
-
-    Args:
-        p_values: One for each test; None, of a test that had too few seeds, is never rejected.
-
-    Source:
-        Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure.
-    """
-    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
-    rejected = [False] * len(p_values)
-    for passed, (p, place) in enumerate(known):
-        if p > 0.05 / (len(p_values) - passed):
-            break
-        rejected[place] = True
-    return rejected
-
-
-def show_interval(value: dict[str, Any], *, scale: float = 1, digits: int = 1) -> str:
-    """Return a mean and its 95 % interval in brackets, as `t_interval` made them."""
-    mean = f"{scale * value['mean']:.{digits}f}"
-    if value["low"] is None:
-        return mean
-    return f"{mean} [{scale * value['low']:.{digits}f}, {scale * value['high']:.{digits}f}]"

@@ -21,7 +21,12 @@ from experiments.evidence import spread
 from experiments.family_table import add_differences, largest_set, measure_start, show_family
 from experiments.figures import keep
 from harmonic_sft.config import STRICT, parse, read_yaml
-from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
+from harmonic_sft.eval.word_similarity import (
+    WordPair,
+    read_word_pairs,
+    word_similarity,
+    word_table,
+)
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import (
     HarmonicConfig,
@@ -251,7 +256,12 @@ def _rate(folder: Path, ratings: Ratings) -> dict[str, dict[str, float]]:
     if not ratings:
         return {}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return rate_prototypes(load_trained(folder).dist_head.prototypes, tokenizer, ratings)
+    prototypes, results = load_trained(folder).dist_head.prototypes, {}
+    for name, pairs in ratings.items():
+        table, ids, known, _ = word_table(prototypes, tokenizer, pairs, pieces="single")
+        found = word_similarity(table, ids, known)
+        results[name] = {**found, "pairs": len(pairs), "covered": len(ids)}
+    return results
 
 
 def _post_hoc_loss(row: Row) -> float:

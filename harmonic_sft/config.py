@@ -166,7 +166,7 @@ def check_fields(
     for key, value in values.items():
         name = _dotted(prefix, (key,))
         if key not in known:
-            problems.append(_unknown_key(name, key, known))
+            problems.append(unknown_key(name, key, known))
             continue
         result, found = _validated(_type_of(hints[key]), value, name)
         problems += found
@@ -279,7 +279,7 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     errors = sorted(errors, key=lambda error: error["type"] != "value_error")
     kind = errors[0]["type"]
     if kind == "unexpected_keyword_argument":
-        return _unknown_key(name, str(place[-1]), _known_keys(hint, place[:-1], data))
+        return unknown_key(name, str(place[-1]), _known_keys(hint, place[:-1], data))
     if kind == "value_error":  # of a check of ours; `start: expected ...` names a field in there
         lines = str(errors[0]["ctx"]["error"]).splitlines()
         start = f"{name}." if re.match(r"[\w.]+: ", lines[0]) else f"{name}: "
@@ -291,7 +291,7 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     line = f"{name or 'configuration'}: expected {expected}, got {_show(value)}"
     if expected == "a string" and isinstance(value, int | float):
         return f"{line}. Put it in quotes"
-    return line + _did_you_mean(str(value), re.findall(r"'([^']*)'", expected))
+    return line + did_you_mean(str(value), re.findall(r"'([^']*)'", expected))
 
 
 def _expected(error: ErrorDetails) -> str:
@@ -305,12 +305,14 @@ def _expected(error: ErrorDetails) -> str:
     return WORDS.get(start, "") + what.removeprefix(start)
 
 
-def _unknown_key(name: str, key: str, known: Sequence[str]) -> str:
-    nearest = _did_you_mean(key, known, cutoff=0.0)
+def unknown_key(name: str, key: str, known: Sequence[str]) -> str:
+    """Return the message for a key that there is not; it names the nearest one."""
+    nearest = did_you_mean(key, known, cutoff=0.0)
     return f"{name}: expected one of the known keys, got {key!r}{nearest}"
 
 
-def _did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Return the last sentence of a message; nothing if no known word is near."""
     longer = [name for name in known if word and name.startswith(word)]
     matches = longer or difflib.get_close_matches(word, known, 1, cutoff)
     return f". Did you mean {matches[0]!r}?" if matches else ""

@@ -67,7 +67,8 @@ def test_the_wheel_holds_package_configurations_licence_and_types(built):
     with wheel(built) as archive:
         names = set(archive.namelist())
     assert {f"harmonic_sft/configs/{name}.yaml" for name in configurations()} <= names
-    assert {"harmonic_sft/py.typed", "harmonic_sft/hub/card.md.jinja"} <= names
+    templates = {"harmonic_sft/hub/card.md.jinja", "harmonic_sft/eval/report.html.jinja"}
+    assert {"harmonic_sft/py.typed", *templates} <= names
     assert {"harmonic_sft_cli.py", "harmonic_sft-0.1.0.dist-info/licenses/LICENSE"} <= names
     roots = {name.split("/")[0] for name in names}
     assert roots == {"harmonic_sft", "harmonic_sft_cli.py", "harmonic_sft-0.1.0.dist-info"}

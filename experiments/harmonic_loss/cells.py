@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from sklearn.decomposition import PCA
 
 from experiments.harmonic_loss.bench import Cell, run
 from experiments.harmonic_loss.data import TASKS
+from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.results import environment, read_results, write_results
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def summary(found: Row) -> Row:
         "num_seeds": len(found["seeds"]),
         "variance_percent": variance,
         "mean_percent": fmean(variance),
-        "interval_percent": half_interval(variance),
+        "interval_percent": t_interval(variance)["half_width"],
         "median_percent": median(variance),
         "num_above_98": sum(value >= 98 for value in variance),
         "chance_percent": 100 * found["chance_variance"],
@@ -238,13 +238,6 @@ def summary(found: Row) -> Row:
         "median_gap": median(gaps) if gaps else None,
         "cpu_seconds": found["cpu_seconds"],
     }
-
-
-def half_interval(values: Sequence[float]) -> float | None:
-    """Return half the width of the 95 % t interval of a mean; None of a single value."""
-    if len(values) < 2:
-        return None
-    return float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
 
 
 def _train(cell: Cell, seeds: range, folder: Path) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
-from experiments.harmonic_loss.cells import half_interval
+from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import build_head
 from harmonic_sft.results import environment, read_results, write_results
 
@@ -83,7 +83,7 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
         "num_training": len(training[1]),
         "class_means": torch.round(class_means(*training).double(), decimals=4).tolist(),
         "accuracy": {
-            head: {"mean": fmean(values), "interval": half_interval(values)}
+            head: {"mean": fmean(values), "interval": t_interval(values)["half_width"]}
             for head, values in accuracy.items()
         },
         "p_value": p_value if math.isfinite(p_value) else None,

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from experiments.classification import NUM_HELD_OUT, SST2_ROWS, auroc, read_table
-from experiments.evidence import UNDECIDED, holm, t_interval
 from experiments.worth_it.store import Store
+from harmonic_sft.eval.calibration import calibration_error
+from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, holm, t_interval
 from harmonic_sft.models import Head, build_head
 from harmonic_sft.training.loading import check_weights, locate_base
 
@@ -308,15 +309,6 @@ def fit_inverse_temperature(logits: Tensor, labels: Tensor) -> float:
     return math.exp(minimize_scalar(loss, bounds=(-5, 5), method="bounded").x)
 
 
-def calibration_error(probs: Tensor, labels: Tensor, num_bins: int = 15) -> float:
-    """Return the expected calibration error, 0 to 1, in bins of equal width."""
-    confidences, guesses = probs.max(-1)
-    gaps = confidences - (guesses == labels).to(confidences)
-    bins = (confidences * num_bins).long().clamp_max(num_bins - 1)
-    sums = gaps.new_zeros(num_bins).index_add_(0, bins, gaps)
-    return (sums.abs().sum() / len(labels)).item()
-
-
 @torch.no_grad()
 def measure(
     head: Head | None, features: Tensor, labels: Tensor, bank: tuple[Tensor, Tensor], factor: float
@@ -346,7 +338,9 @@ def measure(
         guesses = {"head": logits.argmax(-1), **guesses}
         inside = {"probability": probs.amax(-1), "energy": logits.logsumexp(-1), **inside}
         found["loss"] = F.cross_entropy(logits[known], labels[known]).item()
-        found["ece"] = calibration_error(probs[known], labels[known])
+        confidences = probs[known].amax(-1).numpy(force=True)
+        correct = (guesses["head"] == labels)[known].numpy(force=True)
+        found["ece"] = calibration_error(confidences, correct)
     right = {name: guess == labels for name, guess in guesses.items()}
     accuracy = {name: one[known].double().mean().item() for name, one in right.items()}
     aurocs = {name: auroc(-score[known], -score[~known]) for name, score in inside.items()}
@@ -492,8 +486,8 @@ def summarize(
                 setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
                 rows.append({**setting, "edge": edge, **row})
     others = [row for row in rows if row["arm"] != "linear" and not _is_primary(row)]
-    for row, rejected in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
-        row["rejected"] = rejected
+    for row, p in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
+        row["rejected"] = p is not None and p <= 1 - LEVEL
     return rows
 
 
@@ -526,17 +520,18 @@ def _row(
         if key in runs[0]["test"]:
             found[key] = t_interval([run["test"][key] for run in runs])
     if "head" in runs[0]["test"]["accuracy"]:
-        found["own"] = t_interval([run["test"]["accuracy"]["head"] for run in runs])
+        found["own"] = [run["test"]["accuracy"]["head"] for run in runs]
     return found
 
 
 def verdict(gain: dict[str, Any], margin: float) -> str:
     """Return the protocol's word for a gain: worth it, not worth it, or undecided."""
-    if gain["low"] is None:
+    mean, half_width = gain["mean"], gain["half_width"]
+    if half_width is None:
         return UNDECIDED
-    if gain["low"] > 0 and gain["mean"] >= margin:
+    if mean > half_width and mean >= margin:
         return "worth it"
-    return "not worth it" if gain["high"] < margin else UNDECIDED
+    return "not worth it" if mean + half_width < margin else UNDECIDED
 
 
 def noise_cost(rows: list[dict[str, Any]], margin: float = 0.02) -> list[dict[str, Any]]:
@@ -544,7 +539,7 @@ def noise_cost(rows: list[dict[str, Any]], margin: float = 0.02) -> list[dict[st
     found = []
     for tuned in dict.fromkeys(row["rates_of"] for row in rows):
         chosen = {
-            (row["cell"], row["arm"]): row["own"]["values"]
+            (row["cell"], row["arm"]): row["own"]
             for row in rows
             if row["rates_of"] == tuned and "own" in row
         }
@@ -556,9 +551,11 @@ def noise_cost(rows: list[dict[str, Any]], margin: float = 0.02) -> list[dict[st
         }
         for arm in (arm for arm in arms if arm != "linear" and "linear" in arms):
             more = t_interval([a - b for a, b in zip(lost[arm], lost["linear"], strict=True)])
-            known = more["low"] is not None
-            word = "confirmed" if known and more["low"] > margin else UNDECIDED
-            word = "refuted" if known and more["high"] < margin else word
+            word, half_width = UNDECIDED, more["half_width"]
+            if half_width is not None and more["mean"] - half_width > margin:
+                word = "confirmed"
+            elif half_width is not None and more["mean"] + half_width < margin:
+                word = "refuted"
             costs = {"lost": t_interval(lost[arm]), "linear_lost": t_interval(lost["linear"])}
             found.append({"rates_of": tuned, "arm": arm, **costs, "more": more, "verdict": word})
     return found

@@ -9,10 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import holm, show_interval, t_interval
 from experiments.worth_it import bottleneck, classes, language
 from experiments.worth_it.draw import draw_bottleneck, draw_classes
 from experiments.worth_it.store import Store
+from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval
 from harmonic_sft.results import environment, show_table, write_results
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,8 @@ def _language(options: argparse.Namespace) -> None:
     found = {arm: rows for arm, rows in runs.items() if len(rows) == options.seeds}
     rows, ceiling = language.compare(found), language.ceiling()
     others = [row for row in rows if row["arm"] in language.ANNEALING]
-    for row, rejected in zip(others, holm([row["behind"]["p"] for row in others]), strict=True):
-        row["rejected"] = rejected
+    for row, p in zip(others, holm([row["behind"]["p"] for row in others]), strict=True):
+        row["rejected"] = p is not None and p <= 1 - LEVEL
     lines = [
         [
             row["arm"],

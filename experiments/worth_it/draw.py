@@ -34,8 +34,8 @@ def _draw_gains(axes: "Axes", names: list[str], gains: list[dict[str, Any]], sca
     """Draw means with intervals, a line at no gain and a dashed one at the margin of 0.01."""
     for place, gain in enumerate(gains):
         mean = scale * gain["mean"]
-        low = mean if gain["low"] is None else scale * gain["low"]
-        axes.errorbar(mean, place, xerr=mean - low, fmt="o", color=CURRENT, markersize=5, capsize=3)
+        half_width = scale * (gain["half_width"] or 0)
+        axes.errorbar(mean, place, xerr=half_width, fmt="o", color=CURRENT, markersize=5, capsize=3)
     axes.axvline(0, color=REFERENCE, linewidth=1)
     axes.axvline(0.01 * scale, color=POST_HOC, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(names)), names)

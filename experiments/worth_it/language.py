@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from experiments.evidence import t_interval
 from experiments.worth_it.bottleneck import probe
 from experiments.worth_it.classes import (
     FACTORS,
@@ -21,6 +20,7 @@ from experiments.worth_it.classes import (
     rate_factor,
 )
 from experiments.worth_it.store import Store
+from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import Head, build_head
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50

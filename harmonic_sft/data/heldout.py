@@ -1,25 +1,14 @@
 """Held-out documents: their fingerprints, their copies in training data, and who trained on them.
 
-What other parts of the package use:
-
-- `fingerprint(text)` names a document by what it says, whatever tokenizer reads it.
-- `HeldOut.of_texts(texts)` is a list of documents; its method
-  `kind_of(fingerprint(text), word_hashes(text))` says whether a text is an `"exact"` or a `"near"`
-  duplicate of one of them, or None.
-- `record(folder, ...)` writes the list of a run, `lineage(model, ...)` judges for a model, its base
-  and so on whether documents are new to it, and `seen_by` says it in a sentence.
-
 A run's folder has two files, which are never published; the `digest` of the list may be:
 
-- `results/held_out.json`: `fingerprints`, one per held-out document; `ngrams`, for each of them the
-  hashes of its own 13-grams (base64 of little-endian uint64); `digest` of the list; `sources`, the
-  places where the documents came from; `base`, the model the run began with (null: random weights);
-  and `base_digest`, the digest of that model's list (null: it has none).
+- `results/held_out.json`: `fingerprints`, one per held-out document; `digest` of the list;
+  `sources`, the places where the documents came from; `base`, the model the run began with (null:
+  random weights); and `base_digest`, the digest of that model's list (null: it has none).
 - `results/trained_documents.npy`: the first 64 bits of the fingerprint of every training document,
   sorted uint64. A run on a stream has no such file.
 """
 
-import base64
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,11 +48,11 @@ NO_DUPLICATES = Duplicates()
 
 
 class Ancestor(NamedTuple):
-    """A model, and whether documents are new to it; `seen` counts those that are not."""
+    """A model, and whether documents are new to it; `documents_seen` counts those that are not."""
 
     model: str
     verdict: Verdict
-    seen: int = 0
+    documents_seen: int = 0
 
 
 def fingerprint(text: str) -> str:
@@ -111,11 +100,6 @@ class HeldOut:
 
     fingerprints: Sequence[str] = ()
     ngrams: Sequence[np.ndarray] = ()
-
-    @classmethod
-    def of_texts(cls, texts: Sequence[str]) -> "HeldOut":
-        """List documents of plain text."""
-        return cls.of((fingerprint(text), word_hashes(text)) for text in texts)
 
     @classmethod
     def of(cls, documents: Iterable[tuple[str, np.ndarray]]) -> "HeldOut":
@@ -228,7 +212,6 @@ def record(
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
-        "ngrams": [_base64(hashes) for hashes in held_out.ngrams],
         "sources": [_identity(source) for source in sources],
         "base": base,
         "base_digest": base_digest,
@@ -236,15 +219,6 @@ def record(
     write_results(folder / "results", LIST, payload)
     if trained is not None:
         np.save(folder / "results" / TRAINED, trained)
-
-
-def read_held_out(folder: Path) -> HeldOut | None:
-    """Return the list in a run's folder, None where there is none."""
-    saved = _read(folder)
-    if saved is None:
-        return None
-    hashes = [np.frombuffer(base64.b64decode(part), dtype="<u8") for part in saved["ngrams"]]
-    return HeldOut(saved["fingerprints"], hashes)
 
 
 def lineage(
@@ -286,10 +260,8 @@ def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
     """
     for ancestor in ancestors:
         if ancestor.verdict == "seen":
-            return (
-                f"{ancestor.model} was trained without holding out {ancestor.seen} of the "
-                f"{num_documents} documents"
-            )
+            share = f"{ancestor.documents_seen} of the {num_documents} documents"
+            return f"{ancestor.model} was trained without holding out {share}"
     return None
 
 
@@ -309,10 +281,6 @@ def _judge(
     if any(_identity(source) in saved["sources"] for source in sources):
         return Ancestor(model, "seen", len(others))
     return Ancestor(model, "unknown")
-
-
-def _base64(hashes: np.ndarray) -> str:
-    return base64.b64encode(hashes.astype("<u8").tobytes()).decode()
 
 
 def _identity(source: Mapping[str, Any]) -> dict[str, Any]:

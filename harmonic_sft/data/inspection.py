@@ -29,7 +29,7 @@ def inspect_data(
     *,
     tokenizer: PreTrainedTokenizerBase,
     rows_per_step: int,
-    batch_size: int | None = None,
+    batch_size: int,
     seed_row: int = 0,
 ) -> None:
     """Print what a run trains on, and one row as it is masked in the first epoch.
@@ -40,7 +40,7 @@ def inspect_data(
         data: The run's data sets.
         tokenizer: The model's tokenizer.
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
-        batch_size: Rows, or packs, that are padded together; None: those of a step.
+        batch_size: Rows, or packs, that are padded together.
         seed_row: Number of the row, or pack, that is shown.
 
     Raises:
@@ -73,7 +73,7 @@ def inspect_data(
     if is_packed:
         packed = np.array([lengths[pack].sum() for pack in packs])
         sizes = {"rows, if not packed": lengths, "packs": packed}
-    _show_sizes(title, sizes, data, rows_per_step, batch_size or rows_per_step)
+    _show_sizes(title, sizes, data, rows_per_step, batch_size)
     pack = packs[seed_row]
     what = "Row" if len(pack) == 1 else f"Pack of {len(pack)} rows, number"
     console.print(f"{what} {seed_row} in the first epoch\n{LEGEND}")

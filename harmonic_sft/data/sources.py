@@ -1,7 +1,6 @@
 """Documents from files, from the Hub and from the standard library's docstrings."""
 
 import copy
-import difflib
 import glob
 import re
 import sys
@@ -25,7 +24,7 @@ from datasets.exceptions import DatasetNotFoundError
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from harmonic_sft.config import STRICT
+from harmonic_sft.config import STRICT, did_you_mean
 from harmonic_sft.data.bad_rows import BadRows, one_line
 from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.data.files import (
@@ -184,11 +183,8 @@ def check_column(
     features = documents.features or {}
     columns = [key for key in features or first if key != PLACE]
     if column not in columns:
-        nearest = difflib.get_close_matches(column, columns, n=1, cutoff=0.0)
-        raise ValueError(
-            f"{name}: expected one of {sorted(columns)}, got {column!r}. "
-            f"Did you mean {nearest[0]!r}?"
-        )
+        nearest = did_you_mean(column, columns, cutoff=0.0)
+        raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")
     feature = features.get(column)
     has_text = isinstance(feature, Value) and "string" in feature.dtype
     if is_text and not has_text and not isinstance(first.get(column), str):

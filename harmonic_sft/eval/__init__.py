@@ -2,16 +2,12 @@
 
 from harmonic_sft.eval.neighbors import explain, nearest_prototypes
 from harmonic_sft.eval.scoring import TokenScores, documents_of, score, summarize, unigram_loss
-from harmonic_sft.eval.word_similarity import WordPair, rate_prototypes, read_word_pairs
 
 __all__ = [
     "TokenScores",
-    "WordPair",
     "documents_of",
     "explain",
     "nearest_prototypes",
-    "rate_prototypes",
-    "read_word_pairs",
     "score",
     "summarize",
     "unigram_loss",

@@ -103,14 +103,12 @@ def calibration_report(confidences: np.ndarray, correct: np.ndarray) -> dict[str
     generator = np.random.default_rng(0)
     draws = generator.random((NUM_SIMULATIONS, len(confidences)), dtype=np.float32)
     floors = [calibration_error(confidences, draw < confidences) for draw in draws]
-    bins = _bins(confidences)
-    counts = np.bincount(bins, minlength=NUM_BINS)
-    filled = counts > 0
-    gaps = np.bincount(bins, confidences - correct, minlength=NUM_BINS)[filled] / counts[filled]
-    accuracies = np.bincount(bins, correct, minlength=NUM_BINS)[filled] / counts[filled]
-    noise = np.sqrt(accuracies * (1 - accuracies) / counts[filled]).clip(min=1e-12)
-    chance = _mean_size(gaps, noise) - np.abs(gaps)
-    debiased = ((np.abs(gaps) - chance) * counts[filled]).sum() / len(confidences)
+    bins = [tuple(point.values()) for point in reliability(confidences, correct)]
+    means, accuracies, counts = np.array(bins).T
+    gaps = np.abs(means - accuracies)
+    noise = np.sqrt(accuracies * (1 - accuracies) / counts).clip(min=1e-12)
+    chance = _mean_size(gaps, noise) - gaps
+    debiased = ((gaps - chance) * counts).sum() / len(confidences)
     return {
         "ece": calibration_error(confidences, correct),
         "ece_floor": float(np.mean(floors)),

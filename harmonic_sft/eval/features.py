@@ -1,4 +1,4 @@
-"""What hidden states are good for: similarity of sentences, classes, and what is neither.
+"""What hidden states are good for: classes, and what is none of them.
 
 scikit-learn computes them; it is part of the extra `eval`.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from harmonic_sft.models import HarmonicHeadModel
@@ -48,27 +47,6 @@ def encode(
         means = (states * weights).sum(1) / weights.sum(1).clamp_min(1)
         vectors[chosen] = means.cpu().numpy()
     return vectors
-
-
-def sentence_similarity(
-    first: np.ndarray, second: np.ndarray, ratings: Sequence[float]
-) -> dict[str, float]:
-    """Correlate the closeness of sentences with human ratings.
-
-    Args:
-        first: `[N, D]`.
-        second: `[N, D]`.
-        ratings: `[N]`, higher for more similar sentences.
-
-    Returns:
-        Spearman's rank correlation with the cosine and with minus the Euclidean distance.
-    """
-    cosines = (_unit(first) * _unit(second)).sum(-1)
-    distances = np.linalg.norm(first - second, axis=-1)
-    return {
-        "spearman_cosine": float(spearmanr(cosines, ratings).statistic),
-        "spearman_l2": float(spearmanr(-distances, ratings).statistic),
-    }
 
 
 def probe(

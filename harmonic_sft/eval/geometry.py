@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from scipy.stats import skew
 from torch import Tensor
 
+from harmonic_sft.eval.neighbors import nearest
+
 NUM_QUERIES = 2000  # prototypes whose neighbors are looked up
 NUM_NEIGHBORS = 10
 COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
@@ -79,15 +81,8 @@ def hubness(prototypes: Tensor) -> dict[str, float]:
         Radovanovic, Nanopoulos, Ivanovic 2010, Hubs in Space, JMLR 11.
     """
     table = prototypes.float()
-    queries = torch.linspace(0, len(table) - 1, min(NUM_QUERIES, len(table))).long()
-    counts = torch.zeros(len(table), dtype=torch.long, device=table.device)
-    num_neighbors = min(NUM_NEIGHBORS, len(table) - 1)
-    for part in queries.to(table.device).split(256):
-        distances = torch.cdist(table[part], table)  # [256, V]
-        distances.scatter_(1, part[:, None], torch.inf)
-        counts += torch.bincount(
-            distances.topk(num_neighbors, largest=False).indices.flatten(), minlength=len(table)
-        )
+    neighbors = nearest(table, _spread(len(table)), NUM_NEIGHBORS)
+    counts = neighbors.flatten().bincount(minlength=len(table))
     return {
         "hubness": float(skew(counts.cpu().numpy())),
         "never_neighbor": float((counts == 0).float().mean()),
@@ -107,18 +102,17 @@ def drift(table: Tensor, base: Tensor) -> dict[str, float]:
         nearest by cosine that stayed, from 0 to 1.
     """
     new, old = (F.normalize(vectors.float(), dim=-1) for vectors in (table, base))
-    queries = torch.linspace(0, len(new) - 1, min(NUM_QUERIES, len(new))).long().to(new.device)
-    kept, num_neighbors = [], min(NUM_NEIGHBORS, len(new) - 1)
-    for part in queries.split(256):
-        nearest = [
-            (side[part] @ side.T).scatter(1, part[:, None], -torch.inf).topk(num_neighbors).indices
-            for side in (new, old)
-        ]
-        kept.append((nearest[0][:, :, None] == nearest[1][:, None, :]).any(-1).float())
+    now, before = (nearest(side, _spread(len(side)), NUM_NEIGHBORS) for side in (new, old))
+    kept = (now[:, :, None] == before[:, None, :]).any(-1)  # [Q, K]
     return {
         "drift_cosine": float((new * old).sum(-1).mean()),
-        "neighbors_kept": float(torch.cat(kept).mean()),
+        "neighbors_kept": float(kept.float().mean()),
     }
+
+
+def _spread(count: int) -> Tensor:
+    """Return the numbers of evenly spread rows, `[Q]`."""
+    return torch.linspace(0, count - 1, min(NUM_QUERIES, count)).long()
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harmonic_sft.models import DistanceLogits, HarmonicLanguageModel, Head
 from harmonic_sft.models.head import squared_distances
@@ -27,15 +28,28 @@ def nearest_prototypes(
         ids = tokenizer(word, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             continue
-        nearest = _nearest(prototypes, ids[0], num_neighbors)
-        neighbors[word] = tokenizer.convert_ids_to_tokens(nearest)
+        (found,) = nearest(prototypes, torch.tensor(ids), num_neighbors).tolist()
+        neighbors[word] = tokenizer.convert_ids_to_tokens(found)
     return neighbors
 
 
-def _nearest(prototypes: torch.Tensor, index: int, num_neighbors: int) -> list[int]:
-    distances = (prototypes - prototypes[index]).square().sum(-1)
-    distances[index] = torch.inf
-    return distances.topk(num_neighbors, largest=False).indices.tolist()
+def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:
+    """Return the Euclidean neighbors `[Q, K]` of some rows, the closest first.
+
+    Args:
+        table: `[V, D]`.
+        queries: `[Q]`, numbers of rows, which are not their own neighbors.
+        num_neighbors: Per row, if there are as many.
+    """
+    queries, count = queries.to(table.device), min(num_neighbors, len(table) - 1)
+    parts = [
+        torch.cdist(table[part], table)
+        .scatter(1, part[:, None], torch.inf)
+        .topk(count, largest=False)
+        .indices
+        for part in queries.split(256)
+    ]
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -86,11 +100,11 @@ def explain(
                 "token": tokenizer.convert_ids_to_tokens(index),
                 "probability": float(probabilities[place, index]),
                 "distance": None if distances is None else float(distances[place, index]),
-                "neighbors": tokenizer.convert_ids_to_tokens(
-                    _nearest(prototypes, index, min(num_neighbors, len(prototypes) - 1))
-                ),
+                "neighbors": tokenizer.convert_ids_to_tokens(near),
             }
-            for index in probabilities[place].topk(top).indices.tolist()
+            for index, near in zip(
+                chosen.tolist(), nearest(prototypes, chosen, num_neighbors).tolist(), strict=True
+            )
         ]
-        for place in range(len(states))
+        for place, chosen in enumerate(probabilities.topk(top).indices)
     ]

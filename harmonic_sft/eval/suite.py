@@ -14,22 +14,33 @@ from harmonic_sft.eval import features, geometry, language
 from harmonic_sft.eval.calibration import calibration_report, reliability
 from harmonic_sft.eval.scoring import TokenScores, summarize
 from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
-from harmonic_sft.eval.word_similarity import WordPair, read_word_pairs, word_similarity, word_table
+from harmonic_sft.eval.word_similarity import (
+    WordPair,
+    read_word_pairs,
+    similarity,
+    word_similarity,
+    word_table,
+)
 from harmonic_sft.models import HarmonicHeadModel, HarmonicLanguageModel
 
 Rows = Iterator[dict[str, Any]]
 HELD_OUT = "held-out data"
 SHOWN_WORDS = 5
 RELATIONS = ("present-past", "singular-plural", "country-capital", "antonym")
+CLASSES = {  # training and test part, columns of text and class
+    "banking77": (("banking77_train.csv", "banking77_test.csv"), ("text", "category")),
+    "sst2": (("sst2_train.tsv", "sst2_dev.tsv"), ("sentence", "label")),
+}
 LIMITS = {"quick": 500, "full": 5000}  # training texts of a probe; half as many to test on
 CONTINUATIONS, NEW_TOKENS = 16, 64
+SPEARMAN = {"spearman_cosine": "Spearman, cosine", "spearman_l2": "Spearman, -L2"}
+TYPOS = ", typos in a tenth of the words"
 
 
 class Subject(NamedTuple):
     """A model under evaluation.
 
     Attributes:
-        name: Of its column.
         model: In evaluation mode.
         tokenizer: Of the model.
         states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
@@ -38,7 +49,6 @@ class Subject(NamedTuple):
             every row.
     """
 
-    name: str
     model: HarmonicHeadModel
     tokenizer: Any
     states: tuple[Tensor, Tensor]
@@ -60,10 +70,9 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
         `n` and `note`; or `group`, `set` and `missing`, what is needed.
     """
     folder, limit = sets or Path("none"), LIMITS[size]
-    is_language = isinstance(subject.model, HarmonicLanguageModel)
     rows = [row for name in subject.texts for row in _text(subject, name)]
-    rows += [*_calibration(subject), *_shape(subject)]
-    if is_language:
+    rows += [*_shape(subject)]
+    if isinstance(subject.model, HarmonicLanguageModel):
         rows += [*_word_ratings(subject, folder / "wordsim")]
         rows += [*_relations(subject, folder / "function_vectors")]
         rows += [*_minimal_pairs(subject, folder / "minimal_pairs", limit)]
@@ -133,58 +142,58 @@ def _row(group: str, name: str, metric: str, value: Any, **more: Any) -> dict[st
     return {"group": group, "set": name, "metric": metric, "value": value, "better": "", **more}
 
 
+def _rows(group: str, name: str, found: dict[str, Any], prefix: str = "", **more: Any) -> Rows:
+    for metric, value in found.items():
+        yield _row(group, name, prefix + metric.replace("_", " "), value, **more)
+
+
 def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
     return {"group": group, "set": name, "missing": f"{path.parent.name}/{path.name} in --data"}
 
 
 def _text(subject: Subject, name: str) -> Rows:
-    """Yield what a model knows of a text; of held-out data, also by frequency."""
+    """Yield what a model knows of a text; of held-out data, also by frequency and calibration."""
     scores, documents = subject.texts[name]
     metrics = summarize(scores, subject.model.dist_head, documents)
     count = int(metrics["tokens"])
-    interval = document_interval(scores.at(1.0)[0], documents[scores.rows])
-    yield _row("language", name, "loss, nats", metrics["loss"], better="lower", n=count)
-    if interval is not None:
-        yield _row("language", name, "its 95 % interval over documents", interval)
-    yield _row("language", name, "documents", metrics["documents"])
-    best = "loss at the best temperature, nats"
-    yield _row("language", name, best, metrics["post_hoc_loss"], better="lower", n=count)
-    yield _row("language", name, "accuracy", metrics["accuracy"], better="higher", n=count)
-    yield _row("language", name, "top-5 accuracy", metrics["top_5_accuracy"], better="higher")
+    losses = {
+        "loss, nats": metrics["loss"],
+        "loss at the best temperature, nats": metrics["post_hoc_loss"],
+    }
     if isinstance(subject.model, HarmonicLanguageModel):
-        bits = language.bits_per_byte(scores, subject.tokenizer)
-        yield _row("language", name, "bits per byte", bits, better="lower", n=count)
-    if name == HELD_OUT:
-        for part in language.loss_by_frequency(scores):
-            title = f"loss of labels that occur {part['least']}+ times, nats"
-            yield _row("language", name, title, part["loss"], better="lower", n=part["tokens"])
-
-
-def _calibration(subject: Subject) -> Rows:
-    scores, documents = subject.texts[HELD_OUT]
-    metrics = summarize(scores, subject.model.dist_head, documents)
+        losses["bits per byte"] = language.bits_per_byte(scores, subject.tokenizer)
+    yield from _rows("language", name, losses, better="lower", n=count)
+    interval = document_interval(scores.at(1.0)[0], documents[scores.rows])
+    if interval is not None:
+        yield _row("language", name, "95 % interval of the loss over documents", interval)
+    yield _row("language", name, "documents", metrics["documents"])
+    accuracies = {"accuracy": metrics["accuracy"], "top-5 accuracy": metrics["top_5_accuracy"]}
+    yield from _rows("language", name, accuracies, better="higher", n=count)
+    if name != HELD_OUT:
+        return
+    for part in language.loss_by_frequency(scores):
+        title = f"loss of labels that occur {part['least']}+ times, nats"
+        yield _row("language", name, title, part["loss"], better="lower", n=part["tokens"])
     report = calibration_report(scores.at(1.0)[1], scores.ranks == 0)
-    values = {
+    perfect = {"ECE of a perfect model": report["ece_floor"]}
+    yield from _rows("calibration", HELD_OUT, perfect, n=count)
+    errors = {
         "ECE": report["ece"],
-        "ECE of a perfect model": report["ece_floor"],
         "ECE, debiased": report["ece_debiased"],
         "ECE at the other half's best temperature": metrics["post_hoc_ece"],
         "Brier score": metrics["brier"],
         "Brier score at the other half's best temperature": metrics["post_hoc_brier"],
     }
-    for title, value in values.items():
-        better = "" if "perfect" in title else "lower"
-        yield _row("calibration", HELD_OUT, title, value, better=better, n=int(metrics["tokens"]))
+    yield from _rows("calibration", HELD_OUT, errors, better="lower", n=count)
 
 
 def _shape(subject: Subject) -> Rows:
     """Yield the geometry of the prototypes alone."""
     prototypes = subject.model.dist_head.prototypes.detach()
-    found = {**geometry.spectrum(prototypes)}
+    found = geometry.spectrum(prototypes)
     if len(prototypes) > 2 * geometry.NUM_NEIGHBORS:
         found |= geometry.hubness(prototypes)
-    for metric, value in found.items():
-        yield _row("geometry", "prototypes", metric.replace("_", " "), value, n=len(prototypes))
+    yield from _rows("geometry", "prototypes", found, n=len(prototypes))
     value = geometry.class_center_alignment(*subject.states, prototypes)
     count = len(subject.states[1])
     yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
@@ -192,8 +201,8 @@ def _shape(subject: Subject) -> Rows:
     if base is None or base.shape != prototypes.shape:
         yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
         return
-    for metric, value in geometry.drift(prototypes, base.to(prototypes)).items():
-        yield _row("geometry", "drift from the base", metric.replace("_", " "), value)
+    moved = geometry.drift(prototypes, base.to(prototypes))
+    yield from _rows("geometry", "drift from the base", moved)
 
 
 def _word_ratings(subject: Subject, folder: Path) -> Rows:
@@ -214,8 +223,7 @@ def _word_ratings(subject: Subject, folder: Path) -> Rows:
                 yield {"group": "geometry", "set": path.stem, "missing": what}
                 continue
             for metric, value in word_similarity(table, ids, ratings).items():
-                name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
-                yield _row("geometry", path.stem, f"{name}, {title}", value, **more)
+                yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
 
 
 def _relations(subject: Subject, folder: Path) -> Rows:
@@ -259,44 +267,37 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     if not path.is_file():
         yield _missing("hidden states", "STS", path)
         return
-    rows = [row for row in _table(path, "\t") if row.get("sentence2")][:limit]
+    rows = [row for row in _table(path) if row.get("sentence2")][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
-    encoded = [features.encode(subject.model, subject.tokenizer, side) for side in (first, second)]
-    for metric, value in features.sentence_similarity(encoded[0], encoded[1], ratings).items():
-        name = metric.replace("spearman_", "Spearman, ").replace("l2", "-L2")
-        yield _row("hidden states", path.stem, name, value, better="higher", n=len(rows))
-    changed = features.encode(subject.model, subject.tokenizer, features.typos(second))
-    spoiled = features.sentence_similarity(encoded[0], changed, ratings)["spearman_cosine"]
-    name = "Spearman, cosine, typos in a tenth of the words"
-    yield _row("robustness", path.stem, name, spoiled, better="higher", n=len(rows))
+    texts = (first, second, features.typos(second))
+    encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
+    more = {"better": "higher", "n": len(rows)}
+    for metric, value in similarity(encoded[0], encoded[1], ratings).items():
+        yield _row("hidden states", path.stem, SPEARMAN[metric], value, **more)
+    spoiled = similarity(encoded[0], encoded[2], ratings)["spearman_cosine"]
+    yield _row("robustness", path.stem, f"Spearman, cosine{TYPOS}", spoiled, **more)
 
 
 def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
     """Yield probes of frozen features, with typos, and on texts of classes left out."""
-    for name, extension, columns in (
-        ("banking77", "csv", ("text", "category")),
-        ("sst2", "tsv", ("sentence", "label")),
-    ):
-        test_part = "dev" if name == "sst2" else "test"
-        paths = [folder / f"{name}_{part}.{extension}" for part in ("train", test_part)]
+    for name, (files, columns) in CLASSES.items():
+        paths = [folder / file for file in files]
         if not all(path.is_file() for path in paths):
             yield _missing("hidden states", name, paths[0])
             continue
         train, test = (
-            _sample(_table(path, "," if extension == "csv" else "\t"), columns, count)
+            _sample(_table(path), columns, count)
             for path, count in zip(paths, (limit, limit // 2), strict=True)
         )
-        test = tuple(
-            zip(*(row for row in zip(*test, strict=True) if row[1] in train[1]), strict=True)
-        )
+        known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
+        test = tuple(zip(*known, strict=True))
         texts = (train[0], test[0], features.typos(test[0]))
         encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
         for metric, values in features.probe((encoded[0], train[1]), encoded[1:], test[1]).items():
             title, more = f"accuracy, {metric.replace('_', ' ')}", {"n": len(test[1])}
             yield _row("hidden states", name, title, values[0], better="higher", **more)
-            title += ", typos in a tenth of the words"
-            yield _row("robustness", name, title, values[1], better="higher", **more)
+            yield _row("robustness", name, f"{title}{TYPOS}", values[1], better="higher", **more)
         if len(set(train[1])) > 7:
             yield from _out_of_scope(name, encoded, train[1], test[1])
 
@@ -313,9 +314,8 @@ def _out_of_scope(
         encoded[1][is_known],
         encoded[1][~is_known],
     )
-    for metric, value in found.items():
-        title = f"out-of-scope AUROC, {metric.replace('_', ' ')}"
-        yield _row("hidden states", name, title, value, better="higher", n=len(test))
+    more = {"better": "higher", "n": len(test)}
+    yield from _rows("hidden states", name, found, "out-of-scope AUROC, ", **more)
 
 
 def _continuations(subject: Subject) -> Rows:
@@ -334,14 +334,15 @@ def _continuations(subject: Subject) -> Rows:
             max_new_tokens=NEW_TOKENS,
             pad_token_id=tokenizer.pad_token_id or 0,
         )[:, 1:]
-    for metric, value in features.repetition(found).items():
-        yield _row("language", "samples", metric.replace("_", "-"), value, n=CONTINUATIONS)
+    counts = {key.replace("_", "-"): value for key, value in features.repetition(found).items()}
+    yield from _rows("language", "samples", counts, n=CONTINUATIONS)
 
 
-def _table(path: Path, delimiter: str) -> list[dict[str, str]]:
+def _table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
-        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-        return list(csv.DictReader(file, delimiter=delimiter, quoting=quoting))
+        if path.suffix == ".csv":
+            return list(csv.DictReader(file))
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def _sample(

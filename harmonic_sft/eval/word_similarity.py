@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 HEADER = ["word1", "word2", "score"]
@@ -79,61 +79,45 @@ def word_table(
     return table, places, [pair.rating for pair in known], unknown
 
 
-@torch.no_grad()
-def word_similarity(
-    prototypes: Tensor, ids: Sequence[tuple[int, int]], ratings: Sequence[float]
-) -> dict[str, float]:
-    """Correlate the closeness of prototypes with human ratings.
+def similarity(first: np.ndarray, second: np.ndarray, ratings: Sequence[float]) -> dict[str, float]:
+    """Correlate the closeness of vectors with human ratings of what they stand for.
 
     Args:
-        prototypes: `[V, D]`.
-        ids: Two rows of `prototypes` for each pair.
-        ratings: One for each pair, higher for more similar words.
+        first: `[N, D]`.
+        second: `[N, D]`.
+        ratings: One for each pair, higher for more similar words or sentences.
 
     Returns:
         Spearman's rank correlation of the ratings with the cosine, `spearman_cosine`, and with
         minus the Euclidean distance, `spearman_l2`: the same thing on the unit sphere.
+    """
+    from scipy.stats import spearmanr  # takes a second, which commands need not wait for
+
+    norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
+    closeness = {
+        "spearman_cosine": (first * second).sum(-1) / norms.clip(min=1e-12),
+        "spearman_l2": -np.linalg.norm(first - second, axis=-1),
+    }
+    return {k: float(spearmanr(values, ratings).statistic) for k, values in closeness.items()}
+
+
+def word_similarity(
+    table: Tensor, ids: Sequence[tuple[int, int]], ratings: Sequence[float]
+) -> dict[str, float]:
+    """Return the `similarity` of pairs of rows.
+
+    Args:
+        table: `[V, D]`.
+        ids: Two rows of the table for each pair.
+        ratings: One for each pair.
 
     Raises:
         ValueError: Fewer than 3 pairs.
     """
-    from scipy.stats import spearmanr  # takes a second, which commands need not wait for
-
     if len(ids) < MIN_PAIRS:
         raise ValueError(
             f"word pairs: expected at least {MIN_PAIRS} whose words are single tokens, "
             f"got {len(ids)}. Use more ratings, or leave them out"
         )
-    first, second = prototypes[torch.tensor(ids).T.to(prototypes.device)].double()  # [P, D] each
-    closeness = {
-        "spearman_cosine": F.cosine_similarity(first, second, dim=-1),
-        "spearman_l2": -torch.linalg.vector_norm(first - second, dim=-1),
-    }
-    return {
-        key: float(spearmanr(values.cpu().numpy(), ratings).statistic)
-        for key, values in closeness.items()
-    }
-
-
-def rate_prototypes(
-    prototypes: Tensor, tokenizer: Any, ratings: dict[str, list[WordPair]]
-) -> dict[str, dict[str, float]]:
-    """Compare prototypes with several sets of ratings.
-
-    Args:
-        prototypes: `[V, D]`, one for each token.
-        tokenizer: Pairs with a word that is not a single token of it are left out.
-        ratings: Pairs by the name of the set.
-
-    Returns:
-        By name: what `word_similarity` returns, `pairs` of the set, and those `covered`.
-
-    Raises:
-        ValueError: Fewer than 3 pairs of a set are covered.
-    """
-    results = {}
-    for name, pairs in ratings.items():
-        table, ids, known, _ = word_table(prototypes, tokenizer, pairs, pieces="single")
-        found = word_similarity(table, ids, known)
-        results[name] = {**found, "pairs": len(pairs), "covered": len(ids)}
-    return results
+    vectors = table.detach().double().numpy(force=True)[np.array(ids)]  # [P, 2, D]
+    return similarity(vectors[:, 0], vectors[:, 1], ratings)

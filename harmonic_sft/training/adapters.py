@@ -1,8 +1,9 @@
 """LoRA on frozen layers of the backbone: put in, merged into copies, saved and loaded."""
 
 import difflib
+from copy import copy
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -111,12 +112,8 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     """
     layers = lora_layers(model)
     modules = _saved_modules(model)
-    first = next(iter(layers.values()))
-    config = LoraConfig(r=first.r[NAME], lora_alpha=first.lora_alpha[NAME], modules_to_save=modules)
-    config.target_modules = sorted(layers)
-    config.fan_in_fan_out = first.fan_in_fan_out
-    dropout = first.lora_dropout[NAME]
-    config.lora_dropout = dropout.p if isinstance(dropout, nn.Dropout) else 0.0
+    config = copy(cast(Any, model.model.backbone).peft_config[NAME])
+    config.modules_to_save, config.target_modules = modules, sorted(layers)
     state = model.state_dict()
     tensors = {saved: state[live] for live, saved in _saved_names(model, modules).items()}
     base, revision = model.config.base_model, model.config.base_revision

@@ -82,6 +82,13 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
 
 
+def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the hidden states `[N, D]` of the labelled positions of a batch, and their labels."""
+    states, labels = head_inputs(model, batch)
+    scored = labels != IGNORE_INDEX
+    return states[scored], labels[scored]
+
+
 def examples_of_step(
     rows: MaskedRows | LabeledRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:

@@ -41,8 +41,8 @@ from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.results import environment, show_table, write_results
-from harmonic_sft.training.batches import head_inputs
-from harmonic_sft.training.held_out import check_unseen, to_results
+from harmonic_sft.training.batches import head_inputs, labelled_states
+from harmonic_sft.training.held_out import check_unseen
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -140,16 +140,10 @@ def evaluate_suite(
         problems[name] = check_prototypes(head.weight.detach(), unit_sphere=on_sphere)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        subject = Subject(
-            name,
-            found.model,
-            found.tokenizer,
-            found.states(),
-            found.base(),
-            found.texts(sets, size),
-        )
+        texts = found.texts(sets, size)
+        subject = Subject(found.model, found.tokenizer, found.states(), found.base(), texts)
         measured.append(measure(subject, sets, size=size))
-        scores, documents = subject.texts[HELD_OUT]
+        scores, documents = texts[HELD_OUT]
         losses.append((scores.at(1.0)[0], documents[scores.rows]))
         figures[name] = figures_of(scores)
     payload = {
@@ -212,23 +206,43 @@ class Opened:
 
     def data_results(self) -> dict[str, Any]:
         """Return what results say of the data."""
-        held_out = {
-            "sha256": self.data.held_out.digest,
-            "lineage": to_results(self.ancestors),
-        }
+        lineage = [ancestor._asdict() for ancestor in self.ancestors]
         return {
             **to_plain(self.data_config),
             "eval_sha256": fingerprint(self.data.eval),
-            "held_out": held_out,
+            "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
     def score(self, data: LoadedData | LabeledData | None = None) -> tuple[TokenScores, np.ndarray]:
-        """Score the model's data, or other data; return the document of every row too."""
+        """Score the model's data, or other data; return the document of every row too.
+
+        Raises:
+            ValueError: There is no row.
+        """
         rows = self.data if data is None else data
         # A padding-free collator makes one row of a batch.
-        alone = isinstance(rows.collator, PaddingFreeCollator)
-        scores = score_data(self.model, rows, batch_size=1 if alone else self.batch_size)
+        size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
+        batches = tqdm(self._batches(rows, size), desc="Evaluating", dynamic_ncols=True)
+        with torch.no_grad():
+            scores = score(self.model, (head_inputs(self.model, batch) for batch in batches))
+        if scores is None:
+            raise ValueError(
+                "eval: expected rows to evaluate on, got an empty split. Give more data"
+            )
         return scores, documents_of(rows.eval, scores.num_rows)
+
+    @torch.no_grad()
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
+        batches = islice(self._batches(self.data, self.batch_size), NUM_BATCHES)
+        states, labels = zip(*(labelled_states(self.model, b) for b in batches), strict=True)
+        return torch.cat(states), torch.cat(labels)
+
+    def _batches(self, data: LoadedData | LabeledData, size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the evaluation rows in their order, on the model's device."""
+        loader: Any = DataLoader(data.eval, batch_size=size, collate_fn=data.collator)
+        for batch in loader:
+            yield {key: value.to(self.model.device) for key, value in batch.items()}
 
     def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
         """Score the held-out data and, of a language model, the texts of the sets."""
@@ -251,20 +265,6 @@ class Opened:
                 continue
             found[path.stem] = self.score(rows)
         return found
-
-    @torch.no_grad()
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
-        rows: Any = DataLoader(
-            self.data.eval, batch_size=self.batch_size, collate_fn=self.data.collator
-        )
-        found = []
-        for batch in islice(rows, NUM_BATCHES):
-            moved = {key: value.to(self.model.device) for key, value in batch.items()}
-            states, labels = head_inputs(self.model, moved)  # [B, S, D], [B, S]
-            found.append((states[labels != -100], labels[labels != -100]))
-        states, labels = zip(*found, strict=True)
-        return torch.cat(states), torch.cat(labels)
 
     def base(self) -> Tensor | None:
         """Return the input embeddings of the base, where it is on this machine."""
@@ -355,28 +355,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the names of folders, their paths where two have one name."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def score_data(
-    model: HarmonicHeadModel, data: LoadedData | LabeledData, *, batch_size: int
-) -> TokenScores:
-    """Score the evaluation rows of a run's data, in their order.
-
-    Raises:
-        ValueError: There is none.
-    """
-    model.eval()
-    loader: Any = DataLoader(data.eval, batch_size=batch_size, collate_fn=data.collator)
-
-    @torch.no_grad()
-    def inputs() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in tqdm(loader, desc="Evaluating", dynamic_ncols=True):
-            yield head_inputs(model, {key: value.to(model.device) for key, value in batch.items()})
-
-    scores = score(model, inputs())
-    if scores is None:
-        raise ValueError("eval: expected rows to evaluate on, got an empty split. Give more data")
-    return scores
 
 
 def fingerprint(rows: MaskedRows | LabeledRows) -> str:

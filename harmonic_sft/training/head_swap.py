@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -21,7 +22,7 @@ from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.batches import head_inputs
+from harmonic_sft.training.batches import labelled_states
 from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -181,13 +182,13 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
         )
     hidden_states, labels = _labelled_states(model, batches)
     if not isinstance(head, SphereHead) or head.unit_sphere or model.config.tie_word_embeddings:
-        return HExpFit(*_best_exponent(head, 1.0, hidden_states, labels), len(labels))
+        return _fit_at(head, 1.0, hidden_states, labels)
 
     def loss_at(log_scale: float) -> float:
-        return _best_exponent(head, math.exp(log_scale), hidden_states, labels)[2]
+        return _fit_at(head, math.exp(log_scale), hidden_states, labels).loss
 
     scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
-    return HExpFit(*_best_exponent(head, scale, hidden_states, labels), len(labels))
+    return _fit_at(head, scale, hidden_states, labels)
 
 
 def first_batches(
@@ -214,9 +215,7 @@ def _labelled_states(
     model.eval()
     found: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        states, labels = head_inputs(model, batch)
-        scored = labels != -100
-        found.append((states[scored], labels[scored]))
+        found.append(labelled_states(model, batch))
         if sum(len(part) for _, part in found) >= NUM_TOKENS:
             break
     model.train(was_training)
@@ -226,28 +225,19 @@ def _labelled_states(
     return hidden_states, labels
 
 
-def _best_exponent(
-    head: Head, scale: float, hidden_states: Tensor, labels: Tensor
-) -> tuple[float, float, float]:
-    """Return the exponent with the least mean loss on prototypes times `scale`, and that loss.
-
-    Returns:
-        Exponent, scale and loss.
-    """
+def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> HExpFit:
+    """Return the exponent with the least mean loss on prototypes times `scale`."""
     assert head.h_exp is not None, "fit_h_exp has looked"
     weight = head.weight.clone()
     head.weight.mul_(scale)
     logits = head(hidden_states) / -head.h_exp  # [N, V], at the exponent -1
     head.weight.copy_(weight)
-    own = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
     def loss_at(log_steepness: float) -> float:
-        steepness = math.exp(log_steepness)
-        normalizers = torch.logsumexp(logits * steepness, -1)
-        return float((normalizers - own * steepness).mean())
+        return float(F.cross_entropy(logits * math.exp(log_steepness), labels))
 
     best = _minimize(loss_at, STEEPNESS, tolerance=1e-3)
-    return -math.exp(best), scale, loss_at(best)
+    return HExpFit(-math.exp(best), scale, loss_at(best), len(labels))
 
 
 def _minimize(loss_fn: Any, bounds: tuple[float, float], *, tolerance: float) -> float:

@@ -1,7 +1,7 @@
 """What a run writes of its held-out documents, and whether models were trained on them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def held_out_results(
         "exact_duplicates": duplicates.exact,
         "near_duplicates": duplicates.near,
         "near_duplicates_left_out": run.data.eval.drop_near_duplicates,
-        "lineage": to_results(ancestors),
+        "lineage": [ancestor._asdict() for ancestor in ancestors],
     }
 
 
@@ -77,11 +77,6 @@ def check_unseen(model: Path, data: LoadedData | LabeledData, config: DataConfig
             "Evaluate on other ones, data=other.txt, or hold the same ones out of every run"
         )
     return ancestors
-
-
-def to_results(ancestors: Sequence[Ancestor]) -> list[dict[str, Any]]:
-    """Return ancestors as results have them; an empty list is a model made of random weights."""
-    return [{"model": a.model, "verdict": a.verdict, "documents_seen": a.seen} for a in ancestors]
 
 
 def _base(run: RunConfig) -> str | None:

@@ -1,7 +1,6 @@
 """What every key of a run's YAML file means, from the descriptions beside the fields."""
 
 import dataclasses
-import difflib
 import inspect
 import re
 import textwrap
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from harmonic_sft.config import unknown_key
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
 from harmonic_sft.training.run_config import DEFAULTS, NOT_IN_HEAD, REFUSED, RunConfig
@@ -52,10 +52,8 @@ def explain(name: str | None = None) -> str:
     path = [step for step in (name or "").split(".") if step and not step.isdecimal()]
     for depth, step in enumerate(path):
         if step not in key.below:
-            nearest = difflib.get_close_matches(step, key.below, 1, 0.0)
-            hint = f". Did you mean {nearest[0]!r}?" if nearest else ""
             place = ".".join(path[:depth]) or "config"
-            raise ValueError(f"{place}: expected one of the known keys, got {step!r}{hint}")
+            raise ValueError(unknown_key(place, step, list(key.below)))
         key = key.below[step]
     parts = [_paragraph(f"{name}: {_facts(key)}" if name else key.text)]
     parts += [_paragraph(f"{step}: {_facts(inner)}", "  ") for step, inner in key.below.items()]

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.classification import LabeledData, load_labeled_data
 from harmonic_sft.data.loading import LoadedData, load_data
-from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,
@@ -38,7 +37,7 @@ from harmonic_sft.models.backbones import check_quantization, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.adapters import add_lora_
-from harmonic_sft.training.batches import head_inputs
+from harmonic_sft.training.batches import labelled_states
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
@@ -357,9 +356,8 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
     counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
     for batch in batches:
-        states, labels = head_inputs(model, batch)  # [B, S, D], [B, S]
-        scored = labels != IGNORE_INDEX
-        features, labels = states[scored].double(), labels[scored]  # [N, D], [N]
+        states, labels = labelled_states(model, batch)  # [N, D], [N]
+        features = states.double()
         totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
         counts.index_add_(0, labels, torch.ones_like(counts[labels]))
     empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()

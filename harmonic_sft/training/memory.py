@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import local_torch_dtype
 
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
@@ -90,9 +91,7 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
         config = config.text_config
     config = copy.deepcopy(config)
     config.dtype = getattr(torch, run.model.dtype)  # transformers builds what it says
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(config.dtype)
-    try:
+    with local_torch_dtype(config.dtype):
         model = MODELS[run.model.task](
             HarmonicConfig(
                 text_config=config,
@@ -101,8 +100,6 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
                 is_causal=run.model.task == "causal_lm",
             )
         )
-    finally:
-        torch.set_default_dtype(dtype)
     unfreeze_(model, run.model.unfreeze)
     if run.peft is not None:
         add_lora_(model, run.peft)
@@ -127,19 +124,18 @@ def estimate_step(
         if run.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         rows = parts(model)
-        activations = _activation_peak(model, run, batch_size)
-        vocab_size, hidden_size = model.dist_head.weight.shape
         num_scored = _num_scored(run, batch_size)
-        workspace = workspace_bytes(num_scored, vocab_size, hidden_size, "cuda")
+        activations = _activation_peak(model, batch_size, run.data.context_length, num_scored)
+        workspace = workspace_bytes(num_scored, *model.dist_head.weight.shape, "cuda")
     weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
     if isinstance(run.loss, DistillLoss):
         weights += _teacher_bytes(model)
     return rows, MemoryEstimate(weights, training, activations, workspace)
 
 
-def _activation_peak(model: HarmonicHeadModel, run: RunConfig, batch_size: int) -> int:
-    length = run.data.context_length
-    num_scored = _num_scored(run, batch_size)
+def _activation_peak(
+    model: HarmonicHeadModel, batch_size: int, length: int, num_scored: int
+) -> int:
     input_ids = torch.zeros(batch_size, length, dtype=torch.int64)
     positions = labels = torch.zeros(num_scored, dtype=torch.int64)
     for parameter in model.parameters():

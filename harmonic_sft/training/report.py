@@ -13,7 +13,7 @@ from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
-from harmonic_sft.plots import plot_comparison, plot_run
+from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
@@ -28,6 +28,7 @@ PREDICTED = {
 }
 SWAPPED = {"old_head": "the base's own head", "swapped": "new head"}
 MIB = 2**20
+DEVICE_GIB = 24  # of the GPU that an estimate is compared with
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "
     "beside it is that of each half of the documents at the value fitted on the other half. "
@@ -97,21 +98,14 @@ def show_parts(rows: Sequence[Part], *, title: str) -> None:
     """Print part, dtype, parameters, trainable and memory of the model."""
     total = Part("total", "", *map(sum, zip(*(row[2:] for row in rows), strict=True)))
     table = [
-        (
-            p.name,
-            p.dtype,
-            f"{p.parameters:,}",
-            f"{p.trainable:,}",
-            f"{(p.bytes + p.training_bytes) / MIB:,.1f}",
-        )
-        for p in (*rows, total)
+        (*part[:4], f"{(part.bytes + part.training_bytes) / MIB:,.1f}") for part in (*rows, total)
     ]
     columns = ["part", "dtype", "parameters", "trainable", "memory, MiB (*)"]
     show_table(f"{title}; (*) weights, gradients, optimizer", columns, table)
 
 
-def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 24) -> None:
-    """Print the memory of one step and whether it fits."""
+def show_estimate(estimate: MemoryEstimate, *, batch: str) -> None:
+    """Print the memory of one step and whether it fits into 24 GiB."""
     sizes = {
         "weights": estimate.weights,
         "gradients and optimizer": estimate.training,
@@ -121,24 +115,18 @@ def show_estimate(estimate: MemoryEstimate, *, batch: str, device_gib: float = 2
     }
     rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)
-    fits = estimate.total / GIB + 1 <= device_gib
-    logger.info(
-        "%s %g GiB, with 1 GiB set aside for the CUDA context and fragmentation.",
-        "Fits" if fits else "Does not fit",
-        device_gib,
-    )
+    fits = "Fits" if estimate.total / GIB + 1 <= DEVICE_GIB else "Does not fit"
+    what = "with 1 GiB set aside for the CUDA context and fragmentation"
+    logger.info("%s %d GiB, %s.", fits, DEVICE_GIB, what)
 
 
 def show_classes(data: LabeledData) -> None:
     """Print how many labels of each class the training and the evaluation rows have."""
     held_out = np.concatenate([np.atleast_1d(labels) for labels in data.eval.labels])
     counts = np.bincount(held_out[held_out >= 0], minlength=len(data.labels))  # [V]
-    rows = [
-        (label, f"{data.unigram_counts[index]:,}", f"{counts[index]:,}")
-        for index, label in enumerate(data.labels)
-    ]
+    rows = zip(data.labels, data.unigram_counts.tolist(), counts.tolist(), strict=True)
     title = f"{data.num_documents:,} training rows of {data.num_tokens:,} tokens"
-    show_table(title, ["class", "training labels", "evaluation labels"], rows)
+    show_table(title, ["class", "training labels", "evaluation labels"], list(rows))
 
 
 def show_closing_table(results: dict[str, Any]) -> None:
@@ -206,7 +194,7 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         if run.get("environment", {}).get("dirty"):
             logger.info("%s: dirty, its code differs from its commit.", run["run"])
     if figure is not None:
-        _draw(plot_comparison, list(runs), figure)
+        draw(plot_comparison, list(runs), figure)
 
 
 def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
@@ -329,12 +317,7 @@ def _value(value: Any) -> str | float | None:
     return f"{value[0]:.3f} to {value[1]:.3f}" if isinstance(value, list) else value
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw loss, learning rate and exponent of a run."""
-    _draw(plot_run, results, path)
-
-
-def _draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None:
+def draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None:
     """Draw a figure; without matplotlib, say what to install."""
     try:
         logger.info("Figure: %s", plot_fn(results, path))

@@ -17,6 +17,7 @@ from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.plots import plot_run
 from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
 from harmonic_sft.training.arguments import check_parallelism
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
@@ -365,7 +366,7 @@ def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) 
         trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
         write_results(run.output_dir / "results", RESULTS_NAME, results)
         show_closing_table(results)
-        draw(results, run.output_dir / "results" / "train.png")
+        draw(plot_run, results, run.output_dir / "results" / "train.png")
         show_next_steps(run.output_dir, run.model.task)
     state.wait_for_everyone()  # a push may take longer than the others would wait
     if state.is_main_process and run.hub.push:

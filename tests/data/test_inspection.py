@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import re
+import statistics
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +98,7 @@ def cells(output, title):
 
 def show(data, tokenizer, capsys, **settings):
     capsys.readouterr()
-    inspect_data(data, **{"tokenizer": tokenizer, "rows_per_step": 8, **settings})
+    inspect_data(data, **{"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8, **settings})
     return capsys.readouterr().out
 
 
@@ -130,26 +131,19 @@ def test_counts_equal_a_loop_over_the_rows(masker, scored, num_rows):
     assert (allowed < ordinary) == scored
 
 
-def test_counts_of_a_run_are_shown(data, tokenizer, capsys):
+def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
+    data = dataclasses.replace(data, bad_rows=BadRows())
+    data.bad_rows.report("s", "file.jsonl, line 7", "no JSON", rows=3)
     output = show(data, tokenizer, capsys)
-    tokens = sum(len(data.train[index]["input_ids"]) for index in range(len(data.train)))
-    _, *numbers = cells(output, "train")
-    documents, rows, shown_tokens, scored = (int(n.replace(",", "")) for n in numbers)
-    assert documents == data.num_documents == NUM_DOCUMENTS - 5
-    assert rows == len(data.train)
-    assert shown_tokens == tokens
-    assert scored == data.num_tokens
-    assert "Copies of held-out documents: 0 exact ones, left out, and 0 near ones" in output
-    assert cells(output, "evaluation")[1:3] == ["5", str(len(data.eval))]
-
-
-def test_shortest_median_and_longest_row_are_shown(data, tokenizer, capsys):
     lengths = sorted(len(data.train[index]["input_ids"]) for index in range(len(data.train)))
-    middle = (len(lengths) - 1) / 2
-    median = int((lengths[int(np.floor(middle))] + lengths[int(np.ceil(middle))]) / 2)
-    shown = cells(show(data, tokenizer, capsys), "rows ")[1:5]
-    assert shown[:2] + shown[3:] == [str(lengths[0]), str(median), str(lengths[-1])]
-    assert lengths[0] < lengths[-1]
+    expected = [NUM_DOCUMENTS - 5, len(data.train), sum(lengths), data.num_tokens]
+    assert cells(output, "train")[1:] == [f"{count:,}" for count in expected]
+    assert "Copies of held-out documents: 0 exact ones, left out, and 0 near ones" in output
+    assert "Rows left out: 3\n  file.jsonl, line 7: no JSON\n" in output
+    assert cells(output, "evaluation")[1:3] == ["5", str(len(data.eval))]
+    shortest, middle, _, longest = cells(output, "rows ")[1:5]
+    median = int(statistics.median(lengths))
+    assert [shortest, middle, longest] == [str(lengths[0]), str(median), str(lengths[-1])]
 
 
 @pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (4, 1), (7, 3), (1000, 1)])
@@ -170,9 +164,6 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
         str(round(8 * row_lengths(data.train.rows).mean())),
         str(-(-len(data.train) // 8)),
     ]
-
-
-def test_batches_without_padding_are_full(data, tokenizer, capsys):
     free = dataclasses.replace(data, collator=PaddingFreeCollator())
     assert cells(show(free, tokenizer, capsys), "rows ")[5] == "100.0 %"
 
@@ -260,7 +251,7 @@ def test_spaces_stand_where_the_tokens_have_them(byte_tokenizer):
     assert text == "<<s>>a[b][  -> a]c(d)<</s>>"
 
 
-def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
+def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
     output = show(data, tokenizer, capsys, seed_row=5)
     row = data.train.rows[5]
     name = f"-- source 0, document {row['document']}, chunk {row['chunk']}: "
@@ -268,25 +259,13 @@ def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
     expected = sample_text(row, 0, masker=data.train.masker, tokenizer=tokenizer)
     assert output.strip().endswith(expected)
     assert "\x1b" not in output  # a file gets no colors
-
-
-def test_a_row_that_does_not_exist_is_refused(data, packed, tokenizer):
-    settings = {"tokenizer": tokenizer, "rows_per_step": 8}
+    settings = {"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8}
     for loaded, count in ((data, len(data.train)), (packed, len(packed.train))):
         message = rf"seed_row: expected the number of a row, from 0 to {count - 1}, got {count}\."
         with pytest.raises(ValueError, match=message):
             inspect_data(loaded, seed_row=count, **settings)
     with pytest.raises(ValueError, match=r"seed_row: .*got -1\."):
         inspect_data(data, seed_row=-1, **settings)
-
-
-def test_rows_left_out_are_counted_and_the_first_ones_named(data, tokenizer, capsys):
-    bad_rows = BadRows()
-    data = dataclasses.replace(data, bad_rows=bad_rows)
-    assert "Rows left out: 0\n" in show(data, tokenizer, capsys)
-    bad_rows.report("s", "file.jsonl, line 7", "no JSON", rows=3)
-    output = show(data, tokenizer, capsys)
-    assert "Rows left out: 3\n  file.jsonl, line 7: no JSON\n" in output
 
 
 def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, tokenizer, capsys):

@@ -10,7 +10,6 @@ from harmonic_sft.eval.features import (
     out_of_scope,
     probe,
     repetition,
-    sentence_similarity,
     typos,
 )
 from harmonic_sft.models import HarmonicForMaskedLM
@@ -66,16 +65,6 @@ def test_texts_of_unknown_classes_lie_further_away():
     assert min(found.values()) > 0.99
     same = out_of_scope(train, inside, inside[::-1])
     assert all(value == pytest.approx(0.5, abs=1e-6) for value in same.values())
-
-
-def test_similarity_of_sentences_is_a_rank_correlation():
-    generator = np.random.default_rng(0)
-    first = generator.normal(size=(40, 8))
-    shares = np.linspace(0, 1, 40)[:, None]
-    second = shares * first + (1 - shares) * generator.normal(size=(40, 8))
-    assert sentence_similarity(first, second, shares[:, 0])["spearman_cosine"] > 0.8
-    flipped = sentence_similarity(first, second, -shares[:, 0])
-    assert flipped["spearman_l2"] < -0.7
 
 
 def test_typos_swap_letters_inside_words():

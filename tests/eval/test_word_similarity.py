@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from harmonic_sft.eval import WordPair, rate_prototypes, read_word_pairs
-from harmonic_sft.eval.word_similarity import word_similarity, word_table
+from harmonic_sft.eval.word_similarity import (
+    WordPair,
+    read_word_pairs,
+    word_similarity,
+    word_table,
+)
 
 
 def ranks(values):
@@ -59,15 +63,13 @@ def test_only_known_single_tokens_count(tiny_base):
     assert unknown == ["zzzz", "aa bb"]
     tokens = tokenizer.convert_tokens_to_ids(["aa", "cc"])
     torch.testing.assert_close(table[list(ids[1])], prototypes[tokens])
-    found = rate_prototypes(prototypes, tokenizer, {"tiny": pairs})
-    assert found["tiny"] == {**word_similarity(table, ids, ratings), "pairs": 5, "covered": 3}
     table, ids, ratings, unknown = word_table(prototypes, tokenizer, pairs, pieces="mean")
     assert ratings == [3.0, 2.0, 1.0, 2.0]
     assert unknown == ["zzzz"]
     tokens = tokenizer.convert_tokens_to_ids(["aa", "bb"])
     torch.testing.assert_close(table[ids[1][0]], prototypes[tokens].mean(0))
     with pytest.raises(ValueError, match="at least 3 whose words are single tokens, got 2"):
-        rate_prototypes(prototypes, tokenizer, {"few": pairs[:4]})
+        word_similarity(table, ids[:2], ratings[:2])
 
 
 def test_minilm_judges_words_as_people_do(minilm_path):
@@ -77,9 +79,10 @@ def test_minilm_judges_words_as_people_do(minilm_path):
     table = AutoModel.from_pretrained(minilm_path).get_input_embeddings().weight
     words = [("king", "queen", 9), ("car", "truck", 8), ("dog", "cat", 8), ("king", "cabbage", 1)]
     words += [("car", "poem", 0), ("monday", "stone", 0), ("money", "cash", 9)]
-    pairs = {"few": [WordPair(*word) for word in words]}
-    found = rate_prototypes(table, tokenizer, pairs)["few"]
-    assert found["covered"] == 7
+    pairs = [WordPair(*word) for word in words]
+    vectors, ids, ratings, unknown = word_table(table, tokenizer, pairs, pieces="single")
+    assert not unknown
+    found = word_similarity(vectors, ids, ratings)
     assert found["spearman_cosine"] > 0.6
     assert found["spearman_l2"] > 0.6
 

@@ -1,16 +1,12 @@
 """Verdicts and crossings against numbers made by hand."""
 
 import pytest
-from scipy.stats import ttest_1samp
 
 from experiments.evidence import (
-    holm,
     paired_difference,
     show_difference,
-    show_interval,
     show_spread,
     spread,
-    t_interval,
     tokens_to_reach,
 )
 
@@ -78,33 +74,3 @@ def test_spread_is_the_standard_deviation_of_a_sample():
     assert show_spread(found, digits=1) == "3.0 +- 2.6"
     assert show_spread(spread([0.25]), scale=100, digits=0) == "25"
     assert show_spread(None) is None
-
-
-def test_the_interval_is_that_of_scipy():
-    values = [0.1, 0.3, -0.05, 0.2, 0.15]
-    found = t_interval(values)
-    expected = ttest_1samp(values, 0.0)
-    low, high = expected.confidence_interval(0.95)
-    assert (found["low"], found["high"]) == pytest.approx((low, high))
-    assert found["p"] == pytest.approx(expected.pvalue)
-    assert show_interval(found, scale=100) == f"14.0 [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-@pytest.mark.parametrize(("value", "p"), [(0.0, 1.0), (0.25, 0.0)])
-def test_equal_values_have_an_interval_of_no_width(value, p):
-    found = t_interval([value, value, value])
-    assert (found["mean"], found["low"], found["high"], found["p"]) == (value, value, value, p)
-
-
-def test_one_value_has_no_interval():
-    found = t_interval([0.5])
-    assert found["low"] is found["high"] is found["p"] is None
-    assert show_interval(found) == "0.5"
-
-
-def test_holm_steps_down_until_one_is_too_large():
-    # 0.05 / 4 = 0.0125, 0.05 / 3 = 0.0167, 0.05 / 2 = 0.025
-    assert holm([0.03, 0.001, 0.012, 0.024]) == [True, True, True, True]
-    assert holm([0.03, 0.001, 0.012, 0.026]) == [False, True, True, False]
-    assert holm([0.02, None]) == [True, False]
-    assert holm([0.03, None]) == [False, False]

@@ -13,7 +13,6 @@ from experiments.harmonic_loss.cells import (
     CELLS,
     PUBLISHED,
     cell_name,
-    half_interval,
     main_cells,
     models,
     read_cell,
@@ -166,8 +165,3 @@ def test_a_summary_counts_seeds_that_never_converge():
         None,
         None,
     )
-
-
-def test_half_the_interval_is_that_of_student():
-    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
-    assert half_interval([1.0]) is None
