@@ -99,7 +99,7 @@ def test_remote_file_is_a_source(server, tmp_path, name, streaming):
 def test_no_signature_is_in_a_message(server):
     url = f"{server.url}/missing.jsonl?X-Signature=abc&token=def".replace("//", "//me:secret@")
     for path in (url, url.replace("jsonl", "docx")):
-        with pytest.raises(ValueError, match=r"s\.\w+: expected .*/missing\.") as caught:
+        with pytest.raises(ValueError, match=r"s\.\w+: expected .*(/missing\.|\.docx)") as caught:
             load(path)
         assert not re.search("abc|def|secret", str(caught.value))
 
