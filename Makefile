@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
 .PHONY: demo demo-compare test test-all test-quantized test-ecosystem test-browser wheel-test check \
-	docs size clean
+	audit docs size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -59,6 +59,13 @@ wheel-test: $(INSTALLED)
 
 check: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
+
+# Whether anything installed has a known vulnerability; asks the network.
+audit: $(INSTALLED)
+	$(BIN)/python -m venv .venv/audit
+	.venv/audit/bin/python -m pip install -q pip-audit
+	.venv/audit/bin/pip-audit --skip-editable \
+		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 # A site of README and the guides in build/site; a dead link is an error.
 docs: $(INSTALLED)

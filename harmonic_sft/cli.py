@@ -38,8 +38,10 @@ def run_command(options: argparse.Namespace) -> int:
         rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
         message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
+        from harmonic_sft.results import without_secrets
+
         sys.stdout.flush()  # tables that were printed before stand before the error
-        sys.stderr.write(f"error{where}: {message}\n")
+        sys.stderr.write(f"error{where}: {without_secrets(message)}\n")
         return 1
     return 0
 
@@ -70,6 +72,8 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
 
     The file is `error.txt` in the folder of the run, or a temporary one if there is no run yet.
     """
+    from harmonic_sft.results import without_secrets
+
     text = str(error).strip() or "no message"
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
     if any(word in text for word in DISK_FULL):
@@ -83,7 +87,7 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
         path = place / ("error.txt" if rank == "0" else f"error-{rank}.txt")
         try:
             place.mkdir(exist_ok=True)
-            path.write_text("".join(traceback.format_exception(error)))
+            path.write_text(without_secrets("".join(traceback.format_exception(error))))
         except OSError:  # full as well
             continue
         return " ".join([*parts, f"The traceback is in {path}"])

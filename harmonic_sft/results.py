@@ -20,6 +20,7 @@ from rich.table import Table
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
 BORDER, GAP = 1, 3  # of a table, and of every column, in characters
+ADDRESS = re.compile(r"(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
 
 
@@ -49,13 +50,25 @@ def environment() -> dict[str, Any]:
     }
 
 
+def without_secrets(value: Any) -> Any:
+    """Return a JSON value whose web addresses have lost user, password, query and fragment.
+
+    An address that is signed opens its file to everybody who reads it.
+    """
+    if isinstance(value, str):
+        return ADDRESS.sub(r"\1\2", value)
+    if isinstance(value, dict):
+        return {key: without_secrets(entry) for key, entry in value.items()}
+    return [without_secrets(entry) for entry in value] if isinstance(value, list) else value
+
+
 def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Path:
     """Write one JSON file, whole or not at all.
 
     Args:
         folder: Made if it does not exist.
         name: File name without `.json`. A file of this name is replaced.
-        payload: JSON values only.
+        payload: JSON values only; `without_secrets` is applied to them.
 
     Returns:
         The path of the file.
@@ -65,7 +78,7 @@ def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Pat
     """
     for problem in _not_json(payload, name):
         raise ValueError(problem)
-    text = json.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(without_secrets(payload), indent=2, ensure_ascii=False, allow_nan=False)
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, entry points, and what is imported when."""
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -354,6 +355,34 @@ def test_the_main_job_has_a_dry_run(capsys, tmp_path, monkeypatch):
     assert "7,079,424" in printed
     assert "23,440,896" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_prints_no_signature(caplog):
+    sources = 'data.sources=[{path: "https://files.org/a.jsonl?X-Signature=secret"}]'
+    config = str(ROOT / "configs" / "neobert.yaml")
+    assert main(["train", config, "--dry-run", sources]) == 0
+    assert "path: https://files.org/a.jsonl\n" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_no_signature_is_in_an_error(monkeypatch, capsys, tmp_path):
+    """Also where a library puts the address into its message."""
+
+    def fail(options):
+        raise options.kind("https://me:secret@files.org/a?token=secret cannot be read")
+
+    (tmp_path / "run.yaml").touch()
+    monkeypatch.setitem(cli.COMMANDS, "push", fail)
+    for kind in (ValueError, KeyError):
+        options = argparse.Namespace(command="push", debug=False, kind=kind, folder=tmp_path)
+        assert cli.run_command(options) == 1
+        shown = "https://files.org/a cannot be read"
+        error = capsys.readouterr().err
+        assert shown in error
+        assert "secret" not in error
+    traceback = (tmp_path / "error.txt").read_text()
+    assert shown in traceback
+    assert "secret" not in traceback
 
 
 def test_the_error_is_the_last_line_below_progress_bars(monkeypatch, capsys):

@@ -201,3 +201,13 @@ def test_files_are_plain_json(tmp_path):
     path = write_results(tmp_path, "train", {"b": 1, "a": [1.5]})
     assert json.loads(path.read_text()) == {"b": 1, "a": [1.5]}
     assert path.read_text().endswith("}\n")
+
+
+def test_no_signature_is_in_a_results_file(tmp_path):
+    address = "https://me:secret@files.org/a.jsonl?X-Amz-Signature=secret#secret"
+    payload = {"sources": [{"path": address}], "note": f"row 3 of {address} is bad", "loss": 1.0}
+    text = write_results(tmp_path, "train", payload).read_text()
+    assert "secret" not in text
+    assert json.loads(text)["sources"] == [{"path": "https://files.org/a.jsonl"}]
+    assert json.loads(text)["note"] == "row 3 of https://files.org/a.jsonl is bad"
+    assert payload["sources"][0]["path"] == address

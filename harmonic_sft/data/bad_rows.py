@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from itertools import islice
 
+from harmonic_sft.results import without_secrets
+
 BLANK = "expected text, got a blank one"  # the reason for a document without a single token
 SHOWN_REASONS = 5
 
@@ -67,4 +69,4 @@ class BadRows:
 
 def one_line(error: BaseException) -> str:
     """Say in one short line what an exception says."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return " ".join(without_secrets(str(error)).split())[:300] or type(error).__name__

@@ -3,7 +3,10 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +19,7 @@ from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import Piece
 from harmonic_sft.data.sections import LossOn
 
+MAX_SECONDS = 20  # for one text of a chat template
 ROLES = ("system", "user", "assistant", "tool")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A noncharacter of Unicode: it never stands in exchanged text, and here keeps what a message
@@ -165,15 +169,21 @@ class ConversationWriter:
         has_marks = bool(GENERATION.search(template))
         names: dict[str, Any] = self.tokenizer.special_tokens_map  # the template's variables
         try:
-            texts, marks = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=has_marks,
-                add_generation_prompt=header,
-                **names,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            with _time_limit():
+                texts, marks = render_jinja_template(
+                    [messages],
+                    tools=tools,
+                    chat_template=template,
+                    return_assistant_tokens_mask=has_marks,
+                    add_generation_prompt=header,
+                    **names,
+                )
+        except TimeoutError as error:  # no bad row: a clock must not decide which rows there are
+            raise ValueError(
+                f"tokenizer.chat_template: expected a text within {MAX_SECONDS} seconds, got none. "
+                "Repair the template, which seems to loop"
+            ) from error
+        except (OverflowError, RecursionError, TemplateError, TypeError, ValueError) as error:
             raise BadRow(f"chat template: expected turns it can write, got: {error}") from error
         return str(texts[0]), [(int(a), int(b)) for a, b in marks[0]] if has_marks else None
 
@@ -223,6 +233,25 @@ class ConversationWriter:
             ]
             pieces.append(Piece(_unbroken(text[start:end]), index % 2 == 1, local))
         return pieces
+
+
+@contextmanager
+def _time_limit() -> Generator[None]:
+    """Raise TimeoutError after `MAX_SECONDS`; only the main thread of a process can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def plain_body(message: dict[str, Any]) -> str:

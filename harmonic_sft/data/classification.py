@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.batches import LabeledRows, PaddingCollator
-from harmonic_sft.data.files import BAD, PLACE
+from harmonic_sft.data.files import BAD, PLACE, shown
 from harmonic_sft.data.heldout import (
     NO_DUPLICATES,
     Duplicates,
@@ -173,7 +173,7 @@ def _read(
     names = feature.names if isinstance(feature, datasets.ClassLabel) else None
     rows = []
     for row in numbered_rows(documents, name):
-        place = row.get(PLACE) or f"{source.path!r}, {document_name(row['document'])}"
+        place = row.get(PLACE) or f"{shown(source.path)}, {document_name(row['document'])}"
         if BAD in row:
             bad_rows.report(name, place, *row[BAD])
             continue

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from harmonic_sft.data.bad_rows import BadRow, one_line
 from harmonic_sft.data.remote_file import RemoteFile
+from harmonic_sft.results import without_secrets
 
 FILE_FORMATS = {
     ".txt": "text",
@@ -26,6 +28,8 @@ FILE_FORMATS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BATCH_ROWS = 1000
+MAX_LINE = 16 << 20  # bytes; a line of a small compressed file could fill the memory
+MAX_LIST = 1 << 30  # bytes of a JSON list, all of which is in memory
 BATCH_BYTES = 16 << 20  # of a parquet file; decides where rows are long
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PLACE = "__place__"  # column that says where a row was read: file and line or row
@@ -51,6 +55,11 @@ def is_url(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
+def shown(path: str) -> str:
+    """Return how messages and results quote a path: an address without what opens its file."""
+    return repr(without_secrets(path))
+
+
 def file_kind(path: str) -> str | None:
     """Name how a file is read, judging by its ending, or None if it is not read."""
     name = Path(urlsplit(path).path if is_url(path) else path).name.lower()
@@ -73,11 +82,11 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
         ValueError: The file is missing or empty, or a parquet file without a readable footer.
     """
     kind = file_kind(file)
-    assert kind is not None, f"file: expected a known ending, got {file!r}"
+    assert kind is not None, f"file: expected a known ending, got {shown(file)}"
     file = file if is_url(file) else os.path.abspath(file)  # a cache outlives the current folder
     size, version = _size_and_version(file, name=name)
     if size == 0:
-        raise ValueError(f"{name}.path: expected documents, got the empty file {file!r}.")
+        raise ValueError(f"{name}.path: expected documents, got the empty file {shown(file)}.")
     if kind != "parquet":
         return [Shard(file, kind, version)]
     try:
@@ -86,7 +95,7 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
             counts = [parquet.metadata.row_group(group).num_rows for group in groups]
     except (OSError, pa.ArrowException) as error:
         raise ValueError(
-            f"{name}: expected a readable parquet file, got {file!r}, "
+            f"{name}: expected a readable parquet file, got {shown(file)}, "
             f"which fails: {one_line(error)}"
         ) from error
     starts = [sum(counts[:group]) for group in groups]
@@ -156,19 +165,19 @@ def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) ->
     try:
         for number, line in _lines(file):
             if keep_blank or not line.isspace():
-                yield _row(f"{file!r}, line {number}", parse, line)
+                yield _row(f"{shown(file)}, line {number}", parse, line)
     except READ_ERRORS as error:  # what follows broken compression is one bad place
-        yield _bad_row(f"{file!r}, from line {number + 1} on", _reason(error))
+        yield _bad_row(f"{shown(file)}, from line {number + 1} on", _reason(error))
 
 
 def _csv_rows(file: str) -> Iterator[Row]:
     """Yield the records of a file that begins with the columns' names; all values are text."""
-    csv.field_size_limit(2**31 - 1)  # of the whole process: a document may be long
+    csv.field_size_limit(MAX_LINE)  # of the whole process: a document may be long
     lines = (line.decode(errors="surrogateescape") for _, line in _lines(file))
     reader = csv.reader(lines, strict=True)
     names: list[str] = []
     while True:
-        place = f"{file!r}, line {reader.line_num + 1}"
+        place = f"{shown(file)}, line {reader.line_num + 1}"
         try:
             values = next(reader, None)
             if values is None:
@@ -189,12 +198,15 @@ def _json_list_rows(file: str) -> Iterator[Row]:
     """Yield the objects of one JSON list, which is read into memory as a whole."""
     try:
         with _open_binary(file) as stream:
-            rows = _parse_json(stream.read().removeprefix(BYTE_ORDER_MARK))
+            content = stream.read(MAX_LIST + 1)
+        if len(content) > MAX_LIST:
+            raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
+        rows = _parse_json(content.removeprefix(BYTE_ORDER_MARK))
     except READ_ERRORS as error:
-        yield _bad_row(repr(file), _reason(error))
+        yield _bad_row(shown(file), _reason(error))
         return
     for number, row in enumerate(rows, 1):
-        yield _row(f"{file!r}, row {number}", _check_object, row)
+        yield _row(f"{shown(file)}, row {number}", _check_object, row)
 
 
 def _parquet_rows(shard: Shard) -> Iterator[Row]:
@@ -220,13 +232,13 @@ def _parquet_batches(shard: Shard) -> Iterator[pa.RecordBatch | Row]:
                 rows, row_groups=[shard.row_group], use_threads=False
             ):
                 numbers = range(first, first + batch.num_rows)
-                places = pa.array([f"{shard.file!r}, row {number}" for number in numbers])
+                places = pa.array([f"{shown(shard.file)}, row {number}" for number in numbers])
                 yield from _valid_rows(batch.append_column(PLACE, places))
                 first += batch.num_rows
     except GeneratorExit:  # at the end of the interpreter pa may be gone
         raise
     except READ_ERRORS as error:
-        place = f"{shard.file!r}, rows {first} to {end - 1} (row group {shard.row_group})"
+        place = f"{shown(shard.file)}, rows {first} to {end - 1} (row group {shard.row_group})"
         yield _bad_row(place, _reason(error), rows=end - first)
 
 
@@ -322,7 +334,12 @@ def _holds_list(file: str) -> bool:
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
     """Number the lines of a file from 1."""
     with _open_binary(file) as stream:
-        for number, line in enumerate(stream, 1):
+        for number in itertools.count(1):
+            line = stream.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise BadRow(f"expected at most {MAX_LINE >> 20} MiB in a line, got more")
             yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
 
 
@@ -353,11 +370,11 @@ def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
                 return remote.size, remote.version
         except OSError as error:
             raise ValueError(
-                f"{name}.path: expected a file that can be reached, got {file!r}, "
+                f"{name}.path: expected a file that can be reached, got {shown(file)}, "
                 f"which fails: {one_line(error)}"
             ) from error
     if not Path(file).is_file():
-        raise ValueError(f"{name}.path: expected an existing file, got {file!r}.")
+        raise ValueError(f"{name}.path: expected an existing file, got {shown(file)}.")
     stat = Path(file).stat()
     # The second time changes with the content even where the first one is set back.
     return stat.st_size, f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

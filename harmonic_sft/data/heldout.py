@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from harmonic_sft.results import read_results, write_results
+from harmonic_sft.results import read_results, without_secrets, write_results
 
 NGRAM = 13  # words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
@@ -278,13 +278,14 @@ def _judge(
         return Ancestor(model, "seen" if seen else "unseen", seen)
     if not others:
         return Ancestor(model, "unseen")
-    if any(_identity(source) in saved["sources"] for source in sources):
+    own = [_identity(source) for source in saved["sources"]]
+    if any(_identity(source) in own for source in sources):
         return Ancestor(model, "seen", len(others))
     return Ancestor(model, "unknown")
 
 
 def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: source.get(key) for key in SAME_SOURCE}
+    return {key: without_secrets(source.get(key)) for key in SAME_SOURCE}
 
 
 def _home(model: str) -> Path:

@@ -21,7 +21,7 @@ from harmonic_sft.data.batches import (
     pack,
 )
 from harmonic_sft.data.encoding import SpecialTokens
-from harmonic_sft.data.files import Row
+from harmonic_sft.data.files import Row, shown
 from harmonic_sft.data.formats import Format, recognize
 from harmonic_sft.data.heldout import NO_DUPLICATES, Duplicates, HeldOut, leave_out
 from harmonic_sft.data.keyed_random import permutation
@@ -346,7 +346,7 @@ def _table_rows(
         if len(rows) == 0:
             raise ValueError(
                 f"{maker.name}.path: expected documents with text, got only blank ones in "
-                f"{config.sources[maker.source].path!r}."
+                f"{shown(config.sources[maker.source].path)}."
             )
         tables.append(rows)
     if bad_rows.blank:

@@ -1,8 +1,10 @@
 """Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
 
 import functools
+import hashlib
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -31,6 +33,7 @@ from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.sources import document_name, numbered_rows
 
+logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 1000
 BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
 CODE = (
@@ -270,7 +273,8 @@ def tokenize_table(
     key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
-    if not table.exists():
+    found = _read_report(table, report)
+    if found is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             # A run that shares the cache sees either nothing or the whole, the report first.
@@ -282,11 +286,30 @@ def tokenize_table(
                 for rows, bad in _made(batches, maker, found.skip, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
-            new_report.write_text(json.dumps(asdict(found)))
+            new_report.write_text(json.dumps([_checksum(new_table), asdict(found)]))
             os.replace(new_report, report)
             os.replace(new_table, table)
-    bad_rows.merge(BadRows(**json.loads(report.read_text())))
+    bad_rows.merge(found)
     return datasets.Dataset.from_file(str(table))
+
+
+def _read_report(table: Path, report: Path) -> BadRows | None:
+    """Return what a whole table of an earlier run left out, None if there is no such table."""
+    if not table.exists():
+        return None
+    try:
+        checksum, found = json.loads(report.read_text())
+        if checksum == _checksum(table):
+            return BadRows(**found)
+    except (OSError, TypeError, ValueError):
+        pass  # the report is damaged
+    logger.warning("The cached table %s is damaged. It is made again.", table)
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _made(

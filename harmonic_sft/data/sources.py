@@ -38,8 +38,10 @@ from harmonic_sft.data.files import (
     file_shards,
     is_url,
     read_shards,
+    shown,
 )
 from harmonic_sft.data.sections import Source
+from harmonic_sft.results import without_secrets
 
 DOCSTRINGS = "python:docstrings"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -107,13 +109,13 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
     else:
         raise ValueError(
             f"{name}.path: expected an existing file or folder, owner/name on the Hub or "
-            f"{DOCSTRINGS!r}, got {source.path!r}."
+            f"{DOCSTRINGS!r}, got {shown(source.path)}."
         )
     # The first row of a stream is the first thing that has to be reachable and readable.
     with _explained(source, name):
         first = _first_row(documents, name, BadRows(skip=skip))
     if first is None:
-        raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
+        raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
     return documents, first
 
 
@@ -224,7 +226,7 @@ def _load_files(
         _check_kinds(splits[split], name)
         shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
         if not shards[split]:
-            raise ValueError(f"{name}.path: expected documents, got none in {source.path!r}.")
+            raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
     is_part = "[" in source.split
     if source.streaming and is_part:
         raise ValueError(
@@ -286,13 +288,13 @@ def _check_kinds(files: Sequence[str], name: str) -> None:
     """Refuse missing files and files that are not read, or not together."""
     for file in files:
         if not is_url(file) and not Path(file).is_file():
-            raise ValueError(f"{name}.path: expected an existing file, got {file!r}.")
+            raise ValueError(f"{name}.path: expected an existing file, got {shown(file)}.")
     kinds = {file_kind(file) for file in files}
     if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
         raise ValueError(
             f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
             f"(parquet apart also with one of {list(COMPRESSIONS)}), "
-            f"got {sorted({''.join(Path(file).suffixes[-2:]) for file in files})}."
+            f"got {sorted({''.join(Path(without_secrets(file)).suffixes[-2:]) for file in files})}."
         )
 
 
@@ -306,7 +308,7 @@ def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> No
     for key, value in settings.items():
         if value is not None and key not in allowed:
             raise ValueError(
-                f"{name}.{key}: expected nothing for the path {source.path!r}, "
+                f"{name}.{key}: expected nothing for the path {shown(source.path)}, "
                 f"got {value!r}. Leave it out."
             )
 
@@ -333,5 +335,5 @@ def _explained(source: Source, name: str) -> Generator[None]:
             ) from error
         reason = one_line(error.__cause__ or error)
         raise ValueError(
-            f"{name}: expected readable documents, got {source.path!r}, which fails: {reason}"
+            f"{name}: expected readable documents, got {shown(source.path)}, which fails: {reason}"
         ) from error

@@ -12,29 +12,6 @@ from harmonic_sft.eval.neighbors import nearest
 
 NUM_QUERIES = 2000  # prototypes whose neighbors are looked up
 NUM_NEIGHBORS = 10
-COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
-
-
-def check_prototypes(prototypes: Tensor, *, unit_sphere: bool) -> list[str]:
-    """Say what is wrong with prototypes, one sentence each; an empty list if nothing is.
-
-    Args:
-        prototypes: `[V, D]`.
-        unit_sphere: Whether they should have norm 1.
-    """
-    if not prototypes.isfinite().all():
-        count = int((~prototypes.isfinite().all(-1)).sum())
-        return [f"{count:,} of {len(prototypes):,} prototypes are not finite"]
-    norms = prototypes.norm(dim=-1)
-    problems = []
-    if zeros := int((norms == 0).sum()):
-        problems.append(f"{zeros:,} of {len(prototypes):,} prototypes are zero")
-    spread = float((prototypes - prototypes.mean(0)).norm(dim=-1).max())
-    if len(prototypes) > 1 and spread <= COLLAPSED * float(norms.mean()):
-        problems.append("all prototypes are equal: the head has collapsed")
-    if unit_sphere and (off := int(((norms - 1).abs() > 1e-3).sum())) > zeros:
-        problems.append(f"{off - zeros:,} prototypes are off the unit sphere")
-    return problems
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.eval.calibration import (
     LOG_SCALES,
+    PER_OCTAVE,
     brier_score,
     calibration_error,
     fit_inverse_temperature,
@@ -89,15 +90,24 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
 def _normalizers(logits: Tensor, highest: Tensor) -> Tensor:
     """Return the log-sum-exp of the logits less the highest at every scale, `[N, G]`.
 
-    A few rows at a time and in place: on a CPU they stay in its cache, twice as fast as whole.
+    A scale is twice the one `PER_OCTAVE` before it, so its exponentials are the squares of those; every
+    fourth time, among them at scale 1, they are made new, which keeps the error below 1e-6. A few
+    rows at a time and in place: on a CPU they stay in its cache.
     """
     size = CACHED_ROWS if logits.device.type == "cpu" else max(1, len(logits))
     scales = np.exp(LOG_SCALES).tolist()
     parts = [logits.new_zeros(0, len(scales), dtype=torch.float32)]
     for part, top in zip(logits.split(size), highest.split(size), strict=True):
         below, powers = part - top, torch.empty_like(part)
-        sums = [torch.mul(below, s, out=powers).exp_().sum(-1, keepdim=True) for s in scales]
-        parts.append(torch.cat(sums, -1).log().float())
+        sums = part.new_empty(len(part), len(scales))
+        for first in range(PER_OCTAVE):
+            for octave, index in enumerate(range(first, len(scales), PER_OCTAVE)):
+                if octave % 4:
+                    powers.square_()
+                else:
+                    torch.mul(below, scales[index], out=powers).exp_()
+                sums[:, index] = powers.sum(-1)
+        parts.append(sums.log().float())
     return torch.cat(parts)
 
 

@@ -20,6 +20,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     Head,
     LinearHead,
+    check_prototypes,
     load_checked,
 )
 from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
@@ -98,6 +99,8 @@ def export_linear(folder: Path, target: Path) -> Path:
         raise ValueError(
             f"export: expected a base in a floating dtype, got one quantized by {method}"
         )
+    for problem in check_prototypes(model.dist_head, is_tied=model.config.tie_word_embeddings):
+        raise ValueError(f"export: expected a head that predicts, got one of which {problem}")
     head = linear_head(model.dist_head)
     is_decoder = isinstance(model, HarmonicForCausalLM)
     exported = _native(model, head) if is_decoder else _with_head(model, head)

@@ -15,6 +15,7 @@ from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
 from harmonic_sft.hub.run_folder import is_on_hub, last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
+from harmonic_sft.results import without_secrets
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HEAD_KINDS = {
@@ -108,6 +109,7 @@ def model_card(
     seen = _seen(documents)
     if seen == "yes":  # then the numbers tell nothing
         results = {**results, "before": {}, "final": {}, "history": []}
+    run = without_secrets(run)
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
     names = [name for name in config.architectures or [] if name in TASKS]
     architecture = names[0] if names else "HarmonicForMaskedLM"

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.models.modeling_backbone import HUB_NAME
 from harmonic_sft.results import read_results
 
 WEIGHTS = "model.safetensors"
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
 INDEX = "model.safetensors.index.json"
-MODEL_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # on the Hub; old ones have no owner
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def read_trained(folder: Path) -> TrainedFolder:
         folder: The output folder of a run, or one of its `checkpoint-N`.
 
     Raises:
-        ValueError: No run, no weights in it yet, or half-written ones.
+        ValueError: No run, a link that leaves its folder, no weights in it yet, or half-written
+            ones.
     """
     folder = folder.resolve()
     home = folder.parent if folder.name.startswith("checkpoint-") else folder
@@ -62,6 +63,12 @@ def read_trained(folder: Path) -> TrainedFolder:
         raise ValueError(
             f"RUN: expected the output folder of a run, or a checkpoint in it, got {str(folder)!r}"
         )
+    for path in home.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            raise ValueError(
+                f"RUN: expected files of its own, got the link {str(path)!r}, which leaves the "
+                "folder. Replace it by what may be published, or delete it"
+            )
     if not (folder / "config.json").is_file():
         checkpoints = sorted(home.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
         hint = f" Give its last checkpoint, {checkpoints[-1]}" if checkpoints else ""
@@ -129,7 +136,7 @@ def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str,
 
 def is_on_hub(base: str, revision: str | None) -> bool:
     """Whether a base is on the Hub: training records no commit for a folder."""
-    return revision is not None and bool(MODEL_NAME.fullmatch(base)) and not Path(base).exists()
+    return revision is not None and bool(HUB_NAME.fullmatch(base)) and not Path(base).exists()
 
 
 def last_part(path: str) -> str | None:

@@ -1,11 +1,14 @@
 """What a repo will hold, made in a folder of its own before anything is sent."""
 
+import html
 import importlib.metadata
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub import get_token, hf_hub_download, metadata_load
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
@@ -21,7 +24,14 @@ from harmonic_sft.hub.run_folder import (
     read_tensors,
     weight_files,
 )
-from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, max_positions
+from harmonic_sft.models import (
+    BLOCKS_FILE,
+    HEAD_FILE,
+    HarmonicConfig,
+    build_head,
+    check_prototypes,
+    max_positions,
+)
 from harmonic_sft.models.configuration_harmonic import quantization_method
 
 Form = Literal["full", "head", "peft"]
@@ -38,8 +48,10 @@ TOKENIZER = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # may spell a path as a token
+# May spell a path or a secret as a token.
+WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
+SECRET = re.compile(r"hf_[A-Za-z0-9]{30}|signature=|token=", re.I)  # in a card or JSON
 HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
 
 
@@ -57,9 +69,11 @@ def stage(
         license: Of the weights, for the card; default: the base's, if its card names one.
 
     Raises:
-        ValueError: The form does not suit this run, or a secret would have been published.
+        ValueError: The form does not suit this run, its weights predict nothing, or a secret would
+            have been published.
     """
     check_form(trained.config, form, trained.has_adapter)
+    check_weights(trained)
     metadata = {"format": "pt"} | ({} if trained.step is None else {"step": str(trained.step)})
     if form == "peft":
         write_adapter(trained.path, target, trained.config, metadata)
@@ -136,6 +150,32 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
         )
 
 
+def check_weights(trained: TrainedFolder) -> None:
+    """Refuse to publish NaN, and prototypes that predict nothing.
+
+    Of a head tied to the embeddings, and of what was not trained, nothing is read.
+
+    Raises:
+        ValueError: The weights are such.
+    """
+    config, state = trained.config, {}
+    names = ("dist_head.", *(config.trained_parameters or ()))
+    for name, tensor in read_tensors(trained.path, names):
+        if not tensor.isfinite().all():
+            raise ValueError(f"weights: expected finite numbers, got others in {name}")
+        if name.startswith("dist_head."):
+            state[name.removeprefix("dist_head.")] = tensor
+    if config.tie_word_embeddings:
+        return
+    size = config.text_config.hidden_size
+    vocab_size = next(len(t) for name, t in state.items() if name.split(".")[-1] == "weight")
+    with torch.device("meta"):
+        head = build_head(config.head, hidden_size=size, vocab_size=vocab_size)
+    head.load_state_dict(state, assign=True)
+    for problem in check_prototypes(head, is_tied=False):
+        raise ValueError(f"weights: expected a head that predicts, got one of which {problem}")
+
+
 def base_license(config: HarmonicConfig) -> dict[str, str]:
     """Return what the base's card says of its license, nothing if there is no card to be read."""
     if config.base_model is None or not is_on_hub(config.base_model, config.base_revision):
@@ -163,12 +203,14 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
     for path in sorted(target.rglob("*")):
         if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in WORDS:
             continue
-        content = path.read_bytes()
-        for what, secret in secrets.items():
-            if secret and secret.encode() in content:
-                raise ValueError(
-                    f"{path.name}: expected nothing private, got {what}. Not published"
-                )
+        content = path.read_text(errors="replace")
+        found = [what for what, secret in secrets.items() if secret and secret in content]
+        if path.suffix in (".md", ".json") and (secret := SECRET.search(html.unescape(content))):
+            found.append(f"what looks like a secret, {secret[0][:10]}...")
+        if found:
+            raise ValueError(
+                f"{path.name}: expected nothing private, got {found[0]}. Not published"
+            )
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

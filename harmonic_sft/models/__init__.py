@@ -12,7 +12,14 @@ from .backbones import (
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .dist_layer import DistLayer
-from .head import AffineLogits, DistanceLogits, Head, LazyLogits, MixtureLogits
+from .head import (
+    AffineLogits,
+    DistanceLogits,
+    Head,
+    LazyLogits,
+    MixtureLogits,
+    check_prototypes,
+)
 from .heads import HEADS, MultiHead, RotationHead, build_head
 from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
 from .modeling_backbone import (
@@ -74,6 +81,7 @@ __all__ = [
     "VonMisesFisherHead",
     "base_of",
     "build_head",
+    "check_prototypes",
     "find_blocks",
     "load_base",
     "load_checked",

@@ -16,6 +16,8 @@ from transformers.utils.generic import maybe_autocast
 TINY = 1e-12  # norms up to which a vector has no direction
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
+COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
+LEAST_NORM, MOST_NORM = 0.5, 2.0  # on the unit sphere, where training keeps them close to 1
 MOST_NEAR = 8  # pairs of a row that are recomputed
 
 
@@ -183,6 +185,35 @@ class SphereHead(Head):
         if self.unit_sphere:
             norms = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True)
             self.weight.div_(norms.clamp_min(TINY))
+
+
+@torch.no_grad()
+def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
+    """Say what makes the prototypes of a head useless; an empty list if nothing does.
+
+    A few rows may be zero (padding tokens, often), and off the sphere norms are free.
+
+    Args:
+        head: Any; nothing is said of one without values, on the meta device.
+        is_tied: The embeddings are its prototypes, and have norms of their own.
+
+    Returns:
+        At most one sentence.
+    """
+    weight = head.weight
+    if weight.is_meta or len(weight) < 2:
+        return []
+    finite = weight.isfinite().all(-1)  # [V]
+    if not finite.all():
+        return [f"{int((~finite).sum()):,} of {len(weight):,} prototypes are not finite"]
+    spread = (weight - weight.mean(0)).norm(dim=-1).max()
+    if spread <= COLLAPSED * weight.norm(dim=-1).mean():
+        return ["all prototypes are equal: the head has collapsed"]
+    norms, used = weight.norm(dim=-1), head.prototypes.norm(dim=-1)
+    off = int(((norms < used * LEAST_NORM) | (norms > used * MOST_NORM)).sum())
+    if off and not is_tied:
+        return [f"{off:,} of {len(weight):,} prototypes are off the unit sphere"]
+    return []
 
 
 class ScaledHead(SphereHead):

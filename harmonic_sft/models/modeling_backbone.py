@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from contextlib import nullcontext, suppress
 from typing import Any, ClassVar, Self, cast
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from .backbones import (
     Base,
@@ -27,13 +28,16 @@ from .backbones import (
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
-from .head import Head, keep_precision
+from .head import Head, check_prototypes, keep_precision
 from .heads import build_head, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 
+logger = logging.get_logger(__name__)
 # The files of a partial checkpoint, which holds only what was trained.
 HEAD_FILE = "dist_head.safetensors"
 BLOCKS_FILE = "trained_blocks.safetensors"  # left out where only the head was trained
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old ones have no owner
+COMMIT = re.compile(r"[0-9a-f]{40}")
 BACKBONE = "model.backbone."  # of parameter names
 # What says where and how to fetch files, as `from_pretrained` takes it.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
@@ -86,7 +90,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         partial = cls._published(name, config, **where, **hub).get("partial", False)
         if not partial:
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
-            settle_quantized_(loaded[0] if isinstance(loaded, tuple) else loaded)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            settle_quantized_(model)
+            _report_prototypes(model)
             return loaded
         # A branch may move on between two files.
         where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
@@ -106,6 +112,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
                 found = GenerationConfig.from_pretrained(str(name), **where)
                 model.generation_config = found
         model.config.name_or_path = model.name_or_path = str(name)
+        _report_prototypes(model)
         return loaded
 
     @staticmethod
@@ -480,6 +487,14 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return super()._apply(move, recurse)
 
 
+def _report_prototypes(model: HarmonicPreTrainedModel) -> None:
+    """Warn of prototypes that predict nothing."""
+    if isinstance(model, HarmonicHeadModel):
+        is_tied = model.config.tie_word_embeddings
+        for problem in check_prototypes(model.dist_head, is_tied=is_tied):
+            logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
+
+
 def _in_dtype_of(body: nn.Module, embeddings: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Return embeddings in the lowest precision of a body: some layers take no other."""
     return output.to(min((weight.dtype for weight in body.parameters()), key=lambda d: d.itemsize))
@@ -500,6 +515,17 @@ def _complete_state_dict(
         ValueError: The base cannot be fetched, or is not the model that was trained on.
         OSError: The checkpoint's own files cannot be fetched.
     """
+    base, revision = config.base_model or "", config.base_revision or ""
+    is_name = HUB_NAME.fullmatch(base) and not os.path.exists(base)
+    if not is_name or not COMMIT.fullmatch(revision):
+        raise ValueError(
+            f"{name} holds only what was trained. base_model: expected a name on the Hub at a "
+            f"commit, got {base!r} at {revision!r}. Use a repo of the form `full`"
+        )
+    if (base, revision) == (name, where["revision"]):
+        raise ValueError(
+            f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
+        )
     trained: dict[str, Tensor] = {}
     for file in (HEAD_FILE, BLOCKS_FILE):
         must_exist = file == HEAD_FILE
@@ -532,9 +558,7 @@ def _complete_state_dict(
 
 def _load_base_of(config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
     """Load the backbone of a checkpoint's base in the precision that the run held it in."""
-    name, revision = config.base_model, config.base_revision
-    if name is None or revision is None:
-        raise ValueError("its configuration does not name a base and a revision")
+    name, revision = config.base_model or "", config.base_revision or ""
     fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
     base_config = config.text_config
     if fields.get("model_type") == "harmonic":

@@ -1,4 +1,3 @@
-# ty: ignore[invalid-argument-type]
 """The row-wise stage of cross-entropy as Triton kernels over the products of a chunk.
 
 Legend: T rows of a chunk, V classes, tile = the `block_v` classes that one program handles. Every

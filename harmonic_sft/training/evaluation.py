@@ -26,7 +26,6 @@ from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
 from harmonic_sft.eval.calibration import calibration_report
-from harmonic_sft.eval.geometry import check_prototypes
 from harmonic_sft.eval.html import report_page
 from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.eval.suite import (
@@ -37,10 +36,14 @@ from harmonic_sft.eval.suite import (
     loss_differences,
     measure,
 )
-from harmonic_sft.models import HarmonicHeadModel, load_checked, max_positions
+from harmonic_sft.models import (
+    HarmonicHeadModel,
+    check_prototypes,
+    load_checked,
+    max_positions,
+)
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.head import SphereHead
-from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.results import environment, show_table, without_secrets, write_results
 from harmonic_sft.training.batches import head_inputs, labelled_states
 from harmonic_sft.training.held_out import check_unseen
 from harmonic_sft.training.loading import (
@@ -135,9 +138,8 @@ def evaluate_suite(
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
         found = first if folder == folders[0] else _like(first, folder)
-        head = found.model.dist_head
-        on_sphere = isinstance(head, SphereHead) and head.unit_sphere
-        problems[name] = check_prototypes(head.weight.detach(), unit_sphere=on_sphere)
+        is_tied = found.model.config.tie_word_embeddings
+        problems[name] = check_prototypes(found.model.dist_head, is_tied=is_tied)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
         texts = found.texts(sets, size)
@@ -433,7 +435,7 @@ def _write_documents(
     with path.open("w", encoding="utf-8") as file:
         for index, (source, number) in enumerate(names[:, first].T.tolist()):
             line = {
-                "source": config.sources[source].path,
+                "source": without_secrets(config.sources[source].path),
                 "document": number,
                 "tokens": int(tokens[index]),
                 "loss": losses[index] / tokens[index] if tokens[index] else None,

@@ -9,6 +9,7 @@ from harmonic_sft.config import to_yaml
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import NeoBERTConfig, max_positions
+from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.report import show_classes, show_estimate, show_parts
@@ -37,7 +38,7 @@ def dry_run(run: RunConfig) -> None:
         )
     batch_size = args.per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
-    logger.info("%s", to_yaml(run))
+    logger.info("%s", without_secrets(to_yaml(run)))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
 

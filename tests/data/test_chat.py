@@ -1,5 +1,6 @@
 import copy
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data import chat
 from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
@@ -349,6 +351,30 @@ def test_turns_that_a_template_refuses_make_a_bad_row(merges):
     template = "{{ raise_exception('roles must alternate') }}"
     reason = encode_one(with_template(merges, template), CHAT, "all")
     assert reason == "chat template: expected turns it can write, got: roles must alternate"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+    ],
+)
+def test_a_template_that_the_sandbox_stops_makes_a_bad_row(merges, template, reason):
+    found = encode_one(with_template(merges, template), CHAT, "all")
+    assert found.startswith("chat template: expected turns it can write, got: ")
+    assert reason in found
+
+
+def test_a_template_that_loops_is_stopped(merges, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    loop = "{% for a in range(99999) %}"
+    template = with_template(merges, 3 * loop + 3 * "{% endfor %}")
+    with pytest.raises(ValueError, match=r"chat_template: expected a text within 0\.2 seconds"):
+        encode_one(template, CHAT, "all")
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_first_token_that_every_row_gets_is_left_out(merges):

@@ -216,6 +216,30 @@ def test_cut_compressed_file_is_named_where_it_breaks(tmp_path, ending):
     assert [row["text"] for row in rows] == ["text", *lines][first - 1 - len(rows) : first - 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "limit", "place"),
+    [
+        ("a.txt.gz", "", "MAX_LINE", ", from line 2 on"),
+        ("a.jsonl.gz", '"}', "MAX_LINE", ", from line 2 on"),
+        ("a.csv.gz", "", "MAX_LINE", ", line 2"),
+        ("a.json.gz", '"]', "MAX_LIST", ""),
+    ],
+)
+def test_a_small_file_cannot_fill_the_memory(tmp_path, monkeypatch, name, end, limit, place):
+    """Of 64 MB, which are 64 kB on the disk, only what is below the limit is read."""
+    monkeypatch.setattr(files, limit, 1 << 20)
+    starts = {".jsonl": '{"text": "one"}\n{"text": "', ".json": '["', ".csv": "text\n"}
+    start = next((s for ending, s in starts.items() if ending + "." in name), "one\n")
+    with gzip.open(tmp_path / name, "wb") as file:
+        file.write(start.encode() + (64 << 20) * b"a" + end.encode())
+    tracemalloc.start()
+    rows = only_bad(tmp_path / name, place.removeprefix(", "), "expected at most 1 MiB in a li")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows == ([{"text": "one"}] if "one" in start else [])
+    assert peak < 16 << 20
+
+
 def test_broken_row_group_is_named_with_all_its_rows(tmp_path):
     """Three row groups of ten rows, the bytes of the second one being overwritten."""
     table = pa.table({"text": [f"document {index}" for index in range(30)]})

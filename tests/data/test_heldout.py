@@ -122,6 +122,13 @@ def test_run_on_a_stream_may_have_seen_what_its_sources_hold_and_its_list_does_n
     assert judged(model, ["c"], THERE) == [("unknown", 0)]
 
 
+def test_a_file_signed_again_is_the_same_source(tmp_path):
+    path = "https://files.org/a.jsonl?X-Signature="
+    model = run(tmp_path, ["a", "b"], source={**HERE, "path": f"{path}old"})
+    assert judged(model, ["c"], {**HERE, "path": f"{path}new"}) == [("seen", 1)]
+    assert "old" not in (tmp_path / "results" / "held_out.json").read_text()
+
+
 def test_models_of_others_and_of_earlier_versions_are_unknown(tmp_path):
     (tmp_path / "old" / "results").mkdir(parents=True)
     for model in ("owner/name", "package:name", str(tmp_path / "old")):

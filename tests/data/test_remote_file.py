@@ -2,6 +2,7 @@ import contextlib
 import functools
 import http.server
 import io
+import re
 import threading
 import urllib.error
 from typing import ClassVar
@@ -92,7 +93,15 @@ def test_remote_file_is_a_source(server, tmp_path, name, streaming):
     found = list(load(url, streaming=streaming))
     assert [row["text"] for row in found] == [row["text"] for row in rows]
     unit = "row 29" if name == "a.parquet" else "line 30"
-    assert found[-1][PLACE] == f"'{url}', {unit}"
+    assert found[-1][PLACE] == f"'{url.partition('?')[0]}', {unit}"
+
+
+def test_no_signature_is_in_a_message(server):
+    url = f"{server.url}/missing.jsonl?X-Signature=abc&token=def".replace("//", "//me:secret@")
+    for path in (url, url.replace("jsonl", "docx")):
+        with pytest.raises(ValueError, match=r"s\.\w+: expected .*(/missing\.|\.docx)") as caught:
+            load(path)
+        assert not re.search("abc|def|secret", str(caught.value))
 
 
 def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_path, monkeypatch):

@@ -162,6 +162,28 @@ def test_table_of_a_file_is_made_once_until_the_file_changes(tokenizer, lines, m
     assert len(make_table(maker, rows_of(lines), skip=True)[0]) == 1
 
 
+@pytest.mark.parametrize("damage", ["cut table", "changed byte", "cut report", "no report"])
+def test_a_damaged_table_in_the_cache_is_made_again(
+    tokenizer, lines, datasets_cache, caplog, damage
+):
+    maker = row_maker(tokenizer)
+    expected = make_table(maker, rows_of(lines), skip=True)
+    (table,) = datasets_cache.glob("*/*.arrow")
+    (report,) = datasets_cache.glob("*/*.json")
+    path = report if "report" in damage else table
+    content = bytearray(path.read_bytes())
+    if damage == "changed byte":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content[: len(content) // 2] if "cut" in damage else content)
+    if damage == "no report":
+        report.unlink()
+    assert make_table(maker, rows_of(lines), skip=True) == expected
+    assert f"The cached table {table} is damaged. It is made again." in caplog.messages
+    caplog.clear()
+    assert make_table(maker, rows_of(lines), skip=True) == expected
+    assert not caplog.messages
+
+
 def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache):
     make_table(row_maker(tokenizer), rows_of(lines), skip=True)
     tables = sorted((datasets_cache / "harmonic_sft").iterdir())

@@ -64,7 +64,10 @@ def trained(base: Path, folder: Path, head: str, dtype=torch.float32, **options)
     model = HarmonicForMaskedLM.from_base(str(base), head=HEADS[head], dtype=dtype, **options)
     generator = torch.Generator().manual_seed(1)
     norms = torch.rand(V, 1, generator=generator) + 0.5
-    model.dist_head.weight.copy_(torch.randn(V, D, generator=generator) * norms)
+    rows = torch.randn(V, D, generator=generator)
+    if head == "sphere":  # further off it they would be refused
+        rows = rows / rows.norm(dim=-1, keepdim=True)
+    model.dist_head.weight.copy_(rows * norms)
     if head == "linear":
         model.dist_head.bias.normal_()
     model.save_pretrained(folder)
@@ -364,6 +367,16 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     with pytest.raises(ValueError, match="folder: expected a saved model"):
         export_linear(folder, target)
     assert not target.exists()
+
+
+def test_a_head_that_predicts_nothing_is_not_exported(bases, tmp_path):
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    weights = load_file(folder / "model.safetensors")
+    weights["dist_head.weight"].fill_(0.1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"export: .* got one of which all prototypes are equal"):
+        export_linear(folder, tmp_path / "linear")
+    assert not (tmp_path / "linear").exists()
 
 
 def test_a_target_in_use_is_left_alone(bases, tmp_path):

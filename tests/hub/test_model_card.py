@@ -381,6 +381,15 @@ def test_no_local_path_and_no_account_shows(tmp_path, monkeypatch):
     assert shown == ["base", "text.txt", "en", "part.parquet", "mine", "text.jsonl"]
 
 
+def test_no_signature_of_an_address_shows():
+    run = make_run()
+    path = "https://me:secret@files.org/corpus.jsonl.gz?X-Amz-Signature=secret&token=secret"
+    run["data"]["sources"] = [{"path": path}]
+    card = make_card(run=run, results=make_results())
+    assert card.count("corpus.jsonl.gz") == 2  # the source, and the name of the evaluation
+    assert not re.search("secret|ignature=|token=", card)
+
+
 def test_defaults_of_transformers_are_left_out():
     run = make_run()
     run["training"] |= {"adam_epsilon": 1e-8, "max_grad_norm": 0.5, "save_strategy": "steps"}

@@ -67,6 +67,20 @@ def test_another_model_is_refused(run_copy):
         read_trained(run_copy)
 
 
+@pytest.mark.parametrize("link", ["vocab.json", "adapter", "results/train.png"])
+def test_a_link_that_leaves_the_folder_is_refused(run_copy, tmp_path, link):
+    (tmp_path / "secret").mkdir()
+    place = run_copy / link
+    place.unlink(missing_ok=True)
+    place.symlink_to(run_copy / "config.json")
+    read_trained(run_copy)
+    place.unlink()
+    place.symlink_to(tmp_path / "secret")
+    for folder in (run_copy, run_copy / "checkpoint-3"):
+        with pytest.raises(ValueError, match=rf"got the link '.*{link}', which leaves the folder"):
+            read_trained(folder)
+
+
 def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
     state = json.loads((run_copy / "trainer_state.json").read_text())
     state["best_model_checkpoint"] = str(run_copy / "checkpoint-3")

@@ -1,6 +1,7 @@
 """What a repo will hold, before anything is sent."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from harmonic_sft import models
@@ -153,6 +154,56 @@ def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
     what = "the token of the Hub" if secret == "token" else "the path of the run"
     with pytest.raises(ValueError, match=f"heads.py: expected nothing private, got {what}"):
         stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
+
+
+@pytest.mark.parametrize(
+    "secret", ["hf_" + 30 * "a", "https://x.org/a?X-Amz-Signature=1", "https://x.org/a?token=1"]
+)
+def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
+    path = run_copy / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "source": secret}))
+    (run_copy / "vocab.json").write_text(json.dumps({secret: 1}))  # this may spell anything
+    message = r"tokenizer_config\.json: expected nothing private, got what looks like a secret"
+    for name in ("refused", "published"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=message):
+        stage(read_trained(run_copy), tmp_path / "refused", form="full", repo_id="me/model")
+    path.write_text(json.dumps(fields))
+    stage(read_trained(run_copy), tmp_path / "published", form="full", repo_id="me/model")
+
+
+def test_a_secret_in_the_card_stops_the_push(run_copy, tmp_path):
+    """The card writes signs of Markdown, `=` among them, as numbers."""
+    trained = read_trained(run_copy)
+    trained.run["data"]["sources"][0]["path"] = "token=`1`.txt"
+    with pytest.raises(ValueError, match=r"README\.md: expected nothing private, got what looks"):
+        stage(trained, tmp_path, form="full", repo_id="me/model")
+
+
+def collapse(table):
+    return table[:1].expand_as(table).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda table: table.index_fill(0, torch.tensor(3), torch.nan), "finite .* dist_head.wei"),
+        (torch.zeros_like, "all prototypes are equal"),
+        (collapse, "all prototypes are equal"),
+        (lambda table: 3 * table, "109 of 109 prototypes are off the unit sphere"),
+        (lambda table: 1.5 * table.index_fill(0, torch.tensor(3), 0), None),
+    ],
+)
+def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, damage, message):
+    path = run_copy / "model.safetensors"
+    weights = load_file(path)
+    weights["dist_head.weight"] = damage(weights["dist_head.weight"])
+    save_file(weights, path, {"format": "pt"})
+    expected = nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with expected:
+        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
+    assert (tmp_path / "README.md").exists() == (message is None)
 
 
 def test_only_the_code_that_the_model_imports_goes_along(run_copy, tmp_path):

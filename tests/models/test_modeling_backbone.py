@@ -253,9 +253,41 @@ def test_a_checkpoint_without_all_trained_weights_is_refused(make_pair):
         HarmonicForMaskedLM.from_pretrained(part)
 
 
-def test_without_a_base_in_the_configuration_it_says_so(make_pair):
+def test_a_base_is_a_name_on_the_hub_at_a_commit(make_pair, tmp_path, monkeypatch):
+    """Else a repo on the Hub could have a folder of this machine loaded."""
     _, part = make_pair()
     fields = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps({**fields, "base_revision": None}))
-    with pytest.raises(ValueError, match="does not name a base and a revision"):
-        HarmonicForMaskedLM.from_pretrained(part)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    shutil.copytree(tmp_path / "base", tmp_path / "me" / "local")
+    commit = fields["base_revision"]
+    named = [(str(tmp_path / "base"), commit), ("./base", commit), ("me/local", commit)]
+    named += [("base", commit), ("me/base", None), ("me/base", "main"), (None, commit)]
+    for base, revision in named:
+        changed = {"base_model": base, "base_revision": revision}
+        (part / "config.json").write_text(json.dumps({**fields, **changed}))
+        with pytest.raises(ValueError, match="base_model: expected a name on the Hub at a commit"):
+            HarmonicForMaskedLM.from_pretrained(part)
+
+
+def test_a_repo_that_names_itself_as_base_is_one_error(make_pair):
+    _, part = make_pair()
+    fields = json.loads((part / "config.json").read_text())
+    commit = f"{len(os.listdir(os.environ['HF_HUB_CACHE'])) + 1:040x}"
+    changed = {"base_model": "me/part", "base_revision": commit}
+    (part / "config.json").write_text(json.dumps({**fields, **changed}))
+    assert cache_repo("me/part", part) == commit
+    with pytest.raises(ValueError, match="me/part: expected another repo as base, got itself"):
+        HarmonicForMaskedLM.from_pretrained("me/part")
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_prototypes_that_predict_nothing_are_reported(make_pair, caplog, is_partial):
+    folder = make_pair()[is_partial]
+    path = folder / ("dist_head.safetensors" if is_partial else "model.safetensors")
+    weights = load_file(path)
+    weights["dist_head.weight"].fill_(0.1)
+    save_file(weights, path, {"format": "pt"})
+    HarmonicForMaskedLM.from_pretrained(folder)
+    (message,) = [text for text in caplog.messages if "prototypes" in text]
+    assert message.startswith(f"{folder}: all prototypes are equal")
