@@ -90,9 +90,9 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
 def _normalizers(logits: Tensor, highest: Tensor) -> Tensor:
     """Return the log-sum-exp of the logits less the highest at every scale, `[N, G]`.
 
-    A scale is twice the one `PER_OCTAVE` before it, so its exponentials are the squares of those; every
-    fourth time, among them at scale 1, they are made new, which keeps the error below 1e-6. A few
-    rows at a time and in place: on a CPU they stay in its cache.
+    A scale is twice the one `PER_OCTAVE` before it, so its exponentials are the squares of those.
+    Every fourth time, among them at scale 1, they are computed again, which keeps the error below
+    1e-6. A few rows at a time and in place: on a CPU they stay in its cache.
     """
     size = CACHED_ROWS if logits.device.type == "cpu" else max(1, len(logits))
     scales = np.exp(LOG_SCALES).tolist()

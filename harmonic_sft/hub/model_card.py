@@ -336,7 +336,7 @@ def _evaluation(results: dict[str, Any], *, has_h_exp: bool) -> str:
         "error_cosine": ("error cosine", 1, ".3f"),
         "h_exp": ("h_exp", 1, "g"),
         "post_hoc_loss": (f"loss at the best {best}, nats", 1, ".3f"),
-        f"post_hoc_{best.replace(' ', '_')}": (f"best {best}", 1, "g"),
+        f"post_hoc_{best.replace(' ', '_')}": (f"best {best}", 1, ".3g"),
     }
     rows = []
     for name, moment in (("before training", "before"), ("after training", "final")):

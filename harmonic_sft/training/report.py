@@ -36,7 +36,7 @@ METRIC_NOTE = (
     "classes, between their prototypes."
 )
 ANNEALED = (
-    "%s: h_exp went from %g to %g. A smaller exponent makes all probabilities more alike, so the "
+    "%s: h_exp went from %g to %g. Nearer to 0 it makes all probabilities more alike, so the "
     "loss rises with it; compare the best losses, of which each is at the exponent beside it."
 )
 COMPARED = {  # title, factor and digits
@@ -50,7 +50,10 @@ COMPARED = {  # title, factor and digits
 DIFFERENCE_COLUMNS = ["run", "metric", "difference", "seeds", "p (Holm)", "verdict"]
 DIFFERENCE_NOTE = (
     "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm. "
-    "One seed decides nothing: give runs that differ only in training.seed. "
+)
+ONE_SEED = (
+    "Which run is better is undecided, since one seed decides nothing: give runs that differ "
+    "only in training.seed. "
 )
 METRIC_COLUMNS = [
     "",
@@ -239,7 +242,7 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
         seeds = [seed for seed in arms[name] if seed in arms[reference]]
         pairs = [(arms[name][seed]["final"], arms[reference][seed]["final"]) for seed in seeds]
         for key, (title, scale, digits) in COMPARED.items():
-            if pairs and all(key in metrics for pair in pairs for metrics in pair):
+            if len(pairs) > 1 and all(key in metrics for pair in pairs for metrics in pair):
                 values = [one[key] - other[key] for one, other in pairs]
                 found.append((name, title, t_interval(values), scale, digits))
     corrected = holm([difference["p"] for _, _, difference, _, _ in found])
@@ -254,12 +257,13 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
         )
         for (name, title, difference, scale, digits), p in zip(found, corrected, strict=True)
     ]
-    show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
+    if rows:
+        show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
     first = next(iter(arms[reference].values()))["final"]
     documents = first.get("documents")
     logger.info(
         "%sOn %s tokens%s.",
-        DIFFERENCE_NOTE,
+        DIFFERENCE_NOTE if rows else ONE_SEED,
         f"{first.get('tokens', 0):,.0f}",
         "" if documents is None else f" of {documents:,} documents",
     )

@@ -165,7 +165,9 @@ def test_the_evaluation_table_holds_the_metrics_with_units():
     assert table[0] == ["", *(name for name, _, _ in COLUMNS.values())]
     for row, moment in ((table[1], "before"), (table[2], "final")):
         for text, (metric, (_, factor, digits)) in zip(row[1:], COLUMNS.items(), strict=True):
-            assert float(text) == round(factor * results[moment][metric], digits)
+            value = factor * results[moment][metric]
+            shown = f"{value:.3g}" if metric == "post_hoc_h_exp" else round(value, digits)
+            assert float(text) == float(shown)
     assert float(table[3][1]) == round(results["unigram_loss"], 3)
 
 
@@ -263,8 +265,8 @@ def test_a_missing_metric_leaves_no_trace(metric):
     assert not re.search(r"\bNone\b|Undefined", card)
     (evaluation,) = (table[0] for table in tables(card) if table[1][0] == "before training")
     assert evaluation == ["", *(name for key, (name, _, _) in COLUMNS.items() if key != metric)]
-    assert ("3,501" in card) == (metric != "tokens")
-    tried = "tried after training" in card
+    assert ("5,212" in card) == (metric != "tokens")
+    tried = "The exponent that fits the evaluation split best" in card
     assert tried == (metric not in ("post_hoc_loss", "post_hoc_h_exp"))
 
 
@@ -309,12 +311,17 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     card = make_card(results=make_results(), figure="training run.png")
     assert "![Loss, learning rate and h_exp over the run](training%20run.png)" in card
     assert "moves `h_exp` from -12 to -4, which makes the probabilities flatter" in card
-    assert "-7 gives the lowest loss on the evaluation split: 4.960 nats instead of 5.914" in card
-    assert "`model.h_exp = -7`" in card
+    assert "The exponent that fits the evaluation split best is -6.49." in card
+    assert "it gives a loss of 4.978 nats instead of 5.965." in card
+    assert "`model.h_exp = -6.49`" in card
     config, name = make_config({**DIST, "h_exp": -12.0}), "demo_constant"
     held = make_card(config, run=make_run(name), results=make_results(name))
     assert "In these weights `h_exp` is **-12**" in held
-    assert "none gives a lower loss" in held
+    assert "The exponent that fits the evaluation split best is -12.6." in held
+    results = make_results(name)
+    results["final"]["post_hoc_h_exp"] = -12.0
+    held = make_card(config, run=make_run(name), results=results)
+    assert "The exponent that fits" not in held
     assert "set `model.h_exp`." in held
     assert "model.h_exp =" not in held  # it has that value
     adapter = make_card(form="peft", results=make_results())
