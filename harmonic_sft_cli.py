@@ -78,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest:
-        _take_overrides(parser, options, rest)
+    _take_overrides(parser, options, rest)
     try:
         if options.command == "init":
             return _init(options.name)
@@ -165,12 +164,18 @@ def _init(name: str | None) -> int:
 def _take_overrides(
     parser: argparse.ArgumentParser, options: argparse.Namespace, rest: Sequence[str]
 ) -> None:
-    """Take key=value pairs that stand after an option, where the command takes any."""
-    if any(word.startswith("-") or "=" not in word for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if "overrides" not in options:
+    """Take key=value pairs that stand after an option, where the command takes any.
+
+    From Python 3.13 on argparse has taken them, and other words with them.
+    """
+    words = [*vars(options).get("overrides", ()), *rest]
+    unknown = [word for word in words if word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest and "overrides" not in options:
         parser.error(f"{options.command}: expected no key=value pairs, got {' '.join(rest)}")
-    options.overrides += rest
+    if rest:
+        options.overrides += rest
 
 
 def _version() -> str:

@@ -36,6 +36,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{package.replace("-", "_"): _version(package) for package in PACKAGES},
+            "torch": torch.__version__,  # its package does not name the build
         },
         **_git_state(Path(__file__)),
         "hardware": {
