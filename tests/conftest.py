@@ -20,7 +20,8 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "PASSIVE",  # test processes side by side would wait for cores in busy loops
-    "TRITON_INTERPRET": "1",  # transformers imports triton; kernels run on CPU tensors then
+    # transformers imports triton; kernels run on CPU tensors then. 0: compiled, for a GPU.
+    "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"),
 }
 
 import pytest  # noqa: E402

@@ -138,9 +138,25 @@ def test_bare_products_are_those_of_the_gradients():
     inputs = Inputs.draw(Sizes(500, 16, 1100), CPU, torch.float32)
     hidden_states, prototypes = inputs.hidden_states.detach(), inputs.prototypes.detach()
     scores = hidden_states @ prototypes.T
-    hidden_gradient, weight_gradient = gradients(step, inputs)
+    step.prepare(inputs)
+    step(inputs)
+    hidden_gradient, weight_gradient = step.gradients
     torch.testing.assert_close(hidden_gradient, scores @ prototypes, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(weight_gradient, scores.T @ hidden_states, rtol=1e-4, atol=1e-3)
+
+
+def test_peers_of_float32_prototypes_work_on_rounded_ones():
+    only = "^(harmonic, chunked|three bare products)$"
+    (row,) = run("24x16x700", only, "--dtype", "mixed")["rows"]
+    assert row["arms"]["harmonic, chunked"]["products"] == 4
+    precisions = {name: arm["precision"] for name, arm in row["arms"].items()}
+    rounded = {BASELINE: "bfloat16", FLOOR: "bfloat16"}
+    assert precisions == {**rounded, "harmonic, chunked": "bfloat16, 2 terms"}
+    inputs = Inputs.draw(Sizes(20, 16, 600), CPU, torch.bfloat16, torch.float32)
+    found = gradients(build_step(BASELINE, CPU), inputs)[1]
+    assert found.dtype == torch.float32  # of the leaf
+    same = Inputs.draw(Sizes(20, 16, 600), CPU, torch.bfloat16)
+    assert torch.equal(found, gradients(build_step(BASELINE, CPU), same)[1].float())
 
 
 def test_a_failing_arm_is_reported_and_the_others_continue(monkeypatch, capsys):

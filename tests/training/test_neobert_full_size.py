@@ -8,35 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAKE_BASE = """
-import json, sys
-import torch
-from transformers import AutoTokenizer
-import harmonic_sft
-folder, tokenizer = sys.argv[1:]
-model = harmonic_sft.NeoBERTForMaskedLM(harmonic_sft.NeoBERTConfig())
-model.save_pretrained(folder)
-AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-"""
-
 
 @pytest.mark.slow
 def test_neobert_yaml_trains_three_steps_in_8_gib(tmp_path, minilm_path):
     base, folder = tmp_path / "neobert", tmp_path / "run"
-    subprocess.run([sys.executable, "-c", MAKE_BASE, base, minilm_path], check=True, cwd=ROOT)
-    published = json.loads(
-        (ROOT / "tests" / "fixtures" / "neobert_tiny" / "config.json").read_text()
-    )
-    published |= {
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 28,
-        "dim_head": 64,
-        "max_length": 4096,
-    }
-    (base / "config.json").write_text(json.dumps(published))
+    make = [ROOT / "scripts" / "make_neobert.py", base, "--tokenizer", minilm_path]
+    subprocess.run([sys.executable, *make], check=True, cwd=ROOT)
     overrides = [
         f"model.base={base}",
         "model.revision=null",

@@ -1,0 +1,300 @@
+"""What has to be measured on a GPU, in parts of a few minutes each; needs no network.
+
+    python scripts/gpu_check.py PART [--output runs/gpu] [--small]
+
+| part | what it does |
+|---|---|
+| tests | the tests that need a GPU: losses against float64, halts, equal bits |
+| profile | one step of the loss: kernels by time, launches, halts, registers and spills of ours |
+| loss, loss_large | time and memory of the losses against their peers, by precision |
+| step | a step of configs/neobert.yaml against the plain Trainer with NeoBERT's own decoder |
+| job | configs/neobert.yaml at its true shape in 24 GB: peak, tokens a second, variants, a resume |
+
+Every part prints its table last and writes JSON files into the output folder. NeoBERT has random
+weights in the published layout and reads the standard library's docstrings. `--small` runs a part
+with tiny shapes, on the CPU if there is no GPU: a rehearsal.
+"""
+
+import argparse
+import gc
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the scripts
+
+from harmonic_sft import load_run_config, train
+from harmonic_sft.ops import distance_cross_entropy
+from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.loading import load_base_config
+from harmonic_sft.training.memory import estimate_step
+from scripts import benchmark_ops, benchmark_step, make_neobert
+from scripts.benchmark_ops_arms import Inputs, Sizes
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "neobert.yaml"
+GIB = 2**30
+CARD = 24 * GIB  # of the GPU that the recipe is for
+LARGE = "8192x4096x151936,16384x2048x248320"
+ROWS = "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256"
+HALTS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def tests(options: argparse.Namespace) -> None:
+    """Run the tests that need a GPU; here the kernels are compiled, not interpreted."""
+    which = ["--collect-only"] if options.small else []
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "tests", *which]
+    settings = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run(command, check=True, cwd=ROOT, env=settings)
+
+
+def profile_loss(options: argparse.Namespace) -> None:
+    """Show what one step of the distance loss is made of, for NeoBERT's head."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = Sizes(64, 16, 700) if options.small else Sizes(1638, 768, 30522)
+    found = {}
+    for name, dtypes in benchmark_ops.DTYPES.items():
+        inputs = Inputs.draw(sizes, device, *dtypes)
+        for _ in range(3):
+            _loss_step(inputs)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            _loss_step(inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        events = profiler.key_averages()
+        kernels = [event for event in events if event.self_device_time_total > 0]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        # One halt is the one above.
+        halts = sum(event.count for event in events if event.key in HALTS)
+        found[name] = {
+            "launches": sum(event.count for event in kernels),
+            "halts": max(0, halts - 1),
+            "kernels": [
+                {"name": e.key[:80], "microseconds": e.self_device_time_total, "count": e.count}
+                for e in kernels[:12]
+            ],
+        }
+        rows = [tuple(kernel.values()) for kernel in found[name]["kernels"]]
+        title = f"{name}: {found[name]['launches']} launches, {found[name]['halts']} halts"
+        show_table(title, ["kernel", "microseconds", "count"], rows)
+    _write(options, "profile", {"sizes": str(sizes), "steps": found, "compiled": _compiled()})
+
+
+def _loss_step(inputs: Inputs) -> None:
+    inputs.clear()
+    loss = distance_cross_entropy(*inputs, h_exp=-12.0, unit_sphere=True, reduction="mean")
+    loss.backward()
+
+
+def _compiled() -> list[dict[str, Any]]:
+    """Return registers and spills of our kernels as they were compiled."""
+    if not torch.cuda.is_available():
+        return []
+    from harmonic_sft.ops import triton_kernels
+
+    kernels = (triton_kernels.statistics_kernel, triton_kernels.coefficient_kernel)
+    device = torch.cuda.current_device()
+    rows = [
+        (function.__name__, variant.n_regs, variant.n_spills, variant.metadata.shared)
+        for function in kernels
+        for variant in function.device_caches[device][0].values()
+    ]
+    columns = ["kernel", "registers", "spills", "shared bytes"]
+    show_table("As compiled", columns, rows)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def loss(options: argparse.Namespace) -> None:
+    """Measure the losses and their peers at the sizes of the models, in every precision."""
+    for dtype in ("mixed", "bfloat16", "float32"):
+        _measure_losses(options, "24x16x700" if options.small else ROWS, dtype)
+    _measure_losses(options, "24x16x700" if options.small else ROWS, "float32", "--tf32")
+
+
+def loss_large(options: argparse.Namespace) -> None:
+    """Measure the losses at the sizes of TRL's issues 7244 and 6858."""
+    for dtype in ("mixed", "bfloat16"):
+        _measure_losses(options, "24x16x900" if options.small else LARGE, dtype, name="loss_large")
+
+
+def _measure_losses(
+    options: argparse.Namespace, rows: str, dtype: str, *flags: str, name: str = "loss"
+) -> None:
+    path = options.output / "_".join([name, dtype, *(flag.strip("-") for flag in flags)])
+    arguments = ["--rows", rows, "--dtype", dtype, *flags, "--json", f"{path}.json"]
+    if options.small:
+        arguments += ["--repetitions", "2", "--only", "chunked|bare"]
+    else:
+        arguments += ["--device", "cuda", "--memory", "--repetitions", "15"]
+        arguments += ["--accuracy"] if name == "loss" else []
+    benchmark_ops.main(arguments)
+
+
+def step(options: argparse.Namespace) -> None:
+    """Measure a step of the recipe against the plain Trainer with the base's own decoder."""
+    arguments = ["--config", str(CONFIG), "--batch-size", "2"]
+    arguments += ["--steps", "2" if options.small else "15"]
+    path = ["--json", str(options.output / "step.json")]
+    benchmark_step.main([*arguments, *path, *_overrides(options)])
+
+
+def job(options: argparse.Namespace) -> None:
+    """Train the recipe at its true shape, and variants of it, in the memory of one card."""
+    _limit(CARD)
+    variants = {
+        "recipe": [],
+        "checkpointing": ["training.gradient_checkpointing=true"],
+        "packed": ["data.packing=true"],
+        "padding-free": ["data.packing=true", "data.padding_free=true"],
+    }
+    found = {name: _train(options, name, changes) for name, changes in variants.items()}
+    recipe = found["recipe"]
+    if torch.cuda.is_available():  # a real error, of a card with less memory than the recipe takes
+        _limit(int(0.85 * recipe["peak_memory_bytes"]))
+        found["out of memory"] = _train(options, "out of memory", [])
+        _limit(CARD)
+    steps = [] if options.small else ["training.max_steps=200"]
+    found["200 steps"] = _train(options, "200 steps", steps)
+    resumed = _resumes_bit_equal(options)
+    estimate = _estimate(options)
+    rows = [
+        (
+            name,
+            f"{one['peak_memory_bytes'] / GIB:.2f}",
+            round(one["tokens_per_second"] or 0),
+            f"{100 * (one['data_wait_share'] or 0):.0f}",
+            *(f"{loss:.3f}" for loss in (one["losses"][0], one["losses"][-1])),
+            f"{max(map(abs, _differences(one, recipe)), default=0.0):.1g}",
+        )
+        for name, one in found.items()
+    ]
+    columns = ["run", "peak, GiB", "tokens/s", "data, %", "first loss", "last", "off the recipe"]
+    show_table("configs/neobert.yaml, random weights", columns, rows)
+    print(f"Estimated by --dry-run: {estimate / GIB:.2f} GiB. Resumed bit-equal: {resumed}")
+    _write(options, "job", {"runs": found, "estimate_bytes": estimate, "resumed_equal": resumed})
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Return what fits the recipe's file to what is at hand."""
+    base = options.output / "neobert"
+    if not base.exists():
+        make_neobert.main([str(base), *(["--small"] if options.small else [])])
+    settings = [
+        f"model.base={base.resolve()}",
+        "model.revision=null",
+        "data.sources=[{path: 'python:docstrings'}]",
+        "data.eval={documents: 8}",
+        "check_base=false",
+        "neighbors=[]",
+        "training.disable_tqdm=true",
+        "training.report_to=none",
+        "training.logging_steps=1",
+        "training.eval_strategy=no",
+    ]
+    if options.small:
+        settings += ["data.context_length=64", "training.gradient_accumulation_steps=2"]
+    return settings
+
+
+def _train(options: argparse.Namespace, name: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Run a variant in a new folder, and return its figures."""
+    folder = options.output / name.replace(" ", "_")
+    shutil.rmtree(folder, ignore_errors=True)
+    where = [f"training.output_dir={folder}", "training.save_strategy=no"]
+    steps = [f"training.max_steps={3 if options.small else 10}"]
+    _forget()
+    results = train(load_run_config(CONFIG, [*_overrides(options), *steps, *where, *changes]))
+    keys = ("peak_memory_bytes", "tokens_per_second", "data_wait_share", "train_seconds", "steps")
+    losses = [row["loss"] for row in results["history"] if "loss" in row]
+    return {**{key: results[key] for key in keys}, "losses": losses}
+
+
+def _resumes_bit_equal(options: argparse.Namespace) -> bool:
+    """Whether a run that lost its second half and was resumed has the weights it had."""
+    folder = options.output / "resumed"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = ["training.max_steps=4", "training.save_steps=2", f"training.output_dir={folder}"]
+    settings = [*_overrides(options), *settings]
+    train(load_run_config(CONFIG, settings))
+    whole = _digest(folder / "model.safetensors")
+    for lost in ("checkpoint-4", "results/train.json", "model.safetensors"):
+        path = folder / lost
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _forget()
+    train(load_run_config(CONFIG, [*settings, "resume=true"]))
+    return _digest(folder / "model.safetensors") == whole
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    run = load_run_config(CONFIG, _overrides(options))
+    batch_size = run.training["per_device_train_batch_size"]
+    return estimate_step(run, load_base_config(run.model), batch_size=batch_size)[1].total
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    return [a - b for a, b in zip(one["losses"], other["losses"], strict=False)]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _forget() -> None:
+    """Let the next run's peak be its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _limit(size: int) -> None:
+    """Let this process have no more of the card than `size` bytes."""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
+
+
+def _write(options: argparse.Namespace, name: str, payload: dict[str, Any]) -> None:
+    write_results(options.output, name, {**payload, "environment": environment()})
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "tests": tests,
+    "profile": profile_loss,
+    "loss": loss,
+    "loss_large": loss_large,
+    "step": step,
+    "job": job,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a part.
+
+    Raises:
+        ValueError: There is no GPU, and no rehearsal was asked for.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder")
+    parser.add_argument("--small", action="store_true", help="tiny shapes: a rehearsal")
+    options = parser.parse_args(arguments)
+    if not (options.small or torch.cuda.is_available()):
+        raise ValueError("GPU: expected one, got none. Rehearse with --small")
+    options.output.mkdir(parents=True, exist_ok=True)
+    PARTS[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
