@@ -58,9 +58,9 @@ RECIPE = "Source: NeoBERT recipe."
 def _key(name: str, more: str = "") -> dict[str, str]:
     """Explain a field by the description of its key in the YAML file, and say more."""
     section, _, last = KEYS[name].partition(".")
-    owner: Any = RunConfig.__pydantic_fields__[section]
-    found = owner.annotation.__pydantic_fields__[last] if last else owner
-    text = found.description or ""
+    run_config: Any = RunConfig
+    found = run_config.__pydantic_fields__[section]
+    text = (found.annotation.__pydantic_fields__[last] if last else found).description or ""
     return {"help": f"{text[:1].upper()}{text[1:]}. {more}".strip(". ") + "."}
 
 

@@ -83,10 +83,10 @@ class Preparation:
                 f"head: expected nothing with a {type(model).__name__}, which has one, got "
                 f"{args.head!r}. Give the name of its base, or change its head before"
             )
-        self.config = self.configure()
+        self.configure()
 
     def configure(self) -> RunConfig:
-        """Return what a YAML file would say of the run, from the arguments as they are now."""
+        """Set `config` to what a YAML file would say of the arguments as they are; return it."""
         task = self.args.task or _task(self.model, self._base, self.args.label_column)
         own_head = None
         if self._base.model_type == "harmonic" and self.args.head is None:
@@ -94,7 +94,7 @@ class Preparation:
             settings = self.model.dist_head.settings() if is_loaded else self._base.head
             own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
         longest = max_positions(self._base.get_text_config())
-        config = self.args.config_for(
+        self.config = self.args.config_for(
             self.model if isinstance(self.model, str) else self._name(),
             task=task,
             own_head=own_head,
@@ -102,8 +102,8 @@ class Preparation:
             is_stream=self._is_stream,
             context_length=min(longest, DEFAULT_LENGTH),
         )
-        check_frozen(config, self._base)
-        return config
+        check_frozen(self.config, self._base)
+        return self.config
 
     @property
     def known_tokenizer(self) -> Any:

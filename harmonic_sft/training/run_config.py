@@ -361,7 +361,7 @@ class RunConfig:
         from harmonic_sft.training.arguments import KEYS, HarmonicTrainingArguments
 
         plain: dict[str, Any] = to_plain(self)
-        given = {
+        given: dict[str, Any] = {
             name: functools.reduce(operator.getitem, key.split("."), plain)
             for name, key in KEYS.items()
         }
