@@ -21,7 +21,7 @@ from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.classification import LabeledData
-from harmonic_sft.data.heldout import Ancestor
+from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
@@ -45,7 +45,6 @@ from harmonic_sft.models import (
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, show_table, without_secrets, write_results
 from harmonic_sft.training.batches import head_inputs, labelled_states
-from harmonic_sft.training.held_out import check_unseen
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -311,6 +310,32 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     )
 
 
+def check_unseen(
+    folder: Path, data: LoadedData | LabeledData, config: DataConfig
+) -> list[Ancestor]:
+    """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
+
+    Args:
+        folder: Of the model.
+        data: To evaluate on.
+        config: The `data` section that they come from.
+
+    Returns:
+        What is known of the model and its bases.
+
+    Raises:
+        ValueError: One of them is known not to have held out some of the documents.
+    """
+    names = data.held_out.fingerprints
+    ancestors = lineage(str(folder), names, to_plain(config)["sources"])
+    if sentence := seen_by(ancestors, len(names)):
+        raise ValueError(
+            f"eval: expected documents that no model was trained on, got others: {sentence}. "
+            "Evaluate on other ones, data=other.txt, or hold the same ones out of every run"
+        )
+    return ancestors
+
+
 def _load(
     task: str,
     config: Any,
@@ -324,9 +349,8 @@ def _load(
     return load_task_data(
         data,
         task,
+        config,
         tokenizer=tokenizer,
-        vocab_size=config.get_text_config().vocab_size,
-        max_positions=max_positions(config.get_text_config()),
         seed=seed,
         labels=labels if task in CLASSIFIERS else None,
         eval_only=eval_only,

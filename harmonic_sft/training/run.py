@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments, set_seed
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.classification import LabeledData
-from harmonic_sft.data.heldout import Duplicates
+from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
@@ -32,7 +32,6 @@ from harmonic_sft.training.head_swap import (
     evaluate,
     measure_swap,
 )
-from harmonic_sft.training.held_out import held_out_results, record_held_out
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -215,7 +214,10 @@ def _measure_before(ready: Ready) -> dict[str, Any]:
         raise
     state.wait_for_everyone()
     if state.is_main_process:
-        record_held_out(run, ready.data)
+        data, sources = ready.data, to_plain(run.data)["sources"]
+        record(
+            run.output_dir, data.held_out, sources=sources, base=_base(run), trained=data.trained
+        )
         write_results(path.parent, path.stem, before)
     return before
 
@@ -311,7 +313,7 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
     """Gather what is written about a run, from all processes."""
     trainer, run = ready.trainer, ready.trainer.run_config
     left_out, duplicates = _left_out(ready)
-    held_out = held_out_results(run, ready.data, duplicates)
+    held_out = _held_out(ready, duplicates)
     return {
         "run": run.output_dir.name,
         "base": run.model.base,
@@ -355,6 +357,31 @@ def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
         "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
     }
     return results, Duplicates(known.exact + exact, known.near + near)
+
+
+def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:
+    """Return what the results say of the held-out documents; warn if a base was trained on them.
+
+    Args:
+        ready: The run.
+        duplicates: Training documents that are copies of them, as far as they were read.
+    """
+    run, held_out = ready.trainer.run_config, ready.data.held_out
+    ancestors = lineage(_base(run), held_out.fingerprints, to_plain(run.data)["sources"])
+    if sentence := seen_by(ancestors, len(held_out.fingerprints)):
+        logger.warning("The evaluation does not count: %s that it is made on.", sentence)
+    return {
+        "documents": len(held_out.fingerprints),
+        "sha256": held_out.digest,
+        "exact_duplicates": duplicates.exact,
+        "near_duplicates": duplicates.near,
+        "near_duplicates_left_out": run.data.eval.drop_near_duplicates,
+        "lineage": [ancestor._asdict() for ancestor in ancestors],
+    }
+
+
+def _base(run: RunConfig) -> str | None:
+    return None if run.model.from_scratch else run.model.base
 
 
 def _publish(trainer: HarmonicTrainer, results: dict[str, Any]) -> None:

@@ -187,10 +187,8 @@ class HarmonicTrainer(Trainer):
         )
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
-        self._has_claimed = False  # the output folder
-        self.folder_lock = FolderLock(
-            Path(str(args.output_dir)), is_main=PartialState().is_main_process
-        )
+        self.claimed = False  # the output folder
+        self.folder_lock = FolderLock(Path(str(args.output_dir)))
         self.data_seconds = 0.0
         self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
@@ -209,12 +207,12 @@ class HarmonicTrainer(Trainer):
             ValueError: It holds something else, or another run.
         """
         state = PartialState()
-        if state.is_main_process and not self._has_claimed:
+        if state.is_main_process and not self.claimed:
             config = replace(self.run_config, resume=resume)
             check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
-        self._has_claimed = True
+        self.claimed = True
 
     def train(
         self,
@@ -481,12 +479,8 @@ class HarmonicTrainer(Trainer):
             )
         metrics, num_rows = self._scores(dataloader)
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=found.predictions,
-            label_ids=found.label_ids,
-            metrics={**(found.metrics or {}), **named},
-            num_samples=found.num_samples or num_rows,
-        )
+        metrics = {**(found.metrics or {}), **named}
+        return found._replace(metrics=metrics, num_samples=found.num_samples or num_rows)
 
     def _scores(self, dataloader: DataLoader) -> tuple[dict[str, float], int]:
         """Return the metrics of all labelled tokens, and how many rows there are."""
