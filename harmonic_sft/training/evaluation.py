@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
@@ -44,7 +43,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, show_table, without_secrets, write_results
-from harmonic_sft.training.batches import head_inputs, labelled_states
+from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -223,7 +222,9 @@ class Opened:
         rows = self.data if data is None else data
         # A padding-free collator makes one row of a batch.
         size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
-        batches = tqdm(self._batches(rows, size), desc="Evaluating", dynamic_ncols=True)
+        device = self.model.device
+        batches = batches_on(device, rows.eval, rows.collator, size)
+        batches = tqdm(batches, desc="Evaluating", dynamic_ncols=True)
         with torch.no_grad():
             scores = score(self.model, (head_inputs(self.model, batch) for batch in batches))
         if scores is None:
@@ -235,15 +236,11 @@ class Opened:
     @torch.no_grad()
     def states(self) -> tuple[Tensor, Tensor]:
         """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
-        batches = islice(self._batches(self.data, self.batch_size), NUM_BATCHES)
-        states, labels = zip(*(labelled_states(self.model, b) for b in batches), strict=True)
+        model, data = self.model, self.data
+        batches = batches_on(model.device, data.eval, data.collator, self.batch_size)
+        first = islice(batches, NUM_BATCHES)
+        states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
         return torch.cat(states), torch.cat(labels)
-
-    def _batches(self, data: LoadedData | LabeledData, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the evaluation rows in their order, on the model's device."""
-        loader: Any = DataLoader(data.eval, batch_size=size, collate_fn=data.collator)
-        for batch in loader:
-            yield {key: value.to(self.model.device) for key, value in batch.items()}
 
     def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
         """Score the held-out data and, of a language model, the texts of the sets."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from scipy.optimize import minimize_scalar
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
@@ -22,7 +22,7 @@ from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.batches import labelled_states
+from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -193,7 +193,7 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
 def first_batches(
     data: Any, collator: Any, batch_size: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of training data without moving a stream on, spread evenly over a table."""
+    """Return batches of training data without moving a stream on, spread evenly over a table."""
     if isinstance(data, StreamedRows):
         data = copy.deepcopy(data)  # the library's streams remember how far they were read
         data.share(process_index=0, num_processes=1, batch_size=batch_size)
@@ -201,9 +201,7 @@ def first_batches(
     else:
         count, wanted = len(data), min(len(data), NUM_TOKENS)
         data = Subset(data, [index * count // wanted for index in range(wanted)])
-    for batch in DataLoader(data, batch_size=batch_size, collate_fn=collator):
-        batch.pop("places", None)
-        yield {key: value.to(device) for key, value in batch.items()}
+    return batches_on(device, data, collator, batch_size)
 
 
 def _labelled_states(

@@ -11,7 +11,6 @@ from accelerate import PartialState
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.utils.data import DataLoader
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -39,7 +38,7 @@ from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
-from harmonic_sft.training.batches import labelled_states
+from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
@@ -290,9 +289,8 @@ class Preparation:
         if from_means:
             device, batch_size = self.args.device, self.args.per_device_eval_batch_size
             model.to(device)
-            rows: Any = DataLoader(train, batch_size=batch_size, collate_fn=self.collator)
-            moved = ({key: t.to(device) for key, t in batch.items()} for batch in rows)
-            model.dist_head.initialize_(class_means(model, moved))
+            batches = batches_on(device, train, self.collator, batch_size)
+            model.dist_head.initialize_(class_means(model, batches))
         return model
 
     def _has_all_tokens_(self, model: HarmonicHeadModel) -> bool:

@@ -210,11 +210,6 @@ def test_a_frozen_body_is_not_read_twice(base, write):
     assert ready.trainer.train().global_step == 6
 
 
-def test_only_decoders_distill(make_yaml):
-    with pytest.raises(ValueError, match=r"loss.name: expected another one for masked_lm"):
-        load_run_config(make_yaml(loss={"name": "distill"}))
-
-
 def test_tokens_that_only_the_tokenizer_has(text, write, tmp_path):
     folder = save_decoder("llama", tmp_path / "base")
     save_tokenizer(folder, extra=4)

@@ -20,13 +20,13 @@ from harmonic_sft import (
     HarmonicForSequenceClassification,
     HarmonicTrainer,
     HarmonicTrainingArguments,
-    RunConfig,
     train,
 )
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import prepare
 from tests.conftest import WORDS
 from tests.decoders import save_decoder
+from tests.training.conftest import losses
 from tests.training.test_causal_runs import save_tokenizer
 
 
@@ -60,10 +60,6 @@ def decoder(tmp_path_factory):
     folder = save_decoder("llama", tmp_path_factory.mktemp("decoder"))
     save_tokenizer(folder)
     return folder
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def rates(trainer):
@@ -499,27 +495,6 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     )
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
         fixed.hyperparameter_search(n_trials=1)
-
-
-def test_a_configuration_made_in_python_trains_like_its_file(make_yaml):
-    path = make_yaml()
-    run = load_run_config(path)
-    made = RunConfig(
-        model=run.model,
-        head=run.head,
-        h_exp=run.h_exp,
-        loss=run.loss,
-        data=run.data,
-        schedule=run.schedule,
-        training={
-            "output_dir": str(run.output_dir),
-            "per_device_train_batch_size": 8,
-            "max_steps": 2,
-            "use_cpu": True,
-            "report_to": "none",
-        },
-    )
-    assert train(made)["steps"] == 2
 
 
 def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments):

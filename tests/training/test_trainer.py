@@ -12,21 +12,11 @@ from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training.conftest import StopAt, losses, trained
 
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(path, *overrides):
-    trainer = prepare(load_run_config(path, overrides)).trainer
-    trainer.claimed = True  # several of one test share the folder
-    trainer.train()
-    return trainer
 
 
 class NormsCallback(TrainerCallback):
@@ -83,15 +73,6 @@ def test_only_the_last_block_and_the_head_move(make_yaml):
     assert moved <= expected
 
 
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_equals_an_uninterrupted_one(make_yaml, tmp_path, dtype, add_callbacks):
     """Weights and exponent bit for bit, across an epoch's end and with bfloat16 masters."""
@@ -120,9 +101,12 @@ def test_the_same_run_twice_is_the_same_to_the_bit(finished_run, make_yaml, tmp_
     assert all((folder / n).read_bytes() == (tmp_path / "run" / n).read_bytes() for n in names)
 
 
-def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
+@pytest.mark.parametrize("peft", [None, {"r": 4, "target_modules": ["query", "value"]}])
+def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path, peft):
     """Training goes wrong on purpose: the first checkpoint is the best one."""
     path = make_yaml(
+        model={"unfreeze": {"last_blocks": 0 if peft else 1}},
+        **({"peft": peft} if peft else {}),
         training={
             "max_steps": 9,
             "learning_rate": 1.0,
@@ -157,31 +141,17 @@ def test_the_learning_rate_follows_the_phases(make_yaml):
     )
 
 
-def test_bfloat16_blocks_train_through_master_weights(make_yaml):
-    path = make_yaml(
-        model={
-            "dtype": "bfloat16",
-            "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"},
-        }
-    )
-    trainer = trained(path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
+    """Through master weights, or under autocast."""
+    unfreeze = {"last_blocks": 1, "dtype": dtype}
+    trainer = trained(make_yaml(model={"dtype": "bfloat16", "unfreeze": unfreeze}))
     dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
     assert dtypes.pop("dist_head.weight") == torch.float32
+    block = {dtypes.pop(name) for name in list(dtypes) if ".layer.2." in name}
+    assert block == {getattr(torch, dtype)}
     assert set(dtypes.values()) == {torch.bfloat16}
     assert losses(trainer)[-1] > 0
-
-
-def test_float32_blocks_on_a_bfloat16_body_run_under_autocast(make_yaml):
-    path = make_yaml(
-        model={
-            "dtype": "bfloat16",
-            "unfreeze": {"last_blocks": 1, "dtype": "float32"},
-        }
-    )
-    trainer = trained(path)
-    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
-    assert {d for n, d in dtypes.items() if ".layer.2." in n} == {torch.float32}
-    assert {d for n, d in dtypes.items() if ".layer.1." in n} == {torch.bfloat16}
 
 
 def test_a_non_finite_loss_stops_before_the_step_and_keeps_the_checkpoint(make_yaml, tmp_path):
