@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import TrainingArguments
@@ -60,8 +60,13 @@ def _key(name: str, more: str = "") -> dict[str, str]:
     section, _, last = KEYS[name].partition(".")
     run_config: Any = RunConfig
     found = run_config.__pydantic_fields__[section]
-    text = (found.annotation.__pydantic_fields__[last] if last else found).description or ""
-    return {"help": f"{text[:1].upper()}{text[1:]}. {more}".strip(". ") + "."}
+    if last:
+        found = found.annotation.__pydantic_fields__[last]
+    kinds = (found.annotation, *get_args(found.annotation))
+    choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    text = found.description or ""
+    parts = [f"{text[:1].upper()}{text[1:]}", f"One of {', '.join(choices)}" if choices else ""]
+    return {"help": " ".join(f"{part.rstrip('.')}." for part in (*parts, more) if part)}
 
 
 def _theirs(name: str, more: str) -> dict[str, str]:
@@ -214,7 +219,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         default=None, metadata=_key("label_column", "Default: labels.")
     )
     weight_column: str | None = field(default=None, metadata=_key("weight_column"))
-    on_bad_row: str = field(default="error", metadata=_key("on_bad_row", "Either error or skip."))
+    on_bad_row: str = field(default="error", metadata=_key("on_bad_row"))
     dataset_num_proc: int | None = field(default=None, metadata=_key("dataset_num_proc"))
     oom_fallback: bool = field(default=True, metadata=_key("oom_fallback"))
     skip_bad_steps: int = field(default=0, metadata=_key("skip_bad_steps"))

@@ -36,6 +36,7 @@ from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
     check_output_folder,
+    claim_output_folder,
     is_finished,
     release_output_folder,
     results_path,
@@ -184,12 +185,14 @@ def _show_finished(run: RunConfig) -> dict[str, Any]:
 
 def _claim(trainer: HarmonicTrainer) -> None:
     """Make the output folder this run's, and show what it trains."""
-    run, is_main = trainer.run_config, PartialState().is_main_process
-    if run.hub.push and is_main:
-        check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
-    trainer.claim_output_folder(resume=run.resume)
-    if is_main:
+    run, state = trainer.run_config, PartialState()
+    if state.is_main_process:
+        if run.hub.push:
+            check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
+        claim_output_folder(run)
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
+    trainer.claimed = True
+    state.wait_for_everyone()
 
 
 def _measure_before(ready: Ready) -> dict[str, Any]:
