@@ -351,6 +351,7 @@ def _load(
         seed=seed,
         labels=labels if task in CLASSIFIERS else None,
         eval_only=eval_only,
+        is_trained=True,
     )
 
 

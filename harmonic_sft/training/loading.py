@@ -149,6 +149,7 @@ def load_task_data(
     seed: int,
     labels: list[str] | None = None,
     eval_only: bool = False,
+    is_trained: bool = False,
 ) -> LoadedData | LabeledData:
     """Load the data of a task.
 
@@ -160,11 +161,13 @@ def load_task_data(
         seed: Of masks and order; the evaluation has one of its own.
         labels: A classifier's classes; None is those of the data.
         eval_only: Evaluate on all of the sources, holding nothing back to train on.
+        is_trained: The model gets no tokens any more that only its tokenizer has.
     """
     base = base.get_text_config()
+    vocab_size = base.vocab_size
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "vocab_size": num_tokens(task, base.vocab_size, tokenizer),
+        "vocab_size": vocab_size if is_trained else num_tokens(task, vocab_size, tokenizer),
         "max_positions": max_positions(base),
         "eval_only": eval_only,
     }

@@ -13,7 +13,6 @@ from harmonic_sft.training import run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.stream_place import StreamPlace
-from tests.training.conftest import StopAt
 
 
 @pytest.fixture(scope="module")
@@ -127,17 +126,3 @@ def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path):
 def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     results = train(load_run_config(stream_yaml(max_steps=3)))
     assert 0 < results["data_wait_share"] < 1
-
-
-def test_a_stream_with_dropout_continues_with_the_same_random_numbers(
-    stream_yaml, tmp_path, add_callbacks
-):
-    path = stream_yaml(max_steps=6, save_steps=3)
-    words = ["model.dropout=0.2"]
-    whole = train(load_run_config(path, [*words, f"training.output_dir={tmp_path / 'whole'}"]))
-    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path, words))
-    again = train(load_run_config(path, [*words, "resume=true"]))
-    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
-    assert losses[0] == losses[1]
-    assert again["final"] == whole["final"]
