@@ -137,17 +137,15 @@ AutoConfig.register("neobert", NeoBERTConfig)
 AutoModel.register(NeoBERTConfig, NeoBERTModel)
 AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTForMaskedLM)
 AutoConfig.register("harmonic", HarmonicConfig)
-AutoModel.register(HarmonicConfig, HarmonicModel)
-AutoModelForCausalLM.register(HarmonicConfig, HarmonicForCausalLM)
-AutoModelForMaskedLM.register(HarmonicConfig, HarmonicForMaskedLM)
-AutoModelForQuestionAnswering.register(HarmonicConfig, HarmonicForQuestionAnswering)
-AutoModelForSequenceClassification.register(HarmonicConfig, HarmonicForSequenceClassification)
-AutoModelForTokenClassification.register(HarmonicConfig, HarmonicForTokenClassification)
-# Without this, save_pretrained would not copy the code that loads the weights.
 HarmonicConfig.register_for_auto_class()
-HarmonicModel.register_for_auto_class("AutoModel")
-HarmonicForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-HarmonicForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
-HarmonicForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-HarmonicForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-HarmonicForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+for _auto, _model in {
+    AutoModel: HarmonicModel,
+    AutoModelForCausalLM: HarmonicForCausalLM,
+    AutoModelForMaskedLM: HarmonicForMaskedLM,
+    AutoModelForQuestionAnswering: HarmonicForQuestionAnswering,
+    AutoModelForSequenceClassification: HarmonicForSequenceClassification,
+    AutoModelForTokenClassification: HarmonicForTokenClassification,
+}.items():
+    _auto.register(HarmonicConfig, _model)
+    # Without this, save_pretrained would not copy the code that loads the weights.
+    _model.register_for_auto_class(_auto.__name__)

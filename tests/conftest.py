@@ -1,5 +1,6 @@
 """What every test needs before the first import of transformers."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -156,15 +157,19 @@ def run_settings(text_file):
 
 @pytest.fixture(scope="session")
 def finished_run(shared, tiny_base, run_settings):
-    """The output folder of such a run, with checkpoints 3 and 6; `run_copy` may be changed."""
+    """The output folder of such a run, with checkpoints 3 and 6; `run_copy` may be changed.
+
+    Beside it are its YAML file and what it printed.
+    """
 
     def make(folder: Path) -> None:
         from harmonic_sft.training import load_run_config
         from harmonic_sft.training.run import train
 
-        path = folder / "tiny.yaml"
+        path = folder / "run.yaml"
         path.write_text(yaml.safe_dump(run_settings(tiny_base, folder / "run")))
-        train(load_run_config(path))
+        with (folder / "run.txt").open("w") as printed, contextlib.redirect_stdout(printed):
+            train(load_run_config(path))
 
     return shared("finished_run", make) / "run"
 

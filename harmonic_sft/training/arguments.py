@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from functools import reduce
-from operator import getitem
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import TrainingArguments
@@ -34,32 +32,46 @@ NOT_IN_CONFIG = (
     "resume_from_checkpoint",
 )
 SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # which a command line gives as text
-KEYS = {  # where the other arguments of ours stand in a YAML file
-    "task": "model.task",
-    "revision": "model.revision",
-    "from_scratch": "model.from_scratch",
-    "pooling": "model.pooling",
-    "dtype": "model.dtype",
-    "dropout": "model.dropout",
-    "unfreeze": "model.unfreeze",
-    "head": "head",
-    "h_exp": "h_exp",
-    "loss": "loss",
-    "schedule": "schedule",
-    "context_length": "data.context_length",
-    "mask": "data.mask",
-    "packing": "data.packing",
-    "padding_free": "data.padding_free",
-    "pad_to_multiple_of": "data.pad_to_multiple_of",
-    "loss_on": "data.loss_on",
-    "label_column": "data.label_column",
-    "weight_column": "data.weight_column",
-    "on_bad_row": "data.on_bad_row",
+IN_MODEL = ("task", "revision", "from_scratch", "pooling", "dtype", "dropout", "unfreeze")
+IN_DATA = (
+    "context_length",
+    "mask",
+    "packing",
+    "padding_free",
+    "pad_to_multiple_of",
+    "loss_on",
+    "label_column",
+    "weight_column",
+    "on_bad_row",
+)
+TOP = ("head", "h_exp", "loss", "schedule", "oom_fallback", "skip_bad_steps")
+KEYS = {  # where the arguments stand in a YAML file
+    **{name: f"model.{name}" for name in IN_MODEL},
+    **{name: f"data.{name}" for name in IN_DATA},
     "dataset_num_proc": "data.num_proc",
-    "oom_fallback": "oom_fallback",
-    "skip_bad_steps": "skip_bad_steps",
+    **{name: name for name in TOP},
 }
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
+RECIPE = "Source: NeoBERT recipe."
+
+
+def _key(name: str, more: str = "") -> dict[str, str]:
+    """Explain a field by the description of its key in the YAML file, and say more."""
+    section, _, last = KEYS[name].partition(".")
+    run_config: Any = RunConfig
+    found = run_config.__pydantic_fields__[section]
+    if last:
+        found = found.annotation.__pydantic_fields__[last]
+    kinds = (found.annotation, *get_args(found.annotation))
+    choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    text = found.description or ""
+    parts = [f"{text[:1].upper()}{text[1:]}", f"One of {', '.join(choices)}" if choices else ""]
+    return {"help": " ".join(f"{part.rstrip('.')}." for part in (*parts, more) if part)}
+
+
+def _theirs(name: str, more: str) -> dict[str, str]:
+    """Explain a field as transformers does, and say more."""
+    return {"help": f"{TrainingArguments.__dataclass_fields__[name].metadata['help']} {more}"}
 
 
 @dataclass
@@ -77,14 +89,13 @@ class HarmonicTrainingArguments(TrainingArguments):
     """
 
     learning_rate: float = field(
-        default=DEFAULTS["learning_rate"],
-        metadata={"help": "Peak learning rate. Source: NeoBERT recipe."},
+        default=DEFAULTS["learning_rate"], metadata=_theirs("learning_rate", RECIPE)
     )
     adam_beta1: float = field(
-        default=DEFAULTS["adam_beta1"], metadata={"help": "Adam's beta 1. Source: NeoBERT recipe."}
+        default=DEFAULTS["adam_beta1"], metadata=_theirs("adam_beta1", RECIPE)
     )
     adam_beta2: float = field(
-        default=DEFAULTS["adam_beta2"], metadata={"help": "Adam's beta 2. Source: NeoBERT recipe."}
+        default=DEFAULTS["adam_beta2"], metadata=_theirs("adam_beta2", RECIPE)
     )
     logging_steps: float = field(
         default=DEFAULTS["logging_steps"],
@@ -103,7 +114,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         default="warmup_stable_decay",
         metadata={
             "help": "Schedule of the learning rate. The default takes its phases from `schedule`; "
-            "any other one is transformers' own. Source: NeoBERT recipe."
+            f"any other one is transformers' own. {RECIPE}"
         },
     )
     remove_unused_columns: bool = field(
@@ -131,121 +142,87 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     task: str | None = field(
         default=None,
-        metadata={
-            "help": "masked_lm, causal_lm, sequence_classification or token_classification. "
-            "Default: what the model is; with a label_column, sequence_classification."
-        },
+        metadata=_key(
+            "task",
+            "Default: what the model is; with a label_column, sequence_classification.",
+        ),
     )
-    revision: str | None = field(
-        default=None, metadata={"help": "Revision of the model on the Hub; pin it."}
-    )
-    dtype: str = field(
-        default="float32", metadata={"help": "Precision of the frozen body: float32 or bfloat16."}
-    )
-    dropout: float | None = field(
-        default=None, metadata={"help": "Dropout of the trained blocks. Default: the model's own."}
-    )
+    revision: str | None = field(default=None, metadata=_key("revision"))
+    dtype: str = field(default="float32", metadata=_key("dtype"))
+    dropout: float | None = field(default=None, metadata=_key("dropout"))
     from_scratch: bool = field(
-        default=False,
-        metadata={
-            "help": "Take only the model's shape; needs unfreeze=['*'], since all weights are "
-            "random."
-        },
+        default=False, metadata=_key("from_scratch", "Needs unfreeze=['*'].")
     )
-    pooling: str | None = field(
-        default=None, metadata={"help": "Sequence classification: mean (default) or cls."}
-    )
+    pooling: str | None = field(default=None, metadata=_key("pooling"))
     unfreeze: int | str | list[str] | dict[str, Any] = field(
         default=1,
-        metadata={
-            "help": "What trains beside the head: a number of blocks from the top, or patterns of "
-            "parameter names of the backbone. Source: NeoBERT recipe, block 27 of 28."
-        },
+        metadata=_key(
+            "unfreeze",
+            "A number of blocks from the top, or patterns of parameter names of the backbone. "
+            "Source: NeoBERT recipe, block 27 of 28.",
+        ),
     )
     head: dict[str, Any] | str | None = field(
         default=None,
-        metadata={
-            "help": "Name of a head, or a dictionary with its arguments, init and tie. Default: "
-            "dist, a DistLayer on the unit sphere; on one of our models that has been "
-            "loaded, its own."
-        },
+        metadata=_key(
+            "head",
+            "Name of a head, or a dictionary with its arguments, init and tie. Default: dist, a "
+            "DistLayer on the unit sphere; on one of our models that has been loaded, its own.",
+        ),
     )
     h_exp: float | str | dict[str, Any] | None = field(
         default=None,
-        metadata={
-            "help": "Exponent on the squared distance: a number holds it, {'start': -12, 'end': "
-            "-4} anneals it. Default: that, or nothing for a head without an exponent; a "
-            "model that keeps its head keeps its exponent. Source: Baek et al. 2025, "
-            "arXiv:2502.01628, and NeoBERT recipe."
-        },
+        metadata=_key(
+            "h_exp",
+            "Exponent on the squared distance: a number holds it, {'start': -12, 'end': -4} "
+            "anneals it. Default: that, or nothing for a head without an exponent; a model that "
+            "keeps its head keeps its exponent. Source: Baek et al. 2025, arXiv:2502.01628, and "
+            "NeoBERT recipe.",
+        ),
     )
     loss: dict[str, Any] | str | None = field(
         default=None,
-        metadata={
-            "help": "Name of a loss, a dictionary with its fields, or the loss. Default: harmonic,"
-            " or cross_entropy for a head without an exponent."
-        },
+        metadata=_key(
+            "loss",
+            "Name of a loss, a dictionary with its fields, or the loss. Default: harmonic, or "
+            "cross_entropy for a head without an exponent.",
+        ),
     )
     schedule: dict[str, Any] | str | None = field(
         default=None,
-        metadata={
-            "help": "warmup_ratio (0.1), decay_ratio (0.2) and decay (cosine) of the learning "
-            "rate. A warmup_steps above 0 wins over the first."
-        },
+        metadata=_key(
+            "schedule",
+            "Keys: warmup_ratio (0.1), decay_ratio (0.2) and decay (cosine). A warmup_steps above "
+            "0 wins over the first.",
+        ),
     )
     context_length: int | None = field(
         default=None,
-        metadata={"help": "Longest row, in tokens. Default: what the model takes, at most 1024."},
+        metadata=_key("context_length", "Default: what the model takes, at most 1024."),
     )
     mask: float | str | dict[str, Any] | None = field(
         default=None,
-        metadata={
-            "help": "Masked tokens: their share, or probability (0.2), policy (mask_only) and "
-            "whole_word. Source: NeoBERT, Le Breton et al. 2025, arXiv:2502.19587."
-        },
+        metadata=_key(
+            "mask",
+            "The share of masked tokens, or probability (0.2), policy (mask_only) and whole_word. "
+            "Source: NeoBERT, Le Breton et al. 2025, arXiv:2502.19587.",
+        ),
     )
-    packing: bool = field(
-        default=False,
-        metadata={"help": "Fill rows with several documents that do not see each other."},
-    )
-    padding_free: bool = field(
-        default=False, metadata={"help": "Lay a batch out as one row instead of padding."}
-    )
-    pad_to_multiple_of: int | None = field(
-        default=None, metadata={"help": "Round the length of a batch up to this."}
-    )
-    loss_on: str = field(
-        default="all", metadata={"help": "What is predicted: all, completion or assistant."}
-    )
+    packing: bool = field(default=False, metadata=_key("packing"))
+    padding_free: bool = field(default=False, metadata=_key("padding_free"))
+    pad_to_multiple_of: int | None = field(default=None, metadata=_key("pad_to_multiple_of"))
+    loss_on: str = field(default="all", metadata=_key("loss_on"))
     text_column: str = field(
         default="text", metadata={"help": "Column of the text, where the rows are plain text."}
     )
     label_column: str | None = field(
-        default=None, metadata={"help": "Classification: column of the labels. Default: labels."}
+        default=None, metadata=_key("label_column", "Default: labels.")
     )
-    weight_column: str | None = field(
-        default=None, metadata={"help": "Column of a row's weight in the loss. Default: 1 for all."}
-    )
-    on_bad_row: str = field(
-        default="error",
-        metadata={"help": "What happens to a row that cannot be used: error or skip."},
-    )
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenize. Default: this one."}
-    )
-    oom_fallback: bool = field(
-        default=True,
-        metadata={
-            "help": "Out of memory: continue with checkpointing, then with smaller micro-batches."
-        },
-    )
-    skip_bad_steps: int = field(
-        default=0,
-        metadata={
-            "help": "How many steps without a finite loss and gradient are left out. Default: the "
-            "first one ends the training."
-        },
-    )
+    weight_column: str | None = field(default=None, metadata=_key("weight_column"))
+    on_bad_row: str = field(default="error", metadata=_key("on_bad_row"))
+    dataset_num_proc: int | None = field(default=None, metadata=_key("dataset_num_proc"))
+    oom_fallback: bool = field(default=True, metadata=_key("oom_fallback"))
+    skip_bad_steps: int = field(default=0, metadata=_key("skip_bad_steps"))
     hub_form: str = field(
         default="full",
         metadata={
@@ -396,22 +373,6 @@ def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | No
     if settings.get("learn_h_exp"):
         return {"start": settings["h_exp"], "schedule": "learned"}
     return settings.get("h_exp") or _exponent(settings.get("inner"))
-
-
-def arguments_of(run: RunConfig) -> HarmonicTrainingArguments:
-    """Return the arguments that train what a YAML file says.
-
-    Raises:
-        ValueError: transformers refuses a value.
-    """
-    plain: dict[str, Any] = to_plain(run)
-    given: dict[str, Any] = {
-        name: reduce(getitem, key.split("."), plain) for name, key in KEYS.items()
-    }
-    if run.model.task != "masked_lm":
-        given["mask"] = None
-    training = {key: value for key, value in run.training.items() if key not in FORCED}
-    return HarmonicTrainingArguments(**training, **given)
 
 
 def check_parallelism(args: TrainingArguments) -> None:

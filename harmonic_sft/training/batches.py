@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
@@ -80,6 +82,15 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
     states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
+
+
+def batches_on(
+    device: torch.device, rows: Any, collator: Any, batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield rows in their order, as batches on a device."""
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
+        batch.pop("places", None)  # of a stream
+        yield {key: value.to(device) for key, value in batch.items()}
 
 
 def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

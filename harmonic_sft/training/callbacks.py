@@ -81,10 +81,10 @@ class TerminationCallback(TrainerCallback):
         self.received = self.agreed = False  # by this process, by all
 
     @contextlib.contextmanager
-    def listening(self) -> Generator[None]:
-        """Take the signal, where signals can be taken: in the main thread."""
+    def listening(self, *, is_asked: bool) -> Generator[None]:
+        """Take the signal, if asked to, where signals can be taken: in the main thread."""
         self.received = self.agreed = False
-        if threading.current_thread() is not threading.main_thread():
+        if not is_asked or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(signal.SIGTERM, self._note)

@@ -34,6 +34,19 @@ def write_manifest(folder: Path, *, rows_per_step: int) -> None:
     os.replace(draft, folder / MANIFEST_NAME)
 
 
+def seal(folder: Path, args: TrainingArguments, *, keep: int | None, best: str | None) -> None:
+    """Write the manifest of the newest checkpoint of a run; then delete the oldest ones.
+
+    Args:
+        folder: The checkpoint.
+        args: Of the trainer.
+        keep: How many stay; None and 0 are all.
+        best: The best checkpoint, which stays.
+    """
+    write_manifest(folder, rows_per_step=rows_per_step(args))
+    rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
+
+
 def remove_manifest(folder: Path) -> None:
     """Mark a checkpoint as not whole, before any of its files is written again."""
     (folder / MANIFEST_NAME).unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
@@ -21,7 +20,7 @@ from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.classification import LabeledData
-from harmonic_sft.data.heldout import Ancestor
+from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
@@ -44,8 +43,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, show_table, without_secrets, write_results
-from harmonic_sft.training.batches import head_inputs, labelled_states
-from harmonic_sft.training.held_out import check_unseen
+from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -224,7 +222,9 @@ class Opened:
         rows = self.data if data is None else data
         # A padding-free collator makes one row of a batch.
         size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
-        batches = tqdm(self._batches(rows, size), desc="Evaluating", dynamic_ncols=True)
+        device = self.model.device
+        batches = batches_on(device, rows.eval, rows.collator, size)
+        batches = tqdm(batches, desc="Evaluating", dynamic_ncols=True)
         with torch.no_grad():
             scores = score(self.model, (head_inputs(self.model, batch) for batch in batches))
         if scores is None:
@@ -236,15 +236,11 @@ class Opened:
     @torch.no_grad()
     def states(self) -> tuple[Tensor, Tensor]:
         """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
-        batches = islice(self._batches(self.data, self.batch_size), NUM_BATCHES)
-        states, labels = zip(*(labelled_states(self.model, b) for b in batches), strict=True)
+        model, data = self.model, self.data
+        batches = batches_on(model.device, data.eval, data.collator, self.batch_size)
+        first = islice(batches, NUM_BATCHES)
+        states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
         return torch.cat(states), torch.cat(labels)
-
-    def _batches(self, data: LoadedData | LabeledData, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the evaluation rows in their order, on the model's device."""
-        loader: Any = DataLoader(data.eval, batch_size=size, collate_fn=data.collator)
-        for batch in loader:
-            yield {key: value.to(self.model.device) for key, value in batch.items()}
 
     def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
         """Score the held-out data and, of a language model, the texts of the sets."""
@@ -311,6 +307,32 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     )
 
 
+def check_unseen(
+    folder: Path, data: LoadedData | LabeledData, config: DataConfig
+) -> list[Ancestor]:
+    """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
+
+    Args:
+        folder: Of the model.
+        data: To evaluate on.
+        config: The `data` section that they come from.
+
+    Returns:
+        What is known of the model and its bases.
+
+    Raises:
+        ValueError: One of them is known not to have held out some of the documents.
+    """
+    names = data.held_out.fingerprints
+    ancestors = lineage(str(folder), names, to_plain(config)["sources"])
+    if sentence := seen_by(ancestors, len(names)):
+        raise ValueError(
+            f"eval: expected documents that no model was trained on, got others: {sentence}. "
+            "Evaluate on other ones, data=other.txt, or hold the same ones out of every run"
+        )
+    return ancestors
+
+
 def _load(
     task: str,
     config: Any,
@@ -324,12 +346,12 @@ def _load(
     return load_task_data(
         data,
         task,
+        config,
         tokenizer=tokenizer,
-        vocab_size=config.get_text_config().vocab_size,
-        max_positions=max_positions(config.get_text_config()),
         seed=seed,
         labels=labels if task in CLASSIFIERS else None,
         eval_only=eval_only,
+        is_trained=True,
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from scipy.optimize import minimize_scalar
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
@@ -22,7 +22,7 @@ from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.batches import labelled_states
+from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -57,12 +57,11 @@ def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
 
 
 def measure_swap(
-    run: RunConfig, trainer: HarmonicTrainer, data: LoadedData | LabeledData
+    trainer: HarmonicTrainer, data: LoadedData | LabeledData
 ) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
     Args:
-        run: Says whether to fit.
         trainer: Has the model, whose head and exponents are changed in place.
         data: Of the run.
 
@@ -70,7 +69,7 @@ def measure_swap(
         Metrics of the evaluation split: `old_head`, where there is one, and `swapped`, the new head
         as it was put there, where it is then fitted; and the fit.
     """
-    model, old_head, swap = trainer.model, trainer.old_head, {}
+    model, old_head, swap, h_exp = trainer.model, trainer.old_head, {}, trainer.run_config.h_exp
     if old_head is not None:
         new_head, device = model.dist_head, old_head.weight.device
         model.dist_head = old_head.to(model.device)
@@ -79,14 +78,14 @@ def measure_swap(
         finally:
             model.dist_head = new_head
             old_head.to(device)
-    if run.h_exp is None or not run.h_exp.calibrate:
+    if h_exp is None or not h_exp.calibrate:
         return swap, None
     swap["swapped"] = evaluate(trainer, "swapped")
     batch_size = trainer.args.per_device_eval_batch_size
     batches = first_batches(data.train, data.collator, batch_size, model.device)
     # What the main process finds holds for all of them.
     fit = broadcast_object_list([fit_h_exp(model, batches)])[0]
-    apply_fit_(run, trainer, fit)
+    apply_fit_(trainer, fit)
     logger.info(
         "Calibrated on %d tokens: h_exp %.3g, prototypes times %.3g.",
         fit.tokens,
@@ -138,22 +137,22 @@ def eval_labels(data: LoadedData | LabeledData) -> np.ndarray:
 
 
 @torch.no_grad()
-def apply_fit_(run: RunConfig, trainer: HarmonicTrainer, fit: HExpFit) -> None:
+def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
     """Give a head as it was loaded the exponent that was found, and anneal from there.
 
     The end is as many times the start as the run says.
 
     Args:
-        run: The checked configuration.
         trainer: Its model and its recipe are changed in place.
         fit: Of this session, or of the run's first one.
     """
-    assert run.h_exp is not None, "only a distance head is fitted"
+    h_exp = trainer.run_config.h_exp
+    assert h_exp is not None, "only a distance head is fitted"
     trainer.model.dist_head.weight.mul_(fit.scale)
     trainer.model.h_exp = fit.h_exp
-    if not run.learns_h_exp:
-        end = fit.h_exp * run.h_exp.end / run.h_exp.start
-        trainer.anneal(replace(run.h_exp, start=fit.h_exp, end=end))
+    if h_exp.schedule != "learned":
+        end = fit.h_exp * h_exp.end / h_exp.start
+        trainer.anneal(replace(h_exp, start=fit.h_exp, end=end))
 
 
 @torch.no_grad()
@@ -194,7 +193,7 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
 def first_batches(
     data: Any, collator: Any, batch_size: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of training data without moving a stream on, spread evenly over a table."""
+    """Return batches of training data without moving a stream on, spread evenly over a table."""
     if isinstance(data, StreamedRows):
         data = copy.deepcopy(data)  # the library's streams remember how far they were read
         data.share(process_index=0, num_processes=1, batch_size=batch_size)
@@ -202,9 +201,7 @@ def first_batches(
     else:
         count, wanted = len(data), min(len(data), NUM_TOKENS)
         data = Subset(data, [index * count // wanted for index in range(wanted)])
-    for batch in DataLoader(data, batch_size=batch_size, collate_fn=collator):
-        batch.pop("places", None)
-        yield {key: value.to(device) for key, value in batch.items()}
+    return batches_on(device, data, collator, batch_size)
 
 
 def _labelled_states(

@@ -1,25 +1,19 @@
-"""Loading a run: its tokenizer, its data, and a model ready to train."""
+"""What a run loads: the configuration of its base, its tokenizer, its data."""
 
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.nn.functional import normalize
-from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.classification import LabeledData, load_labeled_data
 from harmonic_sft.data.loading import LoadedData, load_data
-from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
-    Base,
     HarmonicClassifier,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
@@ -27,18 +21,10 @@ from harmonic_sft.models import (
     HarmonicForTokenClassification,
     HarmonicHeadModel,
     HarmonicLanguageModel,
-    Head,
-    base_of,
-    load_base,
     max_positions,
-    random_base,
 )
-from harmonic_sft.models.backbones import check_quantization, trains
+from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.adapters import add_lora_
-from harmonic_sft.training.batches import labelled_states
-from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -112,7 +98,7 @@ def load_base_config(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ValueError: It cannot be found, with what to do.
     """
-    return _from_base(AutoConfig.from_pretrained, model, trust_remote_code=False)
+    return from_base(AutoConfig.from_pretrained, model, trust_remote_code=False)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -121,7 +107,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     Raises:
         ValueError: It cannot be found, or has neither token, with what to do.
     """
-    tokenizer = _from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
+    tokenizer = from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
     return with_padding(tokenizer, model.task)
 
 
@@ -148,48 +134,41 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
     Raises:
         ValueError: Something is missing or does not fit together.
     """
-    config = load_base_config(run.model)
-    check_frozen(run, config)  # before anything is fetched
-    config = config.get_text_config()
-    tokenizer = load_tokenizer(run.model)
-    data = load_task_data(
-        run.data,
-        run.model.task,
-        tokenizer=tokenizer,
-        vocab_size=num_tokens(run, config.vocab_size, tokenizer),
-        max_positions=max_positions(config),
-        seed=run.seed,
-    )
-    return tokenizer, data
+    base = load_base_config(run.model)
+    check_frozen(run, base)  # before anything is fetched
+    tokenizer, task = load_tokenizer(run.model), run.model.task
+    return tokenizer, load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
 
 
 def load_task_data(
     config: DataConfig,
     task: str,
+    base: PreTrainedConfig,
     *,
     tokenizer: Any,
-    vocab_size: int,
-    max_positions: int,
     seed: int,
     labels: list[str] | None = None,
     eval_only: bool = False,
+    is_trained: bool = False,
 ) -> LoadedData | LabeledData:
     """Load the data of a task.
 
     Args:
         config: The `data:` section.
         task: What the model predicts.
+        base: Configuration of the model, or of its base.
         tokenizer: Of the model.
-        vocab_size: Rows of the model's embedding table.
-        max_positions: Longest row the model takes, in tokens.
         seed: Of masks and order; the evaluation has one of its own.
         labels: A classifier's classes; None is those of the data.
         eval_only: Evaluate on all of the sources, holding nothing back to train on.
+        is_trained: The model gets no tokens any more that only its tokenizer has.
     """
+    base = base.get_text_config()
+    vocab_size = base.vocab_size
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "max_positions": max_positions,
+        "vocab_size": vocab_size if is_trained else num_tokens(task, vocab_size, tokenizer),
+        "max_positions": max_positions(base),
         "eval_only": eval_only,
     }
     if task == "sequence_classification" or task == "token_classification":
@@ -197,43 +176,9 @@ def load_task_data(
     return load_data(config, is_causal=task == "causal_lm", seed=seed, **shared)
 
 
-def load_model(
-    run: RunConfig,
-    tokenizer: Any,
-    *,
-    train: Any = None,
-    collator: Any = None,
-    model: PreTrainedModel | None = None,
-) -> tuple[HarmonicHeadModel, Head | None]:
-    """Load the base, put the head on it, freeze it and set the loss.
-
-    Args:
-        run: The checked configuration.
-        tokenizer: Of the run: a decoder gets its tokens.
-        train: Training rows: a classifier has their labels, and class means are taken of them.
-        collator: Of these rows.
-        model: The base, if it has been loaded already; it is not copied.
-
-    Returns:
-        The model, and the head that its base predicted with, if that is known.
-
-    Raises:
-        ValueError: The base cannot be found, does not fill the backbone, or does not fit the run.
-    """
-    old_head = None
-    base = _load_base(run, model)
-    if run.model.task in CLASSIFIERS:
-        built: HarmonicHeadModel = _classifier(run, base, train, collator)
-    else:
-        built = LANGUAGE_MODELS[run.model.task].on_base(
-            base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
-        )
-        # With new tokens the old head predicts others than the new one.
-        old_head = base.head if _resize_(built, run, tokenizer) else None
-    if model is None and run.model.base.startswith("package:"):
-        built.config.base_model = run.model.base
-    prepare_model_(built, run, old_head)
-    return built, old_head
+def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
+    """Return how many tokens a model knows: a decoder gets all that its tokenizer has."""
+    return max(num_embeddings, len(tokenizer)) if task == "causal_lm" else num_embeddings
 
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
@@ -264,135 +209,7 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def num_tokens(run: RunConfig, num_embeddings: int, tokenizer: Any) -> int:
-    """Return how many classes a run's model has: a decoder gets one for every token there is."""
-    return max(num_embeddings, len(tokenizer)) if run.model.task == "causal_lm" else num_embeddings
-
-
-def _resize_(model: HarmonicHeadModel, run: RunConfig, tokenizer: Any) -> bool:
-    """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
-    num_before = len(model.dist_head.weight)
-    num_classes = num_tokens(run, num_before, tokenizer)
-    if num_classes == num_before:
-        return True
-    model.resize_token_embeddings(num_classes)
-    logger.info(
-        "New tokens: %d, which the tokenizer has and the base has not. Their embeddings and "
-        "prototypes are drawn like the others.",
-        num_classes - num_before,
-    )
-    if isinstance(run.loss, DistillLoss):
-        raise ValueError(
-            f"loss distill: expected a tokenizer with the base's own {num_before} tokens, got one "
-            f"with {num_classes}, of which the old head knows nothing"
-        )
-    return False
-
-
-def _load_base(run: RunConfig, model: PreTrainedModel | None) -> Base:
-    """Load the base with the head it has, or build a random one in its shape."""
-    dtype, dropout = getattr(torch, run.model.dtype), run.model.dropout
-    model_class = MODELS[run.model.task]
-    if model is not None:
-        if run.model.from_scratch or dropout is not None:
-            raise ValueError(
-                "model: expected a name with from_scratch or dropout, got a loaded "
-                f"{type(model).__name__}. Set them when you build it"
-            )
-        return base_of(model, dtype=dtype, is_causal=model_class.is_causal)
-    if run.model.from_scratch:
-        return _from_base(random_base, run.model, dtype=dtype, dropout=dropout)
-    check_weights(run.model.base)
-    keeps_head = run.model.task in LANGUAGE_MODELS or run.head.init == "base_head"
-    return _from_base(
-        load_base,
-        run.model,
-        head_class=model_class if keeps_head else None,
-        is_causal=model_class.is_causal,
-        dtype=dtype,
-        dropout=dropout,
-    )
-
-
-def _classifier(run: RunConfig, base: Base, train: Any, collator: Any) -> HarmonicClassifier:
-    """Put a head over the classes of the training rows, its prototypes where the run says."""
-    from_means = run.head.init == "class_means"
-    model = CLASSIFIERS[run.model.task].on_base(
-        base,
-        labels=train.names,
-        head=run.head_settings(),
-        init="random" if from_means else run.head.init,
-        pooling=run.model.pooling or "mean",
-    )
-    if from_means:
-        args = run.training_arguments()
-        model.to(args.device)
-        rows = DataLoader(train, batch_size=args.per_device_eval_batch_size, collate_fn=collator)
-        moved = ({key: t.to(args.device) for key, t in batch.items()} for batch in rows)
-        model.dist_head.initialize_(class_means(model, moved))
-    return model
-
-
-@torch.no_grad()
-def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-    """Return the mean of the frozen features of every class.
-
-    For a head on the unit sphere the features are normalized first, so that the normalized mean is
-    the direction of highest likelihood under a von Mises-Fisher distribution.
-
-    Args:
-        model: In evaluation mode.
-        batches: `input_ids`, `attention_mask` and `labels`, on the model's device.
-
-    Returns:
-        `[V, D]`, float32, on the model's device.
-
-    Raises:
-        ValueError: A class without a labeled row.
-    """
-    head = model.dist_head
-    on_sphere = isinstance(head, SphereHead) and head.unit_sphere
-    shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
-    totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
-    counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
-    for batch in batches:
-        states, labels = labelled_states(model, batch)  # [N, D], [N]
-        features = states.double()
-        totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
-        counts.index_add_(0, labels, torch.ones_like(counts[labels]))
-    empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()
-    if empty:
-        labels = model.config.id2label or {}
-        names = [labels[index] for index in empty[:3]]
-        raise ValueError(
-            f"head.init: expected training rows of every class for class_means, got none of {names}"
-            f"{' ...' if len(empty) > 3 else ''}. Add rows, or set head.init: random"
-        )
-    return (totals / counts).float()
-
-
-def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
-    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
-
-    Args:
-        model: Changed in place.
-        run: The checked configuration.
-        old_head: What the base predicted with: the teacher, if the loss has one.
-    """
-    unfreeze_(model, run.model.unfreeze)
-    changes = run.peft is not None or trains(model.model)
-    old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
-    if run.peft is not None:
-        add_lora_(model, run.peft)
-    if isinstance(run.loss, DistillLoss):
-        if old_head is None:
-            raise ValueError("loss distill: expected a base with a head of its own, got none")
-        model.loss_fn = run.loss.prepare(old_head, old_body)
-    else:
-        model.loss_fn = run.loss.prepare(model.dist_head)
-
-
-def _from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:
+def from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:
     """Call `load` with the base; what transformers raises becomes one line that says what to do."""
     folder = locate_base(model.base)
     try:

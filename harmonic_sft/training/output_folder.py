@@ -10,6 +10,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.results import read_results
@@ -215,13 +217,14 @@ def _start_again(folder: Path) -> None:
 class FolderLock:
     """Keeps other processes from training in a folder, from the first `hold` to its end.
 
+    The main process, which writes, locks it for all.
+
     Args:
         folder: Of a run.
-        is_main: Whether this is the process that writes; the others lock nothing.
     """
 
-    def __init__(self, folder: Path, *, is_main: bool):
-        self._folder, self._is_free = folder, is_main
+    def __init__(self, folder: Path):
+        self._folder, self._is_free = folder, PartialState().is_main_process
 
     @contextmanager
     def hold(self) -> Generator[None]:

@@ -1,12 +1,16 @@
-"""From what `HarmonicTrainer` is given to what it trains: model, tokenizer, rows, collator."""
+"""From what `HarmonicTrainer` is given to what it trains: model, head, rows, collator."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import datasets
+import torch
 from accelerate import PartialState
 from peft import LoraConfig
+from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -19,22 +23,39 @@ from harmonic_sft.data.batches import LabeledRows
 from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import GivenSource
-from harmonic_sft.models import HarmonicHeadModel, Head, max_positions
+from harmonic_sft.losses import DistillLoss
+from harmonic_sft.models import (
+    Base,
+    HarmonicClassifier,
+    HarmonicHeadModel,
+    Head,
+    base_of,
+    load_base,
+    max_positions,
+    random_base,
+)
+from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.head import SphereHead
+from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
+from harmonic_sft.training.batches import batches_on, labelled_states
+from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
+    LANGUAGE_MODELS,
     MODELS,
     check_frozen,
+    check_weights,
+    from_base,
     load_base_config,
-    load_model,
     load_task_data,
     load_tokenizer,
     num_tokens,
-    prepare_model_,
     with_padding,
 )
 from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
 
+logger = logging.getLogger(__name__)
 DEFAULT_LENGTH = 1024  # longest row where the arguments do not say, in tokens
 RAW = (datasets.Dataset, datasets.IterableDataset)  # the trainer makes rows of them
 LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
@@ -83,10 +104,10 @@ class Preparation:
                 f"head: expected nothing with a {type(model).__name__}, which has one, got "
                 f"{args.head!r}. Give the name of its base, or change its head before"
             )
-        self.config = self.configure()
+        self.configure()
 
     def configure(self) -> RunConfig:
-        """Return what a YAML file would say of the run, from the arguments as they are now."""
+        """Set `config` to what a YAML file would say of the arguments as they are; return it."""
         task = self.args.task or _task(self.model, self._base, self.args.label_column)
         own_head = None
         if self._base.model_type == "harmonic" and self.args.head is None:
@@ -94,7 +115,7 @@ class Preparation:
             settings = self.model.dist_head.settings() if is_loaded else self._base.head
             own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
         longest = max_positions(self._base.get_text_config())
-        config = self.args.config_for(
+        self.config = self.args.config_for(
             self.model if isinstance(self.model, str) else self._name(),
             task=task,
             own_head=own_head,
@@ -102,8 +123,8 @@ class Preparation:
             is_stream=self._is_stream,
             context_length=min(longest, DEFAULT_LENGTH),
         )
-        check_frozen(config, self._base)
-        return config
+        check_frozen(self.config, self._base)
+        return self.config
 
     @property
     def known_tokenizer(self) -> Any:
@@ -175,15 +196,12 @@ class Preparation:
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
         )
-        config = self._base.get_text_config()
-        tokenizer = self.tokenizer()
         with PartialState().main_process_first():  # one process fills the cache
             loaded = load_task_data(
                 replace(settings, sources=[source]),
                 self.config.model.task,
-                tokenizer=tokenizer,
-                vocab_size=num_tokens(self.config, config.vocab_size, tokenizer),
-                max_positions=max_positions(config),
+                self._base,
+                tokenizer=self.tokenizer(),
                 seed=self.args.seed,
                 labels=self._labels,
                 eval_only=name == EVAL_NAME,
@@ -204,31 +222,157 @@ class Preparation:
             ValueError: The classes of a new head are not known.
         """
         set_seed(self.args.seed)
+        run, task = self.config, self.config.model.task
         if isinstance(self.model, HarmonicHeadModel):
             if train is not None:
                 loss_fn = self.model.loss_fn
-                prepare_model_(self.model, self.config)
+                prepare_model_(self.model, run)
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
-        if self.config.model.task in CLASSIFIERS and not isinstance(train, LabeledRows):
+        if task in CLASSIFIERS and not isinstance(train, LabeledRows):
             raise ValueError(
                 "train_dataset: expected a data set with a column of labels, which name the "
                 "classes of a new head, got none. To bring rows and a collator of your own, make "
-                f"the model first: {MODELS[self.config.model.task].__name__}.from_base(...)"
+                f"the model first: {MODELS[task].__name__}.from_base(...)"
             )
-        model = None if isinstance(self.model, str) else self.model
-        needs_tokenizer = self.config.model.task == "causal_lm"
-        return load_model(
-            self.config,
-            self.tokenizer() if needs_tokenizer else None,
-            train=train,
-            collator=self.collator,
-            model=model,
+        base, old_head = self._load_base(), None
+        if task in CLASSIFIERS:
+            built: HarmonicHeadModel = self._classifier(base, train)
+        else:
+            built = LANGUAGE_MODELS[task].on_base(
+                base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
+            )
+            # With new tokens the old head predicts others than the new one.
+            old_head = base.head if task != "causal_lm" or self._has_all_tokens_(built) else None
+        if isinstance(self.model, str) and self.model.startswith("package:"):
+            built.config.base_model = self.model
+        prepare_model_(built, run, old_head)
+        return built, old_head
+
+    def _load_base(self) -> Base:
+        """Load the base with the head it has, or build a random one in its shape."""
+        model, init = self.config.model, self.config.head.init
+        dtype, dropout = getattr(torch, model.dtype), model.dropout
+        model_class = MODELS[model.task]
+        if not isinstance(self.model, str):
+            if model.from_scratch or dropout is not None:
+                raise ValueError(
+                    "model: expected a name with from_scratch or dropout, got a loaded "
+                    f"{type(self.model).__name__}. Set them when you build it"
+                )
+            return base_of(self.model, dtype=dtype, is_causal=model_class.is_causal)
+        if model.from_scratch:
+            return from_base(random_base, model, dtype=dtype, dropout=dropout)
+        check_weights(model.base)
+        keeps_head = model.task in LANGUAGE_MODELS or init == "base_head"
+        return from_base(
+            load_base,
+            model,
+            head_class=model_class if keeps_head else None,
+            is_causal=model_class.is_causal,
+            dtype=dtype,
+            dropout=dropout,
         )
+
+    def _classifier(self, base: Base, train: LabeledRows) -> HarmonicClassifier:
+        """Put a head over the classes of the training rows, its prototypes where the run says."""
+        run = self.config
+        from_means = run.head.init == "class_means"
+        model = CLASSIFIERS[run.model.task].on_base(
+            base,
+            labels=train.names,
+            head=run.head_settings(),
+            init="random" if from_means else run.head.init,
+            pooling=run.model.pooling or "mean",
+        )
+        if from_means:
+            device, batch_size = self.args.device, self.args.per_device_eval_batch_size
+            model.to(device)
+            batches = batches_on(device, train, self.collator, batch_size)
+            model.dist_head.initialize_(class_means(model, batches))
+        return model
+
+    def _has_all_tokens_(self, model: HarmonicHeadModel) -> bool:
+        """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
+        num_before = len(model.dist_head.weight)
+        num_classes = num_tokens("causal_lm", num_before, self.tokenizer())
+        if num_classes == num_before:
+            return True
+        model.resize_token_embeddings(num_classes)
+        logger.info(
+            "New tokens: %d, which the tokenizer has and the base has not. Their embeddings and "
+            "prototypes are drawn like the others.",
+            num_classes - num_before,
+        )
+        if isinstance(self.config.loss, DistillLoss):
+            raise ValueError(
+                f"loss distill: expected a tokenizer with the base's own {num_before} tokens, got "
+                f"one with {num_classes}, of which the old head knows nothing"
+            )
+        return False
 
     def _name(self) -> str:
         return self._base.name_or_path or type(self.model).__name__
+
+
+@torch.no_grad()
+def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
+    """Return the mean of the frozen features of every class.
+
+    For a head on the unit sphere the features are normalized first, so that the normalized mean is
+    the direction of highest likelihood under a von Mises-Fisher distribution.
+
+    Args:
+        model: In evaluation mode.
+        batches: `input_ids`, `attention_mask` and `labels`, on the model's device.
+
+    Returns:
+        `[V, D]`, float32, on the model's device.
+
+    Raises:
+        ValueError: A class without a labeled row.
+    """
+    head = model.dist_head
+    on_sphere = isinstance(head, SphereHead) and head.unit_sphere
+    shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
+    totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
+    counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
+    for batch in batches:
+        states, labels = labelled_states(model, batch)  # [N, D], [N]
+        features = states.double()
+        totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
+        counts.index_add_(0, labels, torch.ones_like(counts[labels]))
+    empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()
+    if empty:
+        labels = model.config.id2label or {}
+        names = [labels[index] for index in empty[:3]]
+        raise ValueError(
+            f"head.init: expected training rows of every class for class_means, got none of {names}"
+            f"{' ...' if len(empty) > 3 else ''}. Add rows, or set head.init: random"
+        )
+    return (totals / counts).float()
+
+
+def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
+
+    Args:
+        model: Changed in place.
+        run: The checked configuration.
+        old_head: What the base predicted with: the teacher, if the loss has one.
+    """
+    unfreeze_(model, run.model.unfreeze)
+    changes = run.peft is not None or trains(model.model)
+    old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
+    if run.peft is not None:
+        add_lora_(model, run.peft)
+    if isinstance(run.loss, DistillLoss):
+        if old_head is None:
+            raise ValueError("loss distill: expected a base with a head of its own, got none")
+        model.loss_fn = run.loss.prepare(old_head, old_body)
+    else:
+        model.loss_fn = run.loss.prepare(model.dist_head)
 
 
 def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:

@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments, set_seed
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.classification import LabeledData
-from harmonic_sft.data.heldout import Duplicates
+from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
@@ -32,7 +32,6 @@ from harmonic_sft.training.head_swap import (
     evaluate,
     measure_swap,
 )
-from harmonic_sft.training.held_out import held_out_results, record_held_out
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
@@ -90,12 +89,12 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    _claim(run, ready.trainer)
+    _claim(ready.trainer)
     with ready.trainer.folder_lock.hold():
-        before = _measure_before(run, ready)
-        trained = _train(run, ready.trainer)
-        results = _results(run, ready, before, trained)
-        _publish(run, ready.trainer, results)
+        before = _measure_before(ready)
+        trained = _train(ready.trainer)
+        results = _results(ready, before, trained)
+        _publish(ready.trainer, results)
     return results
 
 
@@ -141,6 +140,7 @@ def prepare(run: RunConfig) -> Ready:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
+    trainer.run_config = run  # with the sources of the data and the section hub
     return Ready(trainer, data)
 
 
@@ -183,9 +183,9 @@ def _show_finished(run: RunConfig) -> dict[str, Any]:
     return results
 
 
-def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
+def _claim(trainer: HarmonicTrainer) -> None:
     """Make the output folder this run's, and show what it trains."""
-    state = PartialState()
+    run, state = trainer.run_config, PartialState()
     if state.is_main_process:
         if run.hub.push:
             check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
@@ -195,43 +195,47 @@ def _claim(run: RunConfig, trainer: HarmonicTrainer) -> None:
     state.wait_for_everyone()
 
 
-def _measure_before(run: RunConfig, ready: Ready) -> dict[str, Any]:
+def _measure_before(ready: Ready) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was.
 
     Raises:
         ValueError: The model is not fit for training; a new output folder is given up.
     """
+    run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
         before = read_results(path)
         if before.get("calibration") is not None:
-            apply_fit_(run, ready.trainer, HExpFit(**before["calibration"]))
+            apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
     state = PartialState()
     try:
-        before = _evaluated(run, ready)
+        before = _evaluated(ready)
     except ValueError:
         if state.is_main_process:
             release_output_folder(run)
         raise
     state.wait_for_everyone()
     if state.is_main_process:
-        record_held_out(run, ready.data)
+        data, sources = ready.data, to_plain(run.data)["sources"]
+        record(
+            run.output_dir, data.held_out, sources=sources, base=_base(run), trained=data.trained
+        )
         write_results(path.parent, path.stem, before)
     return before
 
 
-def _evaluated(run: RunConfig, ready: Ready) -> dict[str, Any]:
-    swap, fit = measure_swap(run, ready.trainer, ready.data)
+def _evaluated(ready: Ready) -> dict[str, Any]:
+    swap, fit = measure_swap(ready.trainer, ready.data)
     unigrams = _unigram_loss(ready.data)
-    check_base(run, ready.data, swap, unigrams)
+    check_base(ready.trainer.run_config, ready.data, swap, unigrams)
     metrics = evaluate(ready.trainer, "before")
     return {
         "before": metrics,
         "swap": swap,
         "calibration": None if fit is None else fit._asdict(),
         "unigram_loss": unigrams,
-        "neighbors_before": _neighbors(run, ready),
+        "neighbors_before": _neighbors(ready),
     }
 
 
@@ -241,36 +245,37 @@ def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
     return unigram_loss(eval_labels(data), data.unigram_counts)
 
 
-def _neighbors(run: RunConfig, ready: Ready) -> dict[str, list[str]]:
+def _neighbors(ready: Ready) -> dict[str, list[str]]:
     if isinstance(ready.data, LabeledData):
         return {}  # its prototypes are not words
-    trainer = ready.trainer
-    return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, run.neighbors)
+    trainer, words = ready.trainer, ready.trainer.run_config.neighbors
+    return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, words)
 
 
-def _train(run: RunConfig, trainer: HarmonicTrainer) -> dict[str, Any]:
+def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
     """Train, or continue, to the last step; evaluate and save the model.
 
     Returns:
         `final`, the metrics, with the seconds and the speed of this session. Speed counts tokens
         without padding, and the time of evaluations too.
     """
-    set_seed(run.seed)  # dropout starts alike, whether the evaluation before was made or remembered
+    set_seed(
+        trainer.args.seed
+    )  # dropout starts alike, whether the evaluation before was made or remembered
     seconds, before = 0.0, 0
     try:
-        checkpoint = last_checkpoint(run.output_dir)
-        if checkpoint is None:
-            if all_checkpoints(run.output_dir):
-                logger.warning("No checkpoint is whole: the run starts again from its first step.")
-            seconds = trainer.train().metrics["train_runtime"]
-        else:
+        folder = trainer.run_config.output_dir
+        checkpoint, state = last_checkpoint(folder), TrainerState()
+        if checkpoint is not None:
             state = _check_checkpoint(trainer, checkpoint)
-            before = state.num_input_tokens_seen
-            if state.global_step >= max(state.max_steps, trainer.args.max_steps):
-                trainer.load_finished(checkpoint, state)
-            else:
-                resumed = trainer.train(resume_from_checkpoint=str(checkpoint))
-                seconds = resumed.metrics["train_runtime"]
+        elif all_checkpoints(folder):
+            logger.warning("No checkpoint is whole: the run starts again from its first step.")
+        before = state.num_input_tokens_seen
+        is_done = state.global_step >= max(state.max_steps, trainer.args.max_steps)
+        if checkpoint is not None and is_done:
+            trainer.load_finished(checkpoint, state)
+        else:
+            seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:
             raise StoppedError(
                 f"training: expected {trainer.state.max_steps} steps, got "
@@ -307,20 +312,18 @@ def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerStat
     return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
-def _results(
-    run: RunConfig, ready: Ready, before: dict[str, Any], trained: dict[str, Any]
-) -> dict[str, Any]:
+def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gather what is written about a run, from all processes."""
-    trainer = ready.trainer
+    trainer, run = ready.trainer, ready.trainer.run_config
     left_out, duplicates = _left_out(ready)
-    held_out = held_out_results(run, ready.data, duplicates)
+    held_out = _held_out(ready, duplicates)
     return {
         "run": run.output_dir.name,
         "base": run.model.base,
         "head": trainer.model.config.head,
         **before,
         **trained,
-        "neighbors_after": _neighbors(run, ready),
+        "neighbors_after": _neighbors(ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
         "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
@@ -359,9 +362,34 @@ def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
     return results, Duplicates(known.exact + exact, known.near + near)
 
 
-def _publish(run: RunConfig, trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
+def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:
+    """Return what the results say of the held-out documents; warn if a base was trained on them.
+
+    Args:
+        ready: The run.
+        duplicates: Training documents that are copies of them, as far as they were read.
+    """
+    run, held_out = ready.trainer.run_config, ready.data.held_out
+    ancestors = lineage(_base(run), held_out.fingerprints, to_plain(run.data)["sources"])
+    if sentence := seen_by(ancestors, len(held_out.fingerprints)):
+        logger.warning("The evaluation does not count: %s that it is made on.", sentence)
+    return {
+        "documents": len(held_out.fingerprints),
+        "sha256": held_out.digest,
+        "exact_duplicates": duplicates.exact,
+        "near_duplicates": duplicates.near,
+        "near_duplicates_left_out": run.data.eval.drop_near_duplicates,
+        "lineage": [ancestor._asdict() for ancestor in ancestors],
+    }
+
+
+def _base(run: RunConfig) -> str | None:
+    return None if run.model.from_scratch else run.model.base
+
+
+def _publish(trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
     """Write the results, which finish the run, show them and push the model."""
-    state = PartialState()
+    run, state = trainer.run_config, PartialState()
     if state.is_main_process:
         trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
         write_results(run.output_dir / "results", RESULTS_NAME, results)

@@ -12,7 +12,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from harmonic_sft.config import STRICT, apply_overrides, check_fields, parse, read_yaml
+from harmonic_sft.config import (
+    STRICT,
+    apply_overrides,
+    check_fields,
+    parse,
+    read_yaml,
+    to_plain,
+)
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, refresh_intervals
 from harmonic_sft.models import HEADS, build_head
@@ -351,9 +358,17 @@ class RunConfig:
         Raises:
             ValueError: transformers refuses a value.
         """
-        from harmonic_sft.training.arguments import arguments_of
+        from harmonic_sft.training.arguments import KEYS, HarmonicTrainingArguments
 
-        return arguments_of(self)
+        plain: dict[str, Any] = to_plain(self)
+        given: dict[str, Any] = {
+            name: functools.reduce(operator.getitem, key.split("."), plain)
+            for name, key in KEYS.items()
+        }
+        if self.model.task != "masked_lm":
+            given["mask"] = None
+        training = {key: value for key, value in self.training.items() if key not in FORCED}
+        return HarmonicTrainingArguments(**training, **given)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

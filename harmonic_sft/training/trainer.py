@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -55,10 +54,8 @@ from harmonic_sft.training.checkpoints import (
     check_whole,
     find_checkpoint,
     remove_manifest,
-    rotate,
-    rows_per_step,
     same_accumulation,
-    write_manifest,
+    seal,
 )
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
@@ -70,7 +67,7 @@ from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
-from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
+from harmonic_sft.training.run_config import HExpConfig, PeftConfig
 from harmonic_sft.training.schedules import h_exp_at, phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
 
@@ -162,7 +159,7 @@ class HarmonicTrainer(Trainer):
         if self._low_precision:
             options = Trainer.get_optimizer_cls_and_kwargs(args, built)[1]
             optimizer_cls_and_kwargs = (MasterWeightsAdamW, options)
-        config = self._preparation.config
+        self.run_config = config = self._preparation.config  # what a YAML file would say
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
         takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
@@ -190,10 +187,8 @@ class HarmonicTrainer(Trainer):
         )
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
-        self.claimed = False  # the output folder, by this trainer or the run it belongs to
-        self.folder_lock = FolderLock(
-            Path(str(args.output_dir)), is_main=PartialState().is_main_process
-        )
+        self.claimed = False  # the output folder
+        self.folder_lock = FolderLock(Path(str(args.output_dir)))
         self.data_seconds = 0.0
         self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
@@ -201,11 +196,6 @@ class HarmonicTrainer(Trainer):
         self._num_bad_steps = 0
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
-
-    @property
-    def run_config(self) -> RunConfig:
-        """What a YAML file would say of this run."""
-        return self._preparation.config
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -243,16 +233,25 @@ class HarmonicTrainer(Trainer):
             StoppedError: Loss or gradients are not finite, or one row does not fit into memory.
             SystemExit: A SIGTERM came; the step at work was saved.
         """
-        self.old_head = None  # as large as the new one
         checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
+        return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+
+    def train_from(
+        self,
+        checkpoint: Path | None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
+        self.old_head = None  # as large as the new one
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
-        listening = self._termination.listening() if self.args.enable_jit_checkpoint else None
-        with self.folder_lock.hold(), listening or nullcontext():
+        listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
+        with self.folder_lock.hold(), listening:
             resumed = str(checkpoint) if checkpoint else None
             output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
@@ -279,7 +278,7 @@ class HarmonicTrainer(Trainer):
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
-        self._preparation.config = config = self._preparation.configure()
+        self.run_config = config = self._preparation.configure()
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision = low_precision_weights(model)
@@ -369,9 +368,7 @@ class HarmonicTrainer(Trainer):
             self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_manifest(folder, rows_per_step=rows_per_step(self.args))
-            best = self.state.best_model_checkpoint
-            rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
+            seal(folder, self.args, keep=keep, best=self.state.best_model_checkpoint)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -482,12 +479,8 @@ class HarmonicTrainer(Trainer):
             )
         metrics, num_rows = self._scores(dataloader)
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=found.predictions,
-            label_ids=found.label_ids,
-            metrics={**(found.metrics or {}), **named},
-            num_samples=found.num_samples or num_rows,
-        )
+        metrics = {**(found.metrics or {}), **named}
+        return found._replace(metrics=metrics, num_samples=found.num_samples or num_rows)
 
     def _scores(self, dataloader: DataLoader) -> tuple[dict[str, float], int]:
         """Return the metrics of all labelled tokens, and how many rows there are."""

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import TrainerCallback
 
 from harmonic_sft.models import (
     DistLayer,
@@ -106,11 +105,14 @@ def test_all_linear_layers_that_stay_frozen(tiny_base, neobert):
     assert set(layers) == {f"{path}.qkv", f"{path}.wo"}
 
 
-def test_unfrozen_parts_train_beside_lora(tiny_base):
+def test_unfrozen_parts_train_beside_lora_and_are_in_the_adapter(tiny_base, tmp_path):
     model = with_lora(tiny_base, last_blocks=1, target_modules=["query"], layers_to_transform=[1])
     block = {name for name, _ in model.named_parameters() if name.startswith(f"{LAYER}.2.")}
     lora = {f"{LAYER}.1.attention.self.query.lora_{side}.default.weight" for side in "AB"}
     assert trained(model) == block | lora | {"dist_head.weight"}
+    save_adapter(model, tmp_path)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(".layer.2." in name for name in saved)
     model = with_lora(tiny_base, patterns=["*LayerNorm*"], target_modules=["query"])
     norms = {name for name, _ in model.named_parameters() if "LayerNorm" in name}
     lora = {
@@ -199,22 +201,12 @@ def test_merging_is_exact_and_leaves_the_live_model(tiny_base, neobert, dtype, f
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype):
-    norms = []
-
-    class Norms(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            lengths = kwargs["model"].dist_head.weight.double().norm(dim=-1)
-            norms.append((lengths - 1).abs().max().item())
-
     run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA))
     trainer = prepare(run).trainer
     model = trainer.model
     base = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer.add_callback(Norms())
     trainer.train()
     trainer.save_model()
-    assert len(norms) == 6
-    assert max(norms) < 1e-6
     moved = {
         name for name, value in model.state_dict().items() if not torch.equal(value, base[name])
     }
@@ -240,58 +232,6 @@ def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(make_yaml, tmp_path, dtype):
-    """Bit for bit, with dropout in LoRA and a block that trains beside it."""
-    path = make_yaml(
-        model={"dtype": dtype, "unfreeze": {"last_blocks": 1, "dtype": dtype}},
-        peft={"r": 4, "lora_dropout": 0.2, "target_modules": ["query", "output.dense"]},
-        training={"max_steps": 5, "save_steps": 2},
-    )
-    states, losses = [], []
-    for name, checkpoint in (("whole", None), ("cut", str(tmp_path / "whole" / "checkpoint-2"))):
-        run = load_run_config(path, [f"training.output_dir={tmp_path / name}"])
-        trainer = prepare(run).trainer
-        trainer.train(resume_from_checkpoint=checkpoint)
-        states.append(trainer.model.state_dict())
-        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 5
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
-    for step in (4, 5):  # saved alike, too
-        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-            whole, cut = (tmp_path / n / f"checkpoint-{step}" / file for n in ("whole", "cut"))
-            assert whole.read_bytes() == cut.read_bytes()
-    assert any(".layer.2." in name for name in load_file(cut))  # the block is in the adapter
-
-
-def test_the_best_checkpoint_comes_back(make_yaml, tmp_path):
-    """Training goes wrong on purpose: the first checkpoint is the best one."""
-    path = make_yaml(
-        model=HEAD_ONLY,
-        peft=LORA,
-        training={
-            "max_steps": 9,
-            "learning_rate": 1.0,
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "post_hoc_loss",
-            "greater_is_better": False,
-        },
-    )
-    trainer = prepare(load_run_config(path)).trainer
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best == str(tmp_path / "run" / "checkpoint-3")
-    trainer.save_model()
-    saved, expected = weights(tmp_path / "run"), weights(tmp_path / "run" / "checkpoint-3")
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
-    last = weights(tmp_path / "run" / "checkpoint-9")
-    assert not torch.equal(last["dist_head.weight"], expected["dist_head.weight"])
 
 
 def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
@@ -329,28 +269,3 @@ def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
 def test_lora_that_fits_nothing_is_refused(tiny_base, lora, message):
     with pytest.raises(ValueError, match=message):
         with_lora(tiny_base, last_blocks=1, **lora)
-
-
-@pytest.mark.parametrize(
-    ("peft", "message"),
-    [
-        ({"r": 0}, "peft.r: expected a number of at least 1, got 0"),
-        ({"lora_alpha": -1}, "peft.lora_alpha: expected a number of at least 1, got -1"),
-        ({"lora_dropout": 1.0}, "peft.lora_dropout: expected a number below 1, got 1.0"),
-        ({"rank": 8}, "peft.rank"),
-        ({"target_modules": "qkv"}, "peft.target_modules"),
-        ({"target_modules": []}, "peft.target_modules: expected at least one, got none"),
-        ({"layers_to_transform": []}, "peft.layers_to_transform: expected at least one, got none"),
-    ],
-)
-def test_sections_that_make_no_sense_are_refused(make_yaml, peft, message):
-    with pytest.raises(ValueError, match=message):
-        load_run_config(make_yaml(peft=peft))
-
-
-def test_a_tied_head_is_refused(make_yaml):
-    path = make_yaml(
-        head={"name": "dist", "tie": True}, model={"unfreeze": {"patterns": ["*"]}}, peft={"r": 4}
-    )
-    with pytest.raises(ValueError, match=r"head.tie: expected false with a peft section, got true"):
-        load_run_config(path)

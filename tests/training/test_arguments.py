@@ -8,7 +8,6 @@ from transformers import HfArgumentParser
 from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
 from harmonic_sft.losses import KNNLabelSmoothingLoss
 from harmonic_sft.training import load_run_config
-from harmonic_sft.training.arguments import arguments_of
 
 QUIET = {"report_to": "none", "use_cpu": True}
 
@@ -121,7 +120,7 @@ def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
         loss={"name": "knn_label_smoothing"}, training={"seed": 3, "optim": "adafactor"}
     )
     run = load_run_config(path)
-    again = arguments_of(run).config_for(run.model.base, task=run.model.task)
+    again = run.training_arguments().config_for(run.model.base, task=run.model.task)
     for section in ("model", "head", "h_exp", "loss", "schedule", "oom_fallback"):
         assert getattr(again, section) == getattr(run, section)
     defaults = HarmonicTrainingArguments("out", **QUIET)

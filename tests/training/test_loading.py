@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
 from harmonic_sft.training import loading
-from harmonic_sft.training.loading import class_means
+from harmonic_sft.training.preparation import class_means
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config

@@ -4,20 +4,8 @@ import pytest
 import torch
 
 from harmonic_sft.training.callbacks import StoppedError
-from harmonic_sft.training.run import prepare
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(path, *overrides):
-    trainer = prepare(load_run_config(path, overrides)).trainer
-    trainer.claimed = True  # several of one test share the folder
-    trainer.train()
-    return trainer
+from tests.training.conftest import losses, trained
 
 
 def with_memory_for(rows, *, checkpointing):

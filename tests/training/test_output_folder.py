@@ -5,25 +5,19 @@ import os
 import threading
 
 import pytest
-from transformers import TrainerCallback
 
 from harmonic_sft.training import output_folder
 from harmonic_sft.training.output_folder import claim_output_folder, locked
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
-
-
-class StopAt(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            raise KeyboardInterrupt
+from tests.training.conftest import StopAt
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     finished_run, make_yaml, tmp_path, add_callbacks, caplog
 ):
     path, folder = make_yaml(), tmp_path / "run"
-    with add_callbacks(StopAt()), pytest.raises(KeyboardInterrupt):
+    with add_callbacks(StopAt(2)), pytest.raises(KeyboardInterrupt):
         train(load_run_config(path))
     (folder / "checkpoint-3").mkdir()
     (folder / "checkpoint-3" / "optimizer.pt").write_text("half")

@@ -23,19 +23,6 @@ def test_no_token_is_an_error_before_anything_is_made(make_yaml, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("hub", "message"),
-    [
-        ({"push": True}, "hub.repo_id: expected owner/name with push: true, got nothing"),
-        ({"every_save": True}, "hub.every_save: expected push: true beside it, got false"),
-        ({"push": True, "repo_id": "me/model", "form": "half"}, "hub.form"),
-    ],
-)
-def test_a_hub_section_that_makes_no_sense_is_refused(make_yaml, hub, message):
-    with pytest.raises(ValueError, match=message):
-        load_run_config(make_yaml(hub=hub))
-
-
 def test_a_name_that_is_no_repo_is_refused(make_yaml, tmp_path):
     run = load_run_config(make_yaml(hub={"push": True, "repo_id": "model"}))
     with pytest.raises(ValueError, match="repo_id: expected owner/name"):

@@ -1,6 +1,7 @@
 """HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import optuna
@@ -20,13 +21,13 @@ from harmonic_sft import (
     HarmonicForSequenceClassification,
     HarmonicTrainer,
     HarmonicTrainingArguments,
-    RunConfig,
     train,
 )
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import prepare
 from tests.conftest import WORDS
 from tests.decoders import save_decoder
+from tests.training.conftest import losses
 from tests.training.test_causal_runs import save_tokenizer
 
 
@@ -50,6 +51,22 @@ def arguments(tmp_path):
     return make
 
 
+@pytest.fixture
+def make(tiny_base, texts, arguments):
+    """Return a function that makes a trainer, of the tiny base on the texts by default."""
+
+    def trainer(args=None, model=tiny_base, **options):
+        model = str(model) if isinstance(model, Path) else model
+        return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
+
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_base):
+    return AutoTokenizer.from_pretrained(tiny_base)
+
+
 @pytest.fixture(scope="module")
 def texts(text_file):
     return load_dataset("text", data_files=str(text_file), split="train")
@@ -62,10 +79,6 @@ def decoder(tmp_path_factory):
     return folder
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def rates(trainer):
     return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -74,20 +87,16 @@ def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(
-    make_yaml, tiny_base, texts, arguments
-):
+def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arguments, make):
     run = load_run_config(make_yaml(), ["data.eval.documents=0", "training.max_steps=4"])
     from_yaml = prepare(run).trainer
     from_yaml.train()
-    trainer = HarmonicTrainer(
-        model=str(tiny_base),
-        args=arguments(
+    trainer = make(
+        arguments(
             "python",
             per_device_train_batch_size=8,
             schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
-        ),
-        train_dataset=texts,
+        )
     )
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
@@ -96,8 +105,8 @@ def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(
         assert torch.equal(weight, expected[name]), name
 
 
-def test_nothing_is_held_out_and_evaluation_is_asked_for(tiny_base, texts, arguments):
-    trainer = HarmonicTrainer(str(tiny_base), arguments(), train_dataset=texts)
+def test_nothing_is_held_out_and_evaluation_is_asked_for(texts, make):
+    trainer = make()
     documents = {int(row["document"]) for row in trainer.train_dataset.rows}
     assert len(documents) == len(texts)
     assert trainer.eval_dataset is None
@@ -112,14 +121,13 @@ def _times(metrics):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_streams_and_packs_are_read_as_from_a_file(
-    make_yaml, tiny_base, texts, text_file, arguments, packing
+    make_yaml, texts, text_file, arguments, packing, make
 ):
     source = {"path": str(text_file), "streaming": True}
     path = make_yaml(data={"sources": [source], "packing": packing, "eval": {"documents": 0}})
     from_yaml = prepare(load_run_config(path, ["training.max_steps=4"])).trainer
     from_yaml.train()
-    trainer = HarmonicTrainer(
-        str(tiny_base),
+    trainer = make(
         arguments(
             "python",
             packing=packing,
@@ -154,12 +162,12 @@ TEMPLATE = (
     ("form", "loss_on"),
     [("messages", "assistant"), ("prompt_completion", "completion"), ("tokens", "all")],
 )
-def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss_on):
+def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss_on, make):
     tokenizer = AutoTokenizer.from_pretrained(decoder)
     tokenizer.chat_template = TEMPLATE
-    trainer = HarmonicTrainer(
-        str(decoder),
+    trainer = make(
         arguments(loss_on=loss_on, packing=True),
+        model=str(decoder),
         train_dataset=Dataset.from_list([CONVERSATIONS[form]] * 40),
         processing_class=tokenizer,
     )
@@ -171,7 +179,7 @@ def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
-def test_labelled_rows_make_a_classifier(tiny_base, arguments):
+def test_labelled_rows_make_a_classifier(arguments, make):
     generator = random.Random(0)
     groups = {"early": WORDS[:30], "late": WORDS[30:60]}
     rows = [
@@ -179,8 +187,7 @@ def test_labelled_rows_make_a_classifier(tiny_base, arguments):
         for _ in range(40)
         for label, words in groups.items()
     ]
-    trainer = HarmonicTrainer(
-        str(tiny_base),
+    trainer = make(
         arguments(label_column="kind", text_column="sentence", h_exp=-12.0),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:20]),
@@ -195,7 +202,9 @@ def test_labelled_rows_make_a_classifier(tiny_base, arguments):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "packed", "stream", "decoder", "classes"])
-def test_rows_weigh_in_the_loss_what_their_column_says(tiny_base, decoder, texts, arguments, kind):
+def test_rows_weigh_in_the_loss_what_their_column_says(
+    tiny_base, decoder, texts, arguments, kind, make
+):
     """The first losses of two halves that weigh 3 are together 3 times that of the whole."""
     rows = Dataset.from_dict({"text": texts["text"][:8], "kind": ["x", "y"] * 4})
     if kind == "decoder":
@@ -212,7 +221,7 @@ def test_rows_weigh_in_the_loss_what_their_column_says(tiny_base, decoder, texts
         weighted = rows.add_column("importance", weights)
         data = weighted.to_iterable_dataset() if kind == "stream" else weighted
         args = arguments(name, weight_column="importance", **fields)
-        trainer = HarmonicTrainer(base, args, train_dataset=data)
+        trainer = make(args, model=base, train_dataset=data)
         trainer.train()
         return losses(trainer)[0]
 
@@ -222,90 +231,63 @@ def test_rows_weigh_in_the_loss_what_their_column_says(tiny_base, decoder, texts
     assert half != pytest.approx(other, rel=1e-4)
 
 
-def test_a_weight_is_a_number_of_0_or_more(tiny_base, texts, arguments):
+def test_a_weight_is_a_number_of_0_or_more(texts, arguments, make):
     for column in (["much"] * 2, [-1.0, 1.0], [float("nan"), 1.0]):
         rows = Dataset.from_dict({"text": texts["text"][:2], "importance": column})
         with pytest.raises(ValueError, match="importance: expected a weight of 0 or more, got"):
-            HarmonicTrainer(
-                str(tiny_base), arguments(weight_column="importance"), train_dataset=rows
-            )
+            make(arguments(weight_column="importance"), train_dataset=rows)
 
 
-def test_a_schedule_of_transformers_is_honoured(tiny_base, texts, arguments):
+def test_a_schedule_of_transformers_is_honoured(arguments, make):
     args = arguments(lr_scheduler_type="linear", warmup_steps=2)
-    trainer = HarmonicTrainer(str(tiny_base), args, train_dataset=texts)
+    trainer = make(args)
     trainer.train()
     assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 5e-3])
 
 
-def test_warmup_steps_win_over_the_ratio(tiny_base, texts, arguments):
+def test_warmup_steps_win_over_the_ratio(arguments, make):
     args = arguments(warmup_steps=2, schedule={"decay_ratio": 0.25})
-    trainer = HarmonicTrainer(str(tiny_base), args, train_dataset=texts)
+    trainer = make(args)
     trainer.train()
     assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
 
 
-def test_another_optimizer_is_honoured(tiny_base, texts, arguments):
-    trainer = HarmonicTrainer(str(tiny_base), arguments(optim="adafactor"), train_dataset=texts)
+def test_another_optimizer_is_honoured(arguments, make):
+    trainer = make(arguments(optim="adafactor"))
     trainer.train()
     assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
-    given = HarmonicTrainer(
-        str(tiny_base),
-        arguments("other"),
-        train_dataset=texts,
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}),
-    )
+    given = make(arguments("other"), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
     given.train()
     assert isinstance(given.optimizer.optimizer, torch.optim.SGD)
 
 
-def test_an_optimizer_has_to_hold_what_trains(tiny_base, texts, arguments):
+def test_an_optimizer_has_to_hold_what_trains(tiny_base, make, tokenizer):
     model = BertForMaskedLM.from_pretrained(tiny_base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="optimizers: expected one that holds all that trains"):
-        HarmonicTrainer(
-            model,
-            arguments(),
-            train_dataset=texts,
-            processing_class=AutoTokenizer.from_pretrained(tiny_base),
-            optimizers=(optimizer, None),
-        )
+        make(model=model, processing_class=tokenizer, optimizers=(optimizer, None))
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = HarmonicTrainer(
-        ours,
-        arguments(),
-        train_dataset=texts,
-        processing_class=AutoTokenizer.from_pretrained(tiny_base),
-        optimizers=(optimizer, schedule),
-    )
+    trainer = make(model=ours, processing_class=tokenizer, optimizers=(optimizer, schedule))
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
     assert rates(trainer) == [0.1] * 4
 
 
-def test_bfloat16_weights_keep_their_masters(tiny_base, texts, arguments):
+def test_bfloat16_weights_keep_their_masters(arguments, make):
     args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
     with pytest.raises(ValueError, match=r"optimizers: expected none with torch\.bfloat16"):
-        HarmonicTrainer(
-            str(tiny_base),
-            args,
-            train_dataset=texts,
-            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}),
-        )
+        make(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
 
 
-def test_metrics_and_predictions_are_those_of_transformers(tiny_base, texts, arguments):
+def test_metrics_and_predictions_are_those_of_transformers(texts, make):
     def metrics(found):
         labels = found.label_ids
         scored = labels != -100
         return {"right": (found.predictions[scored] == labels[scored]).mean()}
 
-    trainer = HarmonicTrainer(
-        str(tiny_base),
-        arguments(),
-        train_dataset=texts,
+    trainer = make(
         eval_dataset={"first": texts.select(range(20)), "last": texts.select(range(100, 120))},
         compute_metrics=metrics,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
@@ -341,29 +323,21 @@ def test_a_loss_function_of_the_user_sees_logits_and_labels(tiny_base, texts, ar
     assert losses(trainer) == pytest.approx(losses(expected), rel=1e-5)
 
 
-def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(tiny_base, texts, arguments):
+def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
+    tiny_base, arguments, make, tokenizer
+):
     model = BertForMaskedLM.from_pretrained(tiny_base)
-    trainer = HarmonicTrainer(
-        model,
-        arguments(),
-        train_dataset=texts,
-        processing_class=AutoTokenizer.from_pretrained(tiny_base),
-    )
+    trainer = make(model=model, processing_class=tokenizer)
     assert trainer.model.model.backbone is model.bert
-    by_name = HarmonicTrainer(str(tiny_base), arguments("other"), train_dataset=texts)
+    by_name = make(arguments("other"))
     trainer.train()
     by_name.train()
     assert losses(trainer) == losses(by_name)
     with pytest.raises(ValueError, match="model: expected a name with from_scratch or dropout"):
-        HarmonicTrainer(
-            model,
-            arguments("third", dropout=0.1),
-            train_dataset=texts,
-            processing_class=AutoTokenizer.from_pretrained(tiny_base),
-        )
+        make(arguments("third", dropout=0.1), model=model, processing_class=tokenizer)
 
 
-def test_a_decoder_of_transformers_is_taken_apart(decoder, texts, arguments):
+def test_a_decoder_of_transformers_is_taken_apart(decoder, arguments):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(decoder)
@@ -376,7 +350,7 @@ def test_a_decoder_of_transformers_is_taken_apart(decoder, texts, arguments):
     assert losses(trainer) == losses(by_name)
 
 
-def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path):
+def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path, make):
     head = {"name": "dist", "h_exp": -7.0, "unit_sphere": False}
     model = HarmonicForMaskedLM.from_base(str(tiny_base), head=head)
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
@@ -389,12 +363,10 @@ def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, argumen
     with pytest.raises(ValueError, match="head: expected nothing with a HarmonicForMaskedLM"):
         HarmonicTrainer(model, arguments("other", head="linear"), **options)
     trainer.save_model(str(tmp_path / "saved"))
-    again = HarmonicTrainer(str(tmp_path / "saved"), arguments("again"), train_dataset=texts)
+    again = make(arguments("again"), model=str(tmp_path / "saved"))
     assert again.model.h_exp == -7.0
     assert torch.equal(again.model.dist_head.weight, model.dist_head.weight)
-    swapped = HarmonicTrainer(
-        str(tmp_path / "saved"), arguments("swapped", head="cosine"), train_dataset=texts
-    )
+    swapped = make(arguments("swapped", head="cosine"), model=str(tmp_path / "saved"))
     assert swapped.model.dist_head.settings()["name"] == "cosine"
 
 
@@ -412,67 +384,49 @@ def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, argumen
     assert len(losses(trainer)) == 4
 
 
-def test_a_formatting_function_makes_the_text(tiny_base, texts, arguments):
+def test_a_formatting_function_makes_the_text(make):
     rows = Dataset.from_dict({"first": ["aa ab"] * 30, "second": ["ac"] * 30})
-    trainer = HarmonicTrainer(
-        str(tiny_base),
-        arguments(),
-        train_dataset=rows,
-        formatting_func=lambda row: f"{row['first']} {row['second']}",
+    trainer = make(
+        train_dataset=rows, formatting_func=lambda row: f"{row['first']} {row['second']}"
     )
     assert len(trainer.train_dataset.rows[0]["input_ids"]) == 5
     with pytest.raises(ValueError, match="formatting_func: expected text, got list"):
-        HarmonicTrainer(
-            str(tiny_base), arguments(), train_dataset=rows, formatting_func=lambda row: [1]
-        )
+        make(train_dataset=rows, formatting_func=lambda row: [1])
 
 
-def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(tiny_base, texts, arguments):
-    trainer = HarmonicTrainer(
-        str(tiny_base),
-        arguments(unfreeze=0),
-        train_dataset=texts,
-        peft_config=LoraConfig(r=2, target_modules=["query"]),
-    )
+def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
+    trainer = make(arguments(unfreeze=0), peft_config=LoraConfig(r=2, target_modules=["query"]))
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert len([name for name in trained if "lora_A" in name]) == 3
     trainer.train()
     with pytest.raises(
         ValueError, match=r"peft_config: expected no more than .* got \['use_dora'\]"
     ):
-        HarmonicTrainer(
-            str(tiny_base),
-            arguments("other"),
-            train_dataset=texts,
-            peft_config=LoraConfig(r=2, use_dora=True),
-        )
+        make(arguments("other"), peft_config=LoraConfig(r=2, use_dora=True))
 
 
-def test_a_run_continues_from_its_last_checkpoint(tiny_base, texts, arguments):
+def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = HarmonicTrainer(str(tiny_base), arguments("whole", **saving), train_dataset=texts)
+    whole = make(arguments("whole", **saving))
     whole.train()
-    stopped = HarmonicTrainer(str(tiny_base), arguments("run", **saving), train_dataset=texts)
+    stopped = make(arguments("run", **saving))
     stopped.train()
-    resumed = HarmonicTrainer(str(tiny_base), arguments("run", **saving), train_dataset=texts)
+    resumed = make(arguments("run", **saving))
     with pytest.raises(ValueError, match=r"training.output_dir: expected an empty folder"):
         resumed.train()
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
     assert losses(resumed) == losses(whole)
     expected = weights(whole)
     assert all(torch.equal(weight, expected[n]) for n, weight in weights(resumed).items())
-    fresh = HarmonicTrainer(str(tiny_base), arguments("fresh"), train_dataset=texts)
+    fresh = make(arguments("fresh"))
     with pytest.raises(ValueError, match="resume_from_checkpoint: expected a whole checkpoint"):
         fresh.train(resume_from_checkpoint=True)
 
 
-def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, arguments):
-    trainer = HarmonicTrainer(
-        str(tiny_base),
-        arguments(gradient_checkpointing=True),
-        train_dataset=texts,
-        eval_dataset=texts.select(range(20)),
-    )
+def test_a_search_loads_the_model_again_for_every_trial(
+    tiny_base, texts, arguments, make, tokenizer
+):
+    trainer = make(arguments(gradient_checkpointing=True), eval_dataset=texts.select(range(20)))
     found = []
 
     def objective(metrics):
@@ -491,50 +445,24 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     assert found[0] == found[1]
     assert best.objective == found[0][1]
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
-    fixed = HarmonicTrainer(
-        ours,
-        arguments(),
-        train_dataset=texts,
-        processing_class=AutoTokenizer.from_pretrained(tiny_base),
-    )
+    fixed = make(model=ours, processing_class=tokenizer)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
         fixed.hyperparameter_search(n_trials=1)
 
 
-def test_a_configuration_made_in_python_trains_like_its_file(make_yaml):
-    path = make_yaml()
-    run = load_run_config(path)
-    made = RunConfig(
-        model=run.model,
-        head=run.head,
-        h_exp=run.h_exp,
-        loss=run.loss,
-        data=run.data,
-        schedule=run.schedule,
-        training={
-            "output_dir": str(run.output_dir),
-            "per_device_train_batch_size": 8,
-            "max_steps": 2,
-            "use_cpu": True,
-            "report_to": "none",
-        },
-    )
-    assert train(made)["steps"] == 2
-
-
-def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments):
+def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments, make, tokenizer):
     with pytest.raises(ValueError, match="args: expected HarmonicTrainingArguments, got Training"):
         HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
     with pytest.raises(ValueError, match="train_dataset: expected one data set, got the splits"):
-        HarmonicTrainer(str(tiny_base), arguments(), train_dataset=DatasetDict({"train": texts}))
+        make(train_dataset=DatasetDict({"train": texts}))
     args = arguments(task="sequence_classification")
     with pytest.raises(ValueError, match="train_dataset: expected a data set with a column of la"):
         HarmonicTrainer(str(tiny_base), args, lambda rows: rows, train_dataset=texts)
     model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
     with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
-        HarmonicTrainer(model, arguments(), train_dataset=texts)
+        make(model=model)
     with pytest.raises(ValueError, match=r"train_dataset\.column: expected one of"):
-        HarmonicTrainer(str(tiny_base), arguments(text_column="txt"), train_dataset=texts)
+        make(arguments(text_column="txt"))
     config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
     with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
         train(config)

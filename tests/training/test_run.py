@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizer, TrainerCallback
 
+from harmonic_sft.config import to_yaml
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
@@ -118,33 +119,13 @@ def test_evaluating_the_folder_gives_the_closing_numbers(finished_run, tmp_path)
     again = evaluate_folder(folder, ["training.use_cpu=true"])
     for key in ("loss", "accuracy", "tokens", "post_hoc_loss", "h_exp"):
         assert again["final"][key] == pytest.approx(results["final"][key], rel=1e-6)
-    other = tmp_path / "other.txt"
-    words = ["aa", "ab", "ac", "ad", "ba", "bb", "bc", "bd"]
-    lines = [" ".join(words[i % 8 :] + words[: i // 8]) for i in range(32)]
-    other.write_text("\n".join(lines))
-    moved = evaluate_folder(folder, [f"data.sources=[{{path: {other}}}]", "data.eval.documents=9"])
-    assert moved["final"]["tokens"] != results["final"]["tokens"]
     with pytest.raises(ValueError, match=r"eval: expected overrides of \['data', 'training'\]"):
         evaluate_folder(folder, ["head.eps=1e-3"])
-    (folder / "run.yaml").unlink()
-    with pytest.raises(ValueError, match="eval: expected data, got none"):
-        evaluate_folder(folder)
 
 
-def test_evaluation_needs_a_harmonic_model(tiny_base, tmp_path):
-    with pytest.raises(ValueError, match="eval: expected a folder with a trained model"):
-        evaluate_folder(tmp_path)
+def test_evaluation_needs_a_harmonic_model(tiny_base):
     with pytest.raises(ValueError, match="eval: expected a harmonic model, got a bert"):
         evaluate_folder(tiny_base, ["data.sources=[{path: a.txt}]", "data.context_length=8"])
-
-
-def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
-        start(make_yaml())
-    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
 def test_a_run_is_resumed_only_as_it_was(finished_run):
@@ -177,11 +158,27 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(
 CONSTANT = {"h_exp": -12.0, "schedule": {"warmup_ratio": 0.0, "decay_ratio": 0.0}}
 
 
-def test_a_finished_run_of_constant_schedules_continues_to_more_steps(make_yaml, tmp_path):
+class Signal(TrainerCallback):
+    """Ends training after a step, as transformers does after a SIGTERM."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+def test_a_finished_run_of_constant_schedules_continues_to_more_steps(
+    make_yaml, tmp_path, add_callbacks
+):
+    """Also where it stopped on the way, which does not finish it."""
     path = make_yaml(**CONSTANT)
     first = start(path)
     assert start(path, "resume=true")["final"] == first["final"]
     longer = ("training.max_steps=12", "resume=true")
+    with add_callbacks(Signal(10)), pytest.raises(StoppedError, match="expected 12 steps, got 10"):
+        start(path, *longer)
     continued = start(path, *longer)
     assert continued["steps"] == 12
     assert continued["before"] == first["before"]
@@ -196,15 +193,6 @@ def test_a_finished_run_of_constant_schedules_continues_to_more_steps(make_yaml,
     assert weights[0] == weights[1]
 
 
-def test_a_continued_run_that_stops_is_not_finished(make_yaml, add_callbacks):
-    path = make_yaml(**CONSTANT)
-    start(path)
-    longer = ("training.max_steps=12", "resume=true")
-    with add_callbacks(Signal(10)), pytest.raises(StoppedError, match="expected 12 steps, got 10"):
-        start(path, *longer)
-    assert start(path, *longer)["steps"] == 12
-
-
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
@@ -214,26 +202,21 @@ def test_a_continued_run_that_stops_is_not_finished(make_yaml, add_callbacks):
             {**CONSTANT, "schedule": {"warmup_ratio": 0.6, "decay_ratio": 0.0}},
             "a warmup of 7 steps",
         ),
-        ({**CONSTANT, "training": {"save_strategy": "no"}}, "no checkpoint"),
+        (CONSTANT, "no checkpoint"),
     ],
 )
-def test_a_run_whose_schedules_stretch_is_not_continued(make_yaml, sections, reason):
-    path = make_yaml(**sections)
-    start(path)
+def test_a_run_whose_schedules_stretch_is_not_continued(
+    finished_run, make_yaml, tmp_path, sections, reason
+):
+    """The folder is that of a finished run, its file says other schedules."""
+    path, folder = make_yaml(**sections), shutil.copytree(finished_run[1], tmp_path / "run")
+    (folder / "run.yaml").write_text(to_yaml(load_run_config(path)))
+    if reason == "no checkpoint":
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
     message = rf"resume: expected 6 steps as before, or .* Got {reason}. Start a new run on this"
     with pytest.raises(ValueError, match=message):
         start(path, "resume=true", "training.max_steps=12")
-
-
-class Signal(TrainerCallback):
-    """Ends training after a step, as transformers does after a SIGTERM."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            control.should_training_stop = True
 
 
 def test_a_run_that_ends_early_is_not_finished(
@@ -260,26 +243,19 @@ def test_a_run_that_ends_early_is_not_finished(
     assert all((folder / n).read_bytes() == (whole / n).read_bytes() for n in names)
 
 
-def test_a_tilde_is_the_home_folder(make_yaml, tmp_path, monkeypatch):
-    """transformers expands it: ours must look at the same folder before writing there."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("precious")
-    with pytest.raises(ValueError, match=r"expected an empty folder, got .*mine"):
-        start(make_yaml(), "training.output_dir=~/mine")
-    assert (tmp_path / "mine" / "config.json").read_text() == "precious"
-
-
-def test_a_file_is_no_output_folder(make_yaml, tmp_path):
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
+def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path, monkeypatch):
+    """transformers expands a tilde: ours must look at the same folder before writing there."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
         start(make_yaml())
-
-
-def test_nothing_is_written_when_the_input_is_bad(make_yaml, tmp_path):
-    with pytest.raises(ValueError, match="expected an existing file"):
-        start(make_yaml(data={"sources": [{"path": "missing.txt"}]}))
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"expected an empty folder, got .*run"):
+        start(make_yaml(), "training.output_dir=~/run")
+    assert [path.read_text() for path in folder.iterdir()] == ["irreplaceable"]
+    with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
+        start(make_yaml(), f"training.output_dir={folder / 'thesis.txt'}")
 
 
 def copy_base(tiny_base, folder, *, vocab=None):
@@ -302,6 +278,7 @@ def test_bad_data_is_one_line(make_yaml, tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             start(make_yaml(data=data))
         assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"column: expected one of .* got 'body'"):
         start(make_yaml(), "data.sources.0.column=body")
     with pytest.raises(

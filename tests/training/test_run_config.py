@@ -155,6 +155,53 @@ REFUSED = [
     (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
     (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
     (["hub.every_save=true"], "hub.every_save: expected push: true beside it, got false"),
+    (["hub={push: true, repo_id: me/model, form: half}"], "hub.form: expected one of"),
+    # LoRA.
+    (["peft.r=0"], "peft.r: expected a number of at least 1, got 0"),
+    (["peft.lora_alpha=-1"], "peft.lora_alpha: expected a number of at least 1, got -1"),
+    (["peft.lora_dropout=1.0"], "peft.lora_dropout: expected a number below 1, got 1.0"),
+    (["peft.rank=8"], "peft.rank"),
+    (["peft.target_modules=qkv"], "peft.target_modules"),
+    (["peft.target_modules=[]"], "peft.target_modules: expected at least one, got none"),
+    (["peft.layers_to_transform=[]"], "peft.layers_to_transform: expected at least one, got none"),
+    (
+        ["head.tie=true", "model.unfreeze={patterns: ['*']}", "peft.r=4"],
+        "head.tie: expected false with a peft section, got true",
+    ),
+    # The loss.
+    (["loss.epsilon=0.1"], r"loss.epsilon: expected one of the known keys, got 'epsilon'"),
+    (["loss={name: wasserstein, topk: 5}"], r"loss.topk: .* Did you mean 'top_k'\?"),
+    (["loss={name: wasserstein, ground: moved}"], "loss.ground: expected one of .* got 'moved'"),
+    (["loss={name: knn_label_smothing}"], r"loss.name: .* Did you mean 'knn_label_smoothing'\?"),
+    (["loss={name: knn_label_smoothing, epsilon: 1.0}"], "loss.epsilon: expected a number below 1"),
+    (["loss={name: distill}"], r"loss.name: expected another one for masked_lm"),
+    (
+        ["loss={name: sum, terms: [{loss: {name: harmonic}}, {loss: {name: cosface}}]}"],
+        "loss cosface: expected a cosine head, got dist",
+    ),
+    (
+        ["loss={name: sum, terms: [{loss: {name: harmonic, margn: 1}}]}"],
+        "loss.terms.0.loss.margn: expected one of the known keys",
+    ),
+    (
+        ["head={name: multi_head}", "h_exp=null", "loss={name: info_nce}"],
+        "loss info_nce: expected a head of dot products",
+    ),
+    (
+        ["loss={name: knn_label_smoothing, refresh_every: 2}"],
+        "training.save_steps: expected a multiple of the loss's refresh_every 2, got 3",
+    ),
+    (
+        ["loss={name: knn_label_smoothing, refresh_every: 3}", "training.save_steps=0.5"],
+        "training.save_steps: expected a multiple of the loss's refresh_every 3, got 0.5",
+    ),
+    (
+        [
+            "loss={name: sum, terms: [{loss: {name: knn_label_smoothing, refresh_every: 3}}]}",
+            "training.save_strategy=epoch",
+        ],
+        "training.save_strategy: expected 'steps' or 'no' with refresh_every .* got 'epoch'",
+    ),
     # transformers' arguments.
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
     (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
@@ -219,16 +266,21 @@ def test_the_best_checkpoint_may_be_that_of_any_metric(make_yaml, metric, greate
     assert run.training_arguments().greater_is_better is greater
 
 
-def test_a_raw_loss_is_allowed_where_nothing_is_annealed(make_yaml):
-    load_run_config(
-        make_yaml(h_exp=-12.0),
-        ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["h_exp=-12.0", "training.load_best_model_at_end=true", "training.eval_strategy=steps"],
+        ["loss={name: knn_label_smoothing, refresh_every: 7}", "training.save_strategy=no"],
+    ],
+    ids=["a raw loss where nothing is annealed", "any interval without checkpoints"],
+)
+def test_what_is_refused_elsewhere_is_allowed(make_yaml, words):
+    load_run_config(make_yaml(), words)
 
 
 def test_python_and_yaml_give_the_same_run(make_yaml):
     path = make_yaml()
-    given = read_yaml(path)
-    run = RunConfig(**given)
-    assert run == load_run_config(path)
+    run = load_run_config(path)
+    assert RunConfig(**read_yaml(path)) == run
+    assert RunConfig(**{name: getattr(run, name) for name in vars(run)}) == run  # of sections
     assert run.seed == 42

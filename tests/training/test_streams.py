@@ -1,15 +1,11 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
 import json
-import multiprocessing
 import random
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.heldout import Duplicates
@@ -17,22 +13,6 @@ from harmonic_sft.training import run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.stream_place import StreamPlace
-from tests.training.stream_sessions import run_session
-
-
-@pytest.fixture(scope="module")
-def sessions():
-    """Forks a process for every session off one that has imported what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "harmonic_sft.cli",
-            "harmonic_sft.training",
-            "matplotlib.pyplot",
-            "transformers.models.bert.modeling_bert",
-        ]
-    )
-    return context
 
 
 @pytest.fixture(scope="module")
@@ -69,66 +49,30 @@ def stream_yaml(make_yaml, shards):
     return make
 
 
-@pytest.fixture
-def launch(sessions, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def launch(path, folder, *words, processes=1, kill_in_step=None):
-        words = [str(path), *words, f"training.output_dir={folder}"]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        started = []
-        for rank in range(processes):
-            environment = (
-                {}
-                if processes == 1
-                else {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(processes),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                }
-            )
-            arguments = (words, environment, kill_in_step)
-            started.append(sessions.Process(target=run_session, args=arguments))
-            started[-1].start()
-        for process in started:
-            process.join()
-        if kill_in_step is not None:
-            assert all(process.exitcode != 0 for process in started)
-            return None
-        assert [process.exitcode for process in started] == [0] * processes
-        results = json.loads((folder / "results" / "train.json").read_text())
-        losses = [entry["loss"] for entry in results["history"] if "loss" in entry]
-        return losses, results["data"]["rows_left_out"], set(results["data"]["reasons"])
-
-    return launch
+def found_by(folder):
+    """Return the losses of a run, how many rows it left out, and why."""
+    results = json.loads((folder / "results" / "train.json").read_text())
+    logged = [entry["loss"] for entry in results["history"] if "loss" in entry]
+    return logged, results["data"]["rows_left_out"], set(results["data"]["reasons"])
 
 
 def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_path, launch):
+    """With workers, and on two processes, which read two streams each."""
     path = stream_yaml()
-
-    def cut(processes, workers):
-        """Kill a run in its eighth step and resume it; each of two processes reads two streams."""
+    folders = {name: tmp_path / name for name in ("whole", "alone", "shared")}
+    jobs = [([path, f"training.output_dir={folders['whole']}"], 1, None)]
+    for name, processes, workers in (("alone", 1, 2), ("shared", 2, 0)):
         words = [
+            path,
+            f"training.output_dir={folders[name]}",
             f"training.dataloader_num_workers={workers}",
             f"training.per_device_train_batch_size={8 // processes}",
         ]
-        folder = tmp_path / f"cut {processes} {workers}"
-        launch(path, folder, *words, processes=processes, kill_in_step=8)
-        assert not (folder / "checkpoint-10").exists()
-        return launch(path, folder, *words, "resume=true", processes=processes)
-
-    with ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(launch, path, tmp_path / "whole"),
-            pool.submit(cut, 1, 2),
-            pool.submit(cut, 2, 0),
-        ]
-        (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = (
-            run.result() for run in runs
-        )
+        jobs += [(words, processes, 7), ([*words, "resume=true"], processes, None)]
+    launch(*jobs)
+    (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = map(
+        found_by, folders.values()
+    )
     assert len(whole) == 13
     assert skipped == skipped_alone == skipped_shared
     left_out, reasons = skipped
@@ -182,23 +126,3 @@ def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path):
 def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     results = train(load_run_config(stream_yaml(max_steps=3)))
     assert 0 < results["data_wait_share"] < 1
-
-
-class StopAt(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-
-def test_a_stream_with_dropout_continues_with_the_same_random_numbers(
-    stream_yaml, tmp_path, add_callbacks
-):
-    path = stream_yaml(max_steps=6, save_steps=3)
-    words = ["model.dropout=0.2"]
-    whole = train(load_run_config(path, [*words, f"training.output_dir={tmp_path / 'whole'}"]))
-    with add_callbacks(StopAt()), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path, words))
-    again = train(load_run_config(path, [*words, "resume=true"]))
-    losses = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
-    assert losses[0] == losses[1]
-    assert again["final"] == whole["final"]

@@ -12,21 +12,11 @@ from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training.conftest import StopAt, losses, trained
 
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def trained(path, *overrides):
-    trainer = prepare(load_run_config(path, overrides)).trainer
-    trainer.claimed = True  # several of one test share the folder
-    trainer.train()
-    return trainer
 
 
 class NormsCallback(TrainerCallback):
@@ -83,33 +73,52 @@ def test_only_the_last_block_and_the_head_move(make_yaml):
     assert moved <= expected
 
 
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
+BFLOAT16 = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"}}
+KNN = {"name": "knn_label_smoothing", "num_neighbors": 4}
+LORA = {"r": 4, "lora_dropout": 0.2, "target_modules": ["query", "output.dense"]}
+TERMS = [
+    {"loss": {**KNN, "refresh_every": 2}},
+    {"weight": 0.5, "loss": {"name": "wasserstein", "ground": "fixed"}},
+]
+RESUMED = {
+    "float32": {},
+    "bfloat16 with masters": {"model": BFLOAT16},
+    "LoRA beside a block": {"model": {"unfreeze": {"last_blocks": 1}}, "peft": LORA},
+    "LoRA beside a bfloat16 block": {"model": BFLOAT16, "peft": LORA},
+    "neighbors kept": {"loss": KNN},
+    "neighbors found again, and a fixed ground": {"loss": {"name": "sum", "terms": TERMS}},
+    "a stream with dropout": {"model": {"dropout": 0.2}, "data": {"window": 16, "packing": True}},
+}
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(make_yaml, tmp_path, dtype, add_callbacks):
-    """Weights and exponent bit for bit, across an epoch's end and with bfloat16 masters."""
-    model = {"dtype": dtype, "unfreeze": {"last_blocks": 1, "dtype": dtype}}
-    shared = {"max_steps": 10, "save_steps": 4, "gradient_accumulation_steps": 2}
-    path = make_yaml(model=model, training=shared)
+@pytest.mark.parametrize("sections", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    make_yaml, tmp_path, text_file, sections, add_callbacks
+):
+    """Weights, adapters and exponent bit for bit, across an epoch's end."""
+    streaming = "data" in sections
+    data = {
+        "sources": [{"path": str(text_file), "streaming": streaming}],
+        "eval": {"documents": 80},
+    }
+    shared = {"max_steps": 6, "save_steps": 4, "gradient_accumulation_steps": 2}
+    path = make_yaml(**{**sections, "data": data | sections.get("data", {})}, training=shared)
     whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
     cut = f"training.output_dir={tmp_path / 'cut'}"
-    with add_callbacks(StopAt(6)), pytest.raises(KeyboardInterrupt):  # 2 after the last checkpoint
+    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):  # 1 after the checkpoint
         train(load_run_config(path, [cut]))
     again = train(load_run_config(path, [cut, "resume=true"]))
     assert again["head"] == whole["head"]
     assert again["final"] == whole["final"]
-    expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     rows = [[e for e in r["history"] if "loss" in e] for r in (whole, again)]
     assert [e["loss"] for e in rows[0]] == [e["loss"] for e in rows[1]]
-    assert rows[0][-1]["epoch"] > 1
+    assert streaming or rows[0][-1]["epoch"] > 1
+    files = [
+        file.relative_to(tmp_path / "whole") for file in tmp_path.glob("whole/**/*.safetensors")
+    ]
+    assert len(files) == (6 if "peft" in sections else 3)
+    for file in files:
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 def test_the_same_run_twice_is_the_same_to_the_bit(finished_run, make_yaml, tmp_path):
@@ -120,9 +129,12 @@ def test_the_same_run_twice_is_the_same_to_the_bit(finished_run, make_yaml, tmp_
     assert all((folder / n).read_bytes() == (tmp_path / "run" / n).read_bytes() for n in names)
 
 
-def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
+@pytest.mark.parametrize("peft", [None, {"r": 4, "target_modules": ["query", "value"]}])
+def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path, peft):
     """Training goes wrong on purpose: the first checkpoint is the best one."""
     path = make_yaml(
+        model={"unfreeze": {"last_blocks": 0 if peft else 1}},
+        **({"peft": peft} if peft else {}),
         training={
             "max_steps": 9,
             "learning_rate": 1.0,
@@ -157,31 +169,17 @@ def test_the_learning_rate_follows_the_phases(make_yaml):
     )
 
 
-def test_bfloat16_blocks_train_through_master_weights(make_yaml):
-    path = make_yaml(
-        model={
-            "dtype": "bfloat16",
-            "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"},
-        }
-    )
-    trainer = trained(path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
+    """Through master weights, or under autocast."""
+    unfreeze = {"last_blocks": 1, "dtype": dtype}
+    trainer = trained(make_yaml(model={"dtype": "bfloat16", "unfreeze": unfreeze}))
     dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
     assert dtypes.pop("dist_head.weight") == torch.float32
+    block = {dtypes.pop(name) for name in list(dtypes) if ".layer.2." in name}
+    assert block == {getattr(torch, dtype)}
     assert set(dtypes.values()) == {torch.bfloat16}
     assert losses(trainer)[-1] > 0
-
-
-def test_float32_blocks_on_a_bfloat16_body_run_under_autocast(make_yaml):
-    path = make_yaml(
-        model={
-            "dtype": "bfloat16",
-            "unfreeze": {"last_blocks": 1, "dtype": "float32"},
-        }
-    )
-    trainer = trained(path)
-    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters()}
-    assert {d for n, d in dtypes.items() if ".layer.2." in n} == {torch.float32}
-    assert {d for n, d in dtypes.items() if ".layer.1." in n} == {torch.bfloat16}
 
 
 def test_a_non_finite_loss_stops_before_the_step_and_keeps_the_checkpoint(make_yaml, tmp_path):
