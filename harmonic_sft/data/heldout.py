@@ -44,9 +44,6 @@ class Duplicates(NamedTuple):
         return Duplicates(self.exact + kinds.count("exact"), self.near + kinds.count("near"))
 
 
-NO_DUPLICATES = Duplicates()
-
-
 class Ancestor(NamedTuple):
     """A model, and whether documents are new to it; `documents_seen` counts those that are not."""
 

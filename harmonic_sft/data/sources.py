@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import (
+    ClassLabel,
     Dataset,
     DatasetDict,
     IterableDataset,
+    List,
     ReadInstruction,
     Value,
     concatenate_datasets,
@@ -194,6 +196,13 @@ def check_column(
             f"{name}: expected a column of text, got {column!r}, "
             f"which holds {type(first.get(column)).__name__}."
         )
+
+
+def names_of_classes(documents: Documents, column: str) -> tuple[str, ...] | None:
+    """Return what the numbers in a column of labels stand for, None if the source does not say."""
+    feature: Any = (documents.features or {}).get(column)
+    feature = feature.feature if isinstance(feature, List) else feature
+    return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 
 
 def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableDataset:

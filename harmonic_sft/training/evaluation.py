@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig,
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
-from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.batches import MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.heldout import Ancestor
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
@@ -201,7 +200,7 @@ class Opened:
     task: str
     model: HarmonicHeadModel
     tokenizer: Any
-    data: LoadedData | LabeledData
+    data: LoadedData
     data_config: DataConfig
     batch_size: int
     ancestors: list[Ancestor]  # whether it and its bases were trained on the data
@@ -215,7 +214,7 @@ class Opened:
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
-    def score(self, data: LoadedData | LabeledData | None = None) -> tuple[TokenScores, np.ndarray]:
+    def score(self, data: LoadedData | None = None) -> tuple[TokenScores, np.ndarray]:
         """Score the model's data, or other data; return the document of every row too.
 
         Raises:
@@ -240,7 +239,7 @@ class Opened:
         states, labels = zip(*(labelled_states(self.model, b) for b in batches), strict=True)
         return torch.cat(states), torch.cat(labels)
 
-    def _batches(self, data: LoadedData | LabeledData, size: int) -> Iterator[dict[str, Tensor]]:
+    def _batches(self, data: LoadedData, size: int) -> Iterator[dict[str, Tensor]]:
         """Yield the evaluation rows in their order, on the model's device."""
         loader: Any = DataLoader(data.eval, batch_size=size, collate_fn=data.collator)
         for batch in loader:
@@ -319,7 +318,7 @@ def _load(
     *,
     seed: int = 42,
     eval_only: bool = False,
-) -> LoadedData | LabeledData:
+) -> LoadedData:
     labels = [config.id2label[index] for index in range(config.num_labels)]
     return load_task_data(
         data,
@@ -359,7 +358,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def fingerprint(rows: MaskedRows | LabeledRows) -> str:
+def fingerprint(rows: MaskedRows) -> str:
     """Return the sha256 of evaluation rows, tokens and labels, as they are scored."""
     digest = sha256()
     for index in range(len(rows)):
@@ -420,15 +419,11 @@ def _sources(override: str) -> str:
     return f"data.sources={json.dumps([{'path': value}])}"
 
 
-def _write_documents(
-    path: Path, rows: MaskedRows | LabeledRows, scores: TokenScores, config: DataConfig
-) -> None:
+def _write_documents(path: Path, rows: MaskedRows, scores: TokenScores, config: DataConfig) -> None:
     """Write source, number, scored tokens and mean loss in nats of every document."""
     documents = documents_of(rows, len(rows))  # [rows]
     first = np.unique(documents, return_index=True)[1]
-    names = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
-    if isinstance(rows, MaskedRows):
-        names = document_names(rows.rows)  # [2, rows]
+    names = document_names(rows.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)

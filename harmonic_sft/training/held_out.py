@@ -7,7 +7,6 @@ from typing import Any
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.heldout import Ancestor, Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.training.run_config import RunConfig
@@ -15,7 +14,7 @@ from harmonic_sft.training.run_config import RunConfig
 logger = logging.getLogger(__name__)
 
 
-def record_held_out(run: RunConfig, data: LoadedData | LabeledData) -> None:
+def record_held_out(run: RunConfig, data: LoadedData) -> None:
     """Write the list of a run's held-out documents, and what else tells what it trains on."""
     record(
         run.output_dir,
@@ -26,9 +25,7 @@ def record_held_out(run: RunConfig, data: LoadedData | LabeledData) -> None:
     )
 
 
-def held_out_results(
-    run: RunConfig, data: LoadedData | LabeledData, duplicates: Duplicates
-) -> dict[str, Any]:
+def held_out_results(run: RunConfig, data: LoadedData, duplicates: Duplicates) -> dict[str, Any]:
     """Return what the results of a run say of its held-out documents.
 
     Args:
@@ -55,7 +52,7 @@ def held_out_results(
     }
 
 
-def check_unseen(model: Path, data: LoadedData | LabeledData, config: DataConfig) -> list[Ancestor]:
+def check_unseen(model: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:
     """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
 
     Args:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.classification import LabeledData, load_labeled_data
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
@@ -142,7 +141,7 @@ def with_padding(tokenizer: Any, task: str) -> Any:
     return tokenizer
 
 
-def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
+def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     """Load the tokenizer and the data of a run.
 
     Raises:
@@ -173,7 +172,7 @@ def load_task_data(
     seed: int,
     labels: list[str] | None = None,
     eval_only: bool = False,
-) -> LoadedData | LabeledData:
+) -> LoadedData:
     """Load the data of a task.
 
     Args:
@@ -186,15 +185,16 @@ def load_task_data(
         labels: A classifier's classes; None is those of the data.
         eval_only: Evaluate on all of the sources, holding nothing back to train on.
     """
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "max_positions": max_positions,
-        "eval_only": eval_only,
-    }
-    if task == "sequence_classification" or task == "token_classification":
-        return load_labeled_data(config, task=task, labels=labels, **shared)
-    return load_data(config, is_causal=task == "causal_lm", seed=seed, **shared)
+    return load_data(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        seed=seed,
+        task=task,
+        labels=labels,
+        eval_only=eval_only,
+    )
 
 
 def load_model(
@@ -319,7 +319,7 @@ def _classifier(run: RunConfig, base: Base, train: Any, collator: Any) -> Harmon
     from_means = run.head.init == "class_means"
     model = CLASSIFIERS[run.model.task].on_base(
         base,
-        labels=train.names,
+        labels=train.class_names,
         head=run.head_settings(),
         init="random" if from_means else run.head.init,
         pooling=run.model.pooling or "mean",

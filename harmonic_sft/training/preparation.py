@@ -15,8 +15,7 @@ from transformers import (
     set_seed,
 )
 
-from harmonic_sft.data.batches import LabeledRows
-from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import GivenSource
 from harmonic_sft.models import HarmonicHeadModel, Head, max_positions
@@ -145,8 +144,8 @@ class Preparation:
             )
         if self._makes_rows and isinstance(data, RAW):
             data = self._loaded(data, TRAIN_NAME).train
-        if isinstance(data, LabeledRows):
-            self._labels = data.names
+        if isinstance(data, MaskedRows):
+            self._labels = data.class_names
         return data
 
     def eval_rows(self, data: Any) -> Any:
@@ -162,9 +161,7 @@ class Preparation:
             data = datasets.Dataset.from_list(list(data))
         return self._loaded(data, EVAL_NAME).eval
 
-    def _loaded(
-        self, data: datasets.Dataset | datasets.IterableDataset, name: str
-    ) -> LoadedData | LabeledData:
+    def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
         settings, column = self.config.data, self.args.text_column
         if self._format is not None:
@@ -211,7 +208,8 @@ class Preparation:
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
-        if self.config.model.task in CLASSIFIERS and not isinstance(train, LabeledRows):
+        has_classes = isinstance(train, MaskedRows) and train.class_names is not None
+        if self.config.model.task in CLASSIFIERS and not has_classes:
             raise ValueError(
                 "train_dataset: expected a data set with a column of labels, which name the "
                 "classes of a new head, got none. To bring rows and a collator of your own, make "

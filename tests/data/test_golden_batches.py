@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.batches import EpochSampler
-from harmonic_sft.data.classification import load_labeled_data
 from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.streams import PlacedCollator, advance
 
@@ -45,7 +44,7 @@ def digest(batches):
     return found.hexdigest()
 
 
-def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settings):
+def load(tokenizer, folder, names, *, streaming=False, task="masked_lm", **settings):
     sources = [
         Source(path=str(folder / name), streaming=streaming, weight=weight)
         for name, weight in names.items()
@@ -53,7 +52,12 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
     config = DataConfig(
         sources=sources, context_length=14, eval=EvalConfig(documents=5, seed=3), **settings
     )
-    options = {"vocab_size": len(tokenizer), "max_positions": 16, "seed": 3, "is_causal": is_causal}
+    options = {
+        "vocab_size": len(tokenizer),
+        "max_positions": 16,
+        "seed": 3,
+        "task": task,
+    }
     return load_data(config, tokenizer=tokenizer, **options)
 
 
@@ -65,7 +69,7 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
         (
             "byte_tokenizer",
             {"chat.jsonl": None},
-            {"is_causal": True, "loss_on": "assistant", "padding_free": True},
+            {"task": "causal_lm", "loss_on": "assistant", "padding_free": True},
             "b7247dbff886d841",
         ),
     ],
@@ -117,7 +121,7 @@ def test_batches_of_streams_also_after_a_restart(tokenizer, folder, names, setti
     ],
 )
 def test_labeled_rows(tokenizer, tmp_path, task, expected):
-    """Texts of several words, one of which spells a special token; some are cut, some are copies."""
+    """Some texts are cut, four are copies, one spells a special token."""
     texts = [[f"word{(7 * i + i * j) % 200}ab" for j in range(1 + i % 9)] for i in range(30)]
     texts[3].append("[MASK]")
     texts[9:13] = [texts[8]] * 4
@@ -139,7 +143,7 @@ def test_labeled_rows(tokenizer, tmp_path, task, expected):
         weight_column="weight",
     )
     options = {"vocab_size": len(tokenizer), "max_positions": 16}
-    data = load_labeled_data(config, task=task, tokenizer=tokenizer, **options)
+    data = load_data(config, seed=3, task=task, tokenizer=tokenizer, **options)
     assert (data.bad_rows.total, data.num_documents, data.num_tokens) == (2, 21, 246)
     rows = [[part[i]] for part in (data.train, data.eval) for i in range(len(part))]
     batches = [data.collator(row) for row in rows]

@@ -277,7 +277,7 @@ def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
         eval={"documents": 1},
     )
     data = load_data(
-        config, tokenizer=tokenizer, vocab_size=V, max_positions=64, seed=0, is_causal=True
+        config, tokenizer=tokenizer, vocab_size=V, max_positions=64, seed=0, task="causal_lm"
     )
     batch = data.collator([data.train[index] for index in range(len(data.train))])
     model = HarmonicForCausalLM.from_base(str(base))
@@ -292,7 +292,7 @@ def test_packed_and_padded_batches_have_the_same_loss(base, text, packing):
             vocab_size=V,
             max_positions=64,
             seed=0,
-            is_causal=True,
+            task="causal_lm",
         )
         for index in range(len(plain.train)):
             row = plain.collator([plain.train[index]])
