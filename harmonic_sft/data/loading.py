@@ -24,7 +24,7 @@ from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
 from harmonic_sft.data.formats import Format, recognize
-from harmonic_sft.data.heldout import Duplicates, HeldOut, leave_out
+from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
     EVAL_EPOCH,
@@ -131,6 +131,9 @@ def load_data(
         _open(config, source, f"data.sources[{index}]", index, tokenizer=tokenizer, task=task)
         for index, source in enumerate(config.sources)
     ]
+    # Rows of all sources have the same columns.
+    scored = any(maker.row_format not in ("text", *LABELED.values()) for _, maker in opened)
+    opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
     collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
     )
@@ -149,10 +152,12 @@ def load_data(
     elif not eval_only:
         count = config.eval.documents
         rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
-    held_out = HeldOut.of(document_traces(eval_rows))
+    held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     duplicates, trained = Duplicates(), None
     if not eval_only:
-        rows, duplicates, trained = _without_copies(rows, held_out, config)
+        stay, duplicates, trained = held_out.leave_out(document_traces(rows))
+        if not stay.all():
+            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
     if masker is None:
         of_tokens = task == "token_classification"
         masker = class_labels(rows, eval_rows, names=labels, of_tokens=of_tokens, seed=seed)
@@ -173,9 +178,9 @@ def _streamed_data(
     bad_rows: BadRows,
 ) -> LoadedData:
     streams, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
-    held_out = HeldOut.of(document_traces(eval_rows))
+    held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     for stream in streams:
-        stream.leave_out(held_out, drop_near=config.eval.drop_near_duplicates)
+        stream.held_out = held_out
     return LoadedData(
         train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
@@ -183,18 +188,6 @@ def _streamed_data(
         bad_rows=bad_rows,
         held_out=held_out,
     )
-
-
-def _without_copies(
-    rows: datasets.Dataset, held_out: HeldOut, config: DataConfig
-) -> tuple[datasets.Dataset, Duplicates, np.ndarray]:
-    """Leave copies of held-out documents out of rows; the rest of what `leave_out` returns."""
-    stay, duplicates, trained = leave_out(
-        document_traces(rows), held_out, drop_near=config.eval.drop_near_duplicates
-    )
-    if not stay.all():
-        rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
-    return rows, duplicates, trained
 
 
 def _table_data(
@@ -412,18 +405,7 @@ def _table_rows(
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)
-    if len({tuple(table.column_names) for table in tables}) > 1:
-        # Rows of plain text may predict everything where others have `scored`.
-        tables = [
-            table if "scored" in table.column_names else table.map(_all_scored, desc="Joining")
-            for table in tables
-        ]
-        tables = [table.select_columns(tables[0].column_names) for table in tables]
     return datasets.concatenate_datasets(tables)
-
-
-def _all_scored(row: Row) -> dict[str, list[bool]]:
-    return {"scored": [True] * len(row["input_ids"])}
 
 
 def _logical_streams(

@@ -114,6 +114,7 @@ class RowMaker:
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
         word_ids: Whether rows number their words.
+        scored: Whether rows say which of their tokens may be predicted.
         end_of_text: Token put after every document of plain text, None for none.
         weight_column: Name of the column of a document's weight, None for none.
         label_column: Name of the column of labels, of labeled documents.
@@ -128,6 +129,7 @@ class RowMaker:
     context_length: int
     loss_on: LossOn = "all"
     word_ids: bool = False
+    scored: bool = False
     end_of_text: int | None = None
     weight_column: str | None = None
     label_column: str | None = None
@@ -136,11 +138,10 @@ class RowMaker:
     @property
     def columns(self) -> list[str]:
         """The columns of a row."""
-        is_labeled = self.row_format in LABELED
         optional = {
-            "scored": self.row_format != "text" and not is_labeled,
+            "scored": self.scored,
             "word_ids": self.word_ids,
-            "labels": is_labeled,
+            "labels": self.row_format in LABELED,
             "weight": self.weight_column is not None,
         }
         return [name for name in FEATURES if optional.get(name, True)]
@@ -209,7 +210,7 @@ class RowMaker:
             raise BadRow(f"loss_on {self.loss_on}: {found}")
         if self.end_of_text is not None and self.row_format == "text":
             input_ids.append(self.end_of_text)
-        if scored is None and "scored" in self.columns:
+        if scored is None and self.scored:
             scored = [True] * len(input_ids)
         common = {"source": self.source, "document": document["document"]}
         if self.weight_column is not None:
@@ -224,11 +225,11 @@ class RowMaker:
                 continue
             row = {"input_ids": [*special.prefix, *input_ids[part], *special.suffix]}
             for name, values, fill in (
-                ("scored", scored, False),
+                ("scored", scored, self.row_format == "text"),  # all tokens of a text may be
                 ("word_ids", word_ids, NO_WORD),
                 ("labels", labels, None),
             ):
-                if values is not None:
+                if values is not None and name in self.columns:
                     row[name] = _wrap(values[part], fill, special)
             rows.append({**row, **common, "chunk": chunk})
         return rows
@@ -361,10 +362,8 @@ def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list
 
 
 def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
-    """Make a table of rows; those of plain text may predict everything if others have `scored`."""
+    """Make a table of rows."""
     columns = [name for name in FEATURES if any(name in row for row in rows)]
-    if "scored" in columns:
-        rows = [{"scored": [True] * len(row["input_ids"]), **row} for row in rows]
     table = {name: [row.get(name) for row in rows] for name in columns}
     features = datasets.Features({name: FEATURES[name] for name in columns})
     return datasets.Dataset.from_dict(table, features=features)

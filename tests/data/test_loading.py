@@ -442,22 +442,21 @@ def test_short_streams_leave_their_share_to_long_ones_and_are_not_trained_on(tok
     assert len(set.union(*trained)) == sum(lengths) - 20
 
 
-def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer):
-    texts = Dataset.from_dict({"text": ["word1 word2"] * 2}).to_iterable_dataset()
-    tokens = Dataset.from_dict({"input_ids": [[9, 10, 11]] * 2, "labels": [[-100, 10, -100]] * 2})
-    stream = LogicalStream(
-        [texts, tokens.to_iterable_dataset()],
-        0,
-        weights=None,
-        make_rows=[row_maker(tokenizer), row_maker(tokenizer, 1, row_format="tokens")],
-        bad_rows=BadRows(),
-        window=1,
-        seed=0,
-        capacity=None,
-    )
-    _, rows = split_streams([stream], eval_documents=2)
-    assert rows["source"][:] == [0, 1]
-    assert rows["scored"][:] == [[True] * 4, [False, False, True, False, False]]
+@pytest.mark.parametrize("streaming", [False, True])
+def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path, streaming):
+    (tmp_path / "text.txt").write_text("word1 word2\nword3 word4\n")
+    rows = [{"input_ids": [9, 10, last], "labels": [-100, 10, -100]} for last in (11, 12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [
+        Source(path=str(tmp_path / name), streaming=streaming)
+        for name in ("text.txt", "rows.jsonl")
+    ]
+    data = load(tokenizer, *sources, eval=EvalConfig(documents=2, seed=1))
+    rows = [*data.eval.rows, *([] if streaming else data.train.rows)]
+    assert {int(row["source"]): row["scored"].tolist() for row in rows} == {
+        0: [True] * 4,
+        1: [False, False, True, False, False],
+    }
 
 
 @pytest.mark.parametrize(("eval_documents", "count"), [(30, 1), (31, 2)])
