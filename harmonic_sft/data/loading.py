@@ -1,7 +1,6 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
 import functools
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -48,10 +47,10 @@ from harmonic_sft.data.row_maker import (
 from harmonic_sft.data.sections import DataConfig, MaskConfig, Source, check_label_settings
 from harmonic_sft.data.sources import (
     Documents,
+    GivenSource,
     check_column,
     load_documents,
     names_of_classes,
-    source_name,
 )
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
@@ -77,9 +76,8 @@ class LoadedData:
     fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
     held_out: HeldOut = field(default_factory=HeldOut)  # the documents of `eval`
-    duplicates: Duplicates = field(
-        default_factory=Duplicates
-    )  # in the sources; streams count while training
+    # In the sources; streams count while training.
+    duplicates: Duplicates = field(default_factory=Duplicates)
     trained: np.ndarray | None = None  # `short_hashes` of the training documents
 
 
@@ -255,22 +253,12 @@ def split_table(
         ValueError: Nothing would be left to train on.
     """
     starts = document_starts(rows)
-    chosen = choose_eval(int(starts.sum()), eval_documents, seed=seed)  # [documents]
-    in_eval = chosen[np.cumsum(starts) - 1]  # [rows]
-    return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
-
-
-def choose_eval(num_documents: int, eval_documents: int, *, seed: int) -> np.ndarray:
-    """Choose documents for evaluation by the seed, `[num_documents]` bool.
-
-    Raises:
-        ValueError: Nothing would be left to train on.
-    """
+    num_documents = int(starts.sum())
     if num_documents <= eval_documents:
         raise _too_few(num_documents, eval_documents)
-    chosen = np.zeros(num_documents, dtype=bool)
-    chosen[permutation("eval split", (seed,), num_documents)[:eval_documents]] = True
-    return chosen
+    chosen = permutation("eval split", (seed,), num_documents)[:eval_documents]
+    in_eval = np.isin(np.cumsum(starts) - 1, chosen)  # [rows]
+    return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
 
 def _too_few(num_documents: int, eval_documents: int) -> ValueError:
@@ -295,12 +283,7 @@ def split_streams(
     """
     rows: list[Row] = []
     kept, waiting = 0, list(streams)
-    if eval_documents == 0:
-        return waiting, rows_table(rows)
-    # Short streams leave their share to the others.
-    for opened in itertools.count():
-        if not waiting or (opened and kept == eval_documents):
-            break
+    while waiting and kept < eval_documents:  # short streams leave their share to the others
         unfinished = []
         for place, stream in enumerate(waiting):
             share = -(-(eval_documents - kept) // (len(waiting) - place))
@@ -346,7 +329,7 @@ def _open(
     task: str,
 ) -> tuple[Documents, RowMaker]:
     """Open a source that stands at a place of the configuration, and say how rows are made."""
-    name = source_name(source, place)
+    name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     row_format, class_names = LABELED.get(task), None
     if row_format is not None:

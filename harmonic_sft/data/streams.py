@@ -16,7 +16,7 @@ from harmonic_sft.data.files import BAD, Row
 from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind
 from harmonic_sft.data.keyed_random import permutation, random_bits
 from harmonic_sft.data.row_maker import TRACES, RowMaker
-from harmonic_sft.data.sources import STREAM_BITS, unreadable
+from harmonic_sft.data.sources import STREAM_BITS, numbered_rows
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
@@ -105,7 +105,9 @@ class SourceReader:
         if self._loaded is not None:
             self._documents.load_state_dict(copy.deepcopy(self._loaded))
         # Plain iteration would give each worker of a data loader some shards only.
-        self._batches = self._documents.iter(batch_size=1)
+        batches = self._documents.iter(batch_size=1)
+        rows = ({key: batch[key][0] for key in batch} for batch in batches)
+        self._rows = numbered_rows(rows, self._name, (self._stream << STREAM_BITS) + self.number)
 
     def restart(self) -> None:
         """Begin the next pass, after the documents kept for evaluation."""
@@ -126,21 +128,13 @@ class SourceReader:
             ValueError: It cannot be read.
         """
         rows: list[Row] = []
-        while True:
-            number = (self._stream << STREAM_BITS) + self.number
-            try:
-                batch = next(self._batches, None)
-            # Files, the network and parsers fail in dozens of ways, and none of them says where.
-            except Exception as error:
-                raise unreadable(error, self._name, number) from error
-            if batch is None:
-                return rows, False
+        for row in self._rows:
             self._begun = True
-            row = {name: values[0] for name, values in batch.items()}
-            rows.append({**row, "document": number})
+            rows.append(row)
             if BAD not in row:
                 self.number += 1
                 return rows, True
+        return rows, False
 
 
 class LogicalStream:

@@ -14,7 +14,7 @@ from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import fingerprint
-from harmonic_sft.data.loading import choose_eval, load_data, split_streams, split_table
+from harmonic_sft.data.loading import load_data, split_streams, split_table
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.row_maker import RowMaker, tokenize_table
 from harmonic_sft.data.streams import LogicalStream, advance
@@ -159,7 +159,6 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     """
     held_out = EvalConfig(documents=6, seed=5, drop_near_duplicates=drop_near)
     data = of_copies(tokenizer, tmp_path, streaming=False, eval=held_out)
-    assert np.flatnonzero(choose_eval(18, 6, seed=5)).tolist() == [1, 4, 6, 9, 10, 14]
     assert data.held_out.fingerprints == [fingerprint(LONG[i]) for i in (1, 4, 6, 1, 2, 6)]
     assert data.duplicates == (2, 1)
     stay = [0, 3, 5, 7, 8, 11, 13, 15, *([] if drop_near else [16]), 17]
