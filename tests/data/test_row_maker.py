@@ -31,8 +31,6 @@ def row_maker(tokenizer, **settings):
         "row_format": "text",
         "column": "text",
         "context_length": 8,
-        "loss_on": "all",
-        "word_ids": False,
     }
     return RowMaker(tokenizer=tokenizer, **(defaults | settings))
 
@@ -93,11 +91,6 @@ def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, ca
     assert len(rows) > 10
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
-
-
-def test_text_that_spells_a_special_token_stays_text(tokenizer):
-    rows, _ = make(row_maker(tokenizer, context_length=16), documents(["a [MASK]"]))
-    assert tokenizer.mask_token_id not in rows[0]["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "byte_tokenizer"])
