@@ -1,5 +1,7 @@
 """Rows that cannot be used: why, where they stand, and how many are left out."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -10,7 +12,11 @@ SHOWN_REASONS = 5
 
 
 class BadRow(ValueError):
-    """Why one row cannot be used; the message is the reason."""
+    """Why a row cannot be used; the message is the reason. `num_rows` are lost with it."""
+
+    def __init__(self, reason: str, num_rows: int = 1):
+        super().__init__(reason)
+        self.num_rows = num_rows
 
 
 @dataclass
@@ -58,6 +64,14 @@ class BadRows:
             raise ValueError(
                 f"{name}: {reason} in {place}. Repair it, or set data.on_bad_row: skip."
             )
+
+    @contextmanager
+    def caught(self, name: str, place: str) -> Generator[None]:
+        """Report a `BadRow` that is raised inside; the arguments are those of `report`."""
+        try:
+            yield
+        except BadRow as error:
+            self.report(name, place, str(error), error.num_rows)
 
     def merge(self, other: "BadRows") -> None:
         """Add what another counter has found elsewhere."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.data.keyed_random import permutation
-from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels
+from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowLabels
 
 
 class MaskedRows(torch.utils.data.Dataset):
-    """Rows of a table, or packs of them, masked again in every epoch.
+    """Rows of a table, or packs of them, masked again in every epoch or labeled.
 
     Args:
         rows: Columns `input_ids`, `source`, `document` and `chunk`, and what else `masker` reads.
@@ -38,6 +38,11 @@ class MaskedRows(torch.utils.data.Dataset):
         self.masker, self.packs, self.fixed_epoch = masker, packs, fixed_epoch
         # In shared memory, so that workers that outlive an epoch see the next one's number.
         self._epoch = torch.tensor(fixed_epoch or 0).share_memory_()
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The classes of labeled rows, in the order of their numbers."""
+        return list(self.masker.names) if isinstance(self.masker, ClassLabels) else None
 
     @property
     def epoch(self) -> int:
@@ -66,47 +71,6 @@ class MaskedRows(torch.utils.data.Dataset):
         return join_rows([self.masker(self.rows[int(member)], epoch) for member in members])
 
 
-class LabeledRows(torch.utils.data.Dataset):
-    """Rows in memory, each with its label or those of its tokens.
-
-    Args:
-        input_ids: `[T]` of each row.
-        labels: Class of each row, or `[T]` classes of its tokens.
-        names: Of the classes, in the order of their numbers.
-        weights: Of each row in the loss; None is 1 for all.
-    """
-
-    def __init__(
-        self,
-        input_ids: Sequence[np.ndarray],
-        labels: Sequence[np.ndarray],
-        names: Sequence[str],
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        self.input_ids, self.labels, self.names = input_ids, labels, list(names)
-        self.weights = weights
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Note the epoch, which orders the rows."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.input_ids)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return `input_ids` `[T]` and `labels`, `[]` or `[T]`, all int64, of one row.
-
-        And `label_weights`, float32 as the labels, if rows have weights.
-        """
-        labels = self.labels[index]
-        row = {"input_ids": self.input_ids[index], "labels": labels}
-        if self.weights is not None:
-            row["label_weights"] = np.full(labels.shape, self.weights[index], dtype=np.float32)
-        return row
-
-
 class EpochSampler(torch.utils.data.Sampler[int]):
     """Shuffle the rows by (seed, epoch) alone, and keep the order and the masks in one epoch.
 
@@ -120,7 +84,7 @@ class EpochSampler(torch.utils.data.Sampler[int]):
         seed: Seed of the order.
     """
 
-    def __init__(self, rows: MaskedRows | LabeledRows, *, seed: int) -> None:
+    def __init__(self, rows: MaskedRows, *, seed: int) -> None:
         self.rows, self.seed = rows, seed
 
     def set_epoch(self, epoch: int) -> None:

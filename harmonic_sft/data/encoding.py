@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BLANK, BadRow
+from harmonic_sft.data.bad_rows import BadRow
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
@@ -20,6 +20,7 @@ class Encoded(NamedTuple):
     input_ids: list[int]
     scored: list[bool] | None  # which tokens may be predicted; None is all ordinary ones
     word_ids: list[int] | None  # tokens of a word share a number; -1 is no word
+    labels: list[str | None] | None = None  # the label of a piece, at its first token
 
 
 class Piece(NamedTuple):
@@ -28,6 +29,7 @@ class Piece(NamedTuple):
     text: str
     spells: bool  # whether a special token in the text is a token (else it is text)
     scored: bool | list[tuple[int, int]]  # the whole piece, or spans of its characters
+    label: str | None = None
 
 
 class _Tokens(NamedTuple):
@@ -66,22 +68,23 @@ def check_pieces(pieces: list[Piece]) -> list[Piece]:
 
 
 def encode_pieces(
-    drafts: Sequence[list[Piece] | str], *, tokenizer: PreTrainedTokenizerBase, word_ids: bool
-) -> list[Encoded | str]:
+    documents: Sequence[list[Piece] | Encoded],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    word_ids: bool,
+) -> list[Encoded]:
     """Tokenize the pieces of many documents in one batch and join them.
 
     Args:
-        drafts: Pieces of each document that `check_pieces` accepts; a string is returned as it is.
+        documents: Pieces of each, which `check_pieces` accepts; what is encoded stays as it is.
         tokenizer: A fast one, if words are numbered or only spans of a piece are scored.
         word_ids: Whether to number the words; no word goes across two pieces.
-
-    Returns:
-        One entry per document, a string being the reason why it cannot be used.
 
     Raises:
         ValueError: The tokenizer does not know the places of its tokens.
     """
-    pieces = [piece for draft in drafts if not isinstance(draft, str) for piece in draft]
+    drafts = [document for document in documents if not isinstance(document, Encoded)]
+    pieces = [piece for draft in drafts for piece in draft]
     offsets = any(not isinstance(piece.scored, bool) for piece in pieces)
     if (offsets or word_ids) and not tokenizer.is_fast:
         raise ValueError(
@@ -94,14 +97,12 @@ def encode_pieces(
         for group in _groups(list(texts)):
             tokens = _tokenize(group, tokenizer, spells, offsets=offsets, word_ids=word_ids)
             found |= {(text, spells): entry for text, entry in zip(group, tokens, strict=True)}
-    encoded: list[Encoded | str] = []
-    for draft in drafts:
-        if not isinstance(draft, str):
-            joined = _join([(found[text, spells], scored) for text, spells, scored in draft])
-            row = joined if word_ids else joined._replace(word_ids=None)
-            encoded.append(row if row.input_ids else BLANK)
-        else:
-            encoded.append(draft)
+    encoded = []
+    for document in documents:
+        if not isinstance(document, Encoded):
+            joined = _join([(found[piece.text, piece.spells], piece) for piece in document])
+            document = joined if word_ids else joined._replace(word_ids=None)
+        encoded.append(document)
     return encoded
 
 
@@ -148,21 +149,24 @@ def _tokenize(
         yield _Tokens(list(input_ids), places, numbers)
 
 
-def _join(parts: Sequence[tuple[_Tokens, bool | list[tuple[int, int]]]]) -> Encoded:
+def _join(parts: Sequence[tuple[_Tokens, Piece]]) -> Encoded:
     input_ids: list[int] = []
     scored: list[bool] = []
     word_ids: list[int] = []
+    labels: list[str | None] = []
     words = 0
-    for tokens, spans in parts:
+    for tokens, piece in parts:
         input_ids += tokens.input_ids
-        if isinstance(spans, bool):
-            scored += [spans] * len(tokens.input_ids)
+        if isinstance(piece.scored, bool):
+            scored += [piece.scored] * len(tokens.input_ids)
         else:
             assert tokens.offsets is not None, "spans need the places of tokens"
-            scored += _in_spans(tokens.offsets, spans)
+            scored += _in_spans(tokens.offsets, piece.scored)
         word_ids += [word if word < 0 else word + words for word in tokens.word_ids]
         words += max(tokens.word_ids, default=-1) + 1
-    return Encoded(input_ids, scored, word_ids)
+        labels += [piece.label, *[None] * len(tokens.input_ids)][: len(tokens.input_ids)]
+    has_labels = any(piece.label is not None for _, piece in parts)
+    return Encoded(input_ids, scored, word_ids, labels if has_labels else None)
 
 
 def _in_spans(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -210,51 +210,34 @@ def _json_list_rows(file: str) -> Iterator[Row]:
 
 
 def _parquet_rows(shard: Shard) -> Iterator[Row]:
-    features: datasets.Features | None = None
-    for batch in _parquet_batches(shard):
-        if isinstance(batch, dict):
-            yield batch
-            continue
-        features = features or _features(batch.schema)
-        for row in batch.to_pylist():
-            yield features.decode_example(row)
-
-
-def _parquet_batches(shard: Shard) -> Iterator[pa.RecordBatch | Row]:
-    """Yield a row group in batches of valid rows with their places, and its bad rows."""
+    """Yield the rows of a row group, of which all are lost that follow a broken page."""
     first, end = shard.first_row, shard.first_row + shard.num_rows
     try:
         with _open_parquet(shard.file) as parquet:
+            features = _features(parquet.schema_arrow)
+
+            def decode(row: Any) -> Row:
+                row = row.to_pylist()[0] if isinstance(row, pa.RecordBatch) else row
+                return features.decode_example(row)
+
             size = parquet.metadata.row_group(shard.row_group).total_byte_size
-            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * shard.num_rows // max(1, size)))
+            num_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * shard.num_rows // max(1, size)))
             # Threads of pyarrow's own do not survive the fork of a data loader's workers.
             for batch in parquet.iter_batches(
-                rows, row_groups=[shard.row_group], use_threads=False
+                num_rows, row_groups=[shard.row_group], use_threads=False
             ):
-                numbers = range(first, first + batch.num_rows)
-                places = pa.array([f"{shown(shard.file)}, row {number}" for number in numbers])
-                yield from _valid_rows(batch.append_column(PLACE, places))
-                first += batch.num_rows
+                try:
+                    rows: list[Any] = batch.to_pylist()
+                except UnicodeDecodeError:  # one of the rows is not UTF-8
+                    rows = [batch.slice(index, 1) for index in range(batch.num_rows)]
+                for row in rows:
+                    yield _row(f"{shown(shard.file)}, row {first}", decode, row)
+                    first += 1
     except GeneratorExit:  # at the end of the interpreter pa may be gone
         raise
     except READ_ERRORS as error:
         place = f"{shown(shard.file)}, rows {first} to {end - 1} (row group {shard.row_group})"
         yield _bad_row(place, _reason(error), rows=end - first)
-
-
-def _valid_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | Row]:
-    """Split off the rows whose strings are not UTF-8."""
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if batch.num_rows == 1:
-            yield _bad_row(batch.column(PLACE)[0].as_py(), _reason(error))
-            return
-        for index in range(batch.num_rows):
-            # A slice would share, and validate, the buffers of the whole batch.
-            yield from _valid_rows(batch.take(pa.array([index])))
-    else:
-        yield batch
 
 
 def _features(schema: pa.Schema) -> datasets.Features:

@@ -1,8 +1,9 @@
 """Formats of data: recognizing one from a row, and turning its rows into tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,17 @@ from harmonic_sft.data.encoding import (
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.sections import LossOn
 
-Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"]
+Format = Literal[
+    "text",
+    "prompt_completion",
+    "messages",
+    "alpaca",
+    "sharegpt",
+    "tokens",
+    "labeled_text",
+    "labeled_words",
+]
+LABELED = ("labeled_text", "labeled_words")
 
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {
@@ -91,88 +102,148 @@ def _has_text(row: Mapping[str, Any], *names: str) -> bool:
     return any(isinstance(row.get(name), str) for name in names)
 
 
-def encode(
-    rows: Sequence[Mapping[str, Any]],
+class Draft(NamedTuple):
+    """A document before it is tokenized."""
+
+    content: list[Piece] | Encoded
+    text: str  # all that it says; of `input_ids` the numbers
+    own: str  # what of it is no prompt, no template and no one else's turn
+
+
+def reader(
     row_format: Format,
     *,
     tokenizer: PreTrainedTokenizerBase,
     loss_on: LossOn,
     column: str = "text",
     word_ids: bool = False,
-) -> list[Encoded | str]:
-    """Turn rows of one format into tokens, without those the tokenizer puts around every row.
+    label_column: str | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Callable[[Mapping[str, Any]], Draft]:
+    """Return what reads documents of one format, and raises `BadRow` for what it cannot use.
 
-    Every format but `text` and `tokens` becomes a conversation, see `ConversationWriter`. Text
-    that spells a special token, such as `[MASK]`, is tokenized as text.
+    `text`, `tokens` and the labeled formats are taken as they are, every other one becomes a
+    conversation, see `ConversationWriter`. Text that spells a special token, such as `[MASK]`, is
+    tokenized as text, unless it is labeled.
 
     Args:
-        rows: A batch; tokenized in one call.
-        row_format: The format that all rows have.
+        row_format: The format that all documents have.
         tokenizer: A fast one.
         loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
             masks of pretokenized rows count too.
-        column: Name of the text's column, for the format `text`.
-        word_ids: Whether to number the words, for masks of whole words.
-
-    Returns:
-        One entry per row, a string being the reason why it cannot be used.
+        column: Name of the column of text, or of words, where the format does not say.
+        word_ids: Whether words will be numbered, for masks of whole words.
+        label_column: Name of the column of labels, for labeled formats.
+        class_names: What numbers in that column stand for; None keeps them.
 
     Raises:
-        ValueError: The settings fit no row of the format, or the tokenizer cannot do it.
+        ValueError: The settings fit no document of the format.
     """
-    if row_format == "text" and loss_on != "all":
-        raise ValueError(
-            f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
-            "turns to tell apart."
-        )
+    if row_format == "text":
+        if loss_on != "all":
+            raise ValueError(
+                f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
+                "turns to tell apart."
+            )
+        return partial(_read_text, column=column)
+    if row_format in LABELED:
+        assert label_column is not None, "labeled documents have labels"
+        read = _read_labeled_words if row_format == "labeled_words" else _read_labeled_text
+        return partial(read, column=column, label_column=label_column, class_names=class_names)
     if row_format == "tokens":
         if word_ids:
             raise ValueError(
                 "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
                 "Mask tokens, or give the text."
             )
-        return _encode_tokens(rows, tokenizer, loss_on)
+        special = SpecialTokens.of(tokenizer)
+        return partial(_read_tokens, tokenizer=tokenizer, special=special, loss_on=loss_on)
     write = ConversationWriter(tokenizer, loss_on)
-    drafts: list[list[Piece] | str] = []
-    for row in rows:
-        try:
-            if row_format == "text":
-                pieces = [Piece(_text(row, column), False, True)]
-            else:
-                pieces = write(_conversation(row, row_format))
-            drafts.append(check_pieces(pieces))
-        except BadRow as error:
-            drafts.append(str(error))
-    encoded = encode_pieces(drafts, tokenizer=tokenizer, word_ids=word_ids)
-    prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
-    return [_finish(row, prefix, loss_on) for row in encoded]
+    return partial(_read_conversation, row_format=row_format, write=write)
 
 
-def spoken_text(
-    row: Mapping[str, Any], row_format: Format, *, column: str = "text"
-) -> tuple[str, str]:
-    """Return all that a row says, and what of it is its own: no template and no prompt.
-
-    Args:
-        row: One that `encode` has taken.
-        row_format: Its format.
-        column: As in `encode`.
+def encode(
+    drafts: Sequence[Draft],
+    row_format: Format,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    loss_on: LossOn,
+    word_ids: bool = False,
+) -> list[Encoded]:
+    """Tokenize what `reader` returned for the same settings, all documents in one call.
 
     Returns:
-        The text, twice; of a conversation its turns, and those of the assistant in the completion;
-        of `input_ids` the numbers, and those that have a label or are in a mask.
+        The documents without the tokens that every row gets anyway.
+
+    Raises:
+        ValueError: The tokenizer cannot do it.
     """
-    if row_format == "text":
-        return row[column], row[column]
-    if row_format == "tokens":
-        ids = np.asarray(row["input_ids"])
-        own = np.ones(len(ids), dtype=bool)
-        if row.get("labels") is not None:
-            own = np.asarray(row["labels"]) != IGNORE_INDEX
-        for mask in ("completion_mask", "assistant_masks"):
-            if row.get(mask) is not None:
-                own &= np.asarray(row[mask]) != 0
-        return " ".join(map(str, ids)), " ".join(map(str, ids[own]))
+    content = [draft.content for draft in drafts]
+    encoded = encode_pieces(content, tokenizer=tokenizer, word_ids=word_ids)
+    if row_format == "tokens" or row_format in LABELED:
+        return encoded
+    prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
+    rows = []
+    for input_ids, scored, words, _ in encoded:
+        start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
+        rows.append(
+            Encoded(
+                input_ids[start:],
+                None if loss_on == "all" or scored is None else scored[start:],
+                None if words is None else words[start:],
+            )
+        )
+    return rows
+
+
+def _read_text(row: Mapping[str, Any], *, column: str) -> Draft:
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise BadRow(_missing(row, column))
+    return Draft(check_pieces([Piece(text if text.strip() else "", False, True)]), text, text)
+
+
+def _read_labeled_text(
+    row: Mapping[str, Any], *, column: str, label_column: str, class_names: Sequence[str] | None
+) -> Draft:
+    text = row.get(column)
+    if not isinstance(text, str) or not text.strip():
+        raise BadRow(f"expected text with a label, got {text!r}")
+    label = _label(row.get(label_column), class_names)
+    return Draft(check_pieces([Piece(text, True, True, label)]), text, text)
+
+
+def _read_labeled_words(
+    row: Mapping[str, Any], *, column: str, label_column: str, class_names: Sequence[str] | None
+) -> Draft:
+    words, labels = row.get(column), row.get(label_column)
+    if not _is_list(words) or not words or not all(isinstance(word, str) for word in words):
+        raise BadRow(f"expected a list of words, got {type(words).__name__}")
+    if not _is_list(labels) or len(labels) != len(words):
+        found = len(labels) if _is_list(labels) else type(labels).__name__
+        raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
+    pieces = [
+        Piece(word, True, True, _label(label, class_names))
+        for word, label in zip(words, labels, strict=True)
+    ]
+    text = " ".join(words)
+    return Draft(check_pieces(pieces), text, text)
+
+
+def _label(value: Any, class_names: Sequence[str] | None) -> str:
+    """Return a label, or the name that a data set has for its number, as JSON."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadRow(f"expected a string or an integer as label, got {value!r}")
+    if class_names is not None:
+        if not 0 <= int(value) < len(class_names):
+            raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value}")
+        value = class_names[int(value)]
+    return json.dumps(value)
+
+
+def _read_conversation(
+    row: Mapping[str, Any], *, row_format: Format, write: ConversationWriter
+) -> Draft:
     conversation = _conversation(row, row_format)
     bodies = [plain_body(message) for message in conversation.messages]
     first = conversation.completion or 0
@@ -181,26 +252,8 @@ def spoken_text(
         for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
         if message["role"] == "assistant"
     ]
-    return "\n".join(bodies), "\n".join(answers)
-
-
-def _finish(row: Encoded | str, prefix: list[int], loss_on: LossOn) -> Encoded | str:
-    """Leave out a first token that every row gets anyway, and refuse a row without a score."""
-    if isinstance(row, str):
-        return row
-    start = len(prefix) if row.input_ids[: len(prefix)] == prefix else 0
-    scored = None if loss_on == "all" or row.scored is None else row.scored[start:]
-    if scored is not None and not any(scored):
-        return f"loss_on {loss_on}: expected tokens to score, got none of {len(scored)}"
-    words = None if row.word_ids is None else row.word_ids[start:]
-    return Encoded(row.input_ids[start:], scored, words)
-
-
-def _text(row: Mapping[str, Any], column: str) -> str:
-    value = row.get(column)
-    if not isinstance(value, str):
-        raise BadRow(_missing(row, column))
-    return value if value.strip() else ""
+    pieces = check_pieces(write(conversation))
+    return Draft(pieces, "\n".join(bodies), "\n".join(answers))
 
 
 def _missing(row: Mapping[str, Any], column: str, what: str = "text") -> str:
@@ -340,29 +393,32 @@ def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     return parts[0] + parts[1], len(parts[0])
 
 
-def _encode_tokens(
-    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
-) -> list[Encoded | str]:
-    special = SpecialTokens.of(tokenizer)
-    largest = len(tokenizer) - 1
-    encoded: list[Encoded | str] = []
-    for row in rows:
-        try:
-            input_ids = _integers(row, "input_ids", None)
-            if input_ids.max() > largest:  # a vocabulary with gaps goes beyond its length
-                largest = max(tokenizer.get_vocab().values())
-            if input_ids.min() < 0 or input_ids.max() > largest:
-                outside = input_ids[(input_ids < 0) | (input_ids > largest)][0]
-                raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside}")
-            scored = _scored(row, input_ids, loss_on)
-            if row.get("attention_mask") is not None:  # leave padding out
-                seen = _integers(row, "attention_mask", len(input_ids)) != 0
-                input_ids = input_ids[seen]
-                scored = None if scored is None else scored[seen]
-            encoded.append(_unwrapped(input_ids, scored, special))
-        except BadRow as error:
-            encoded.append(str(error))
-    return encoded
+def _read_tokens(
+    row: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    special: SpecialTokens,
+    loss_on: LossOn,
+) -> Draft:
+    input_ids = _integers(row, "input_ids", None)
+    if input_ids.min() < 0 or input_ids.max() >= len(tokenizer):
+        largest = max(tokenizer.get_vocab().values())  # beyond the length if there are gaps
+        outside = input_ids[(input_ids < 0) | (input_ids > largest)]
+        if len(outside):
+            raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
+    scored = _scored(row, input_ids, loss_on)
+    own = np.ones(len(input_ids), dtype=bool)
+    if row.get("labels") is not None:
+        own = np.asarray(row["labels"]) != IGNORE_INDEX
+    for mask in ("completion_mask", "assistant_masks"):
+        if row.get(mask) is not None:
+            own &= _integers(row, mask, len(input_ids)) != 0
+    texts = [" ".join(map(str, part)) for part in (input_ids, input_ids[own])]
+    if row.get("attention_mask") is not None:  # leave padding out
+        seen = _integers(row, "attention_mask", len(input_ids)) != 0
+        input_ids = input_ids[seen]
+        scored = None if scored is None else scored[seen]
+    return Draft(_unwrapped(input_ids, scored, special), *texts)
 
 
 def _integers(row: Mapping[str, Any], name: str, length: int | None) -> np.ndarray:

@@ -44,9 +44,6 @@ class Duplicates(NamedTuple):
         return Duplicates(self.exact + kinds.count("exact"), self.near + kinds.count("near"))
 
 
-NO_DUPLICATES = Duplicates()
-
-
 class Ancestor(NamedTuple):
     """A model, and whether documents are new to it; `documents_seen` counts those that are not."""
 
@@ -96,16 +93,20 @@ class HeldOut:
     Attributes:
         fingerprints: One per document.
         ngrams: `[G]` uint64 of each document, from `ngram_hashes`.
+        drop_near: Whether near duplicates leave the training data too.
     """
 
     fingerprints: Sequence[str] = ()
     ngrams: Sequence[np.ndarray] = ()
+    drop_near: bool = False
 
     @classmethod
-    def of(cls, documents: Iterable[tuple[str, np.ndarray]]) -> "HeldOut":
+    def of(
+        cls, documents: Iterable[tuple[str, np.ndarray]], *, drop_near: bool = False
+    ) -> "HeldOut":
         """List documents by their fingerprints and word hashes."""
         traces = [(name, ngram_hashes(words)) for name, words in documents]
-        return cls([name for name, _ in traces], [hashes for _, hashes in traces])
+        return cls([name for name, _ in traces], [hashes for _, hashes in traces], drop_near)
 
     @cached_property
     def digest(self) -> str:
@@ -137,6 +138,37 @@ class HeldOut:
         shared = np.concatenate([owners[first[i] : last[i]] for i in found])
         return "near" if 2 * np.bincount(shared).max() > len(own) else None
 
+    def leaves(self, kind: Kind | None) -> bool:
+        """Tell whether a document of this kind leaves the training data."""
+        return kind == "exact" or (kind == "near" and self.drop_near)
+
+    def leave_out(
+        self, documents: Iterable[tuple[str, np.ndarray]]
+    ) -> tuple[np.ndarray, Duplicates, np.ndarray]:
+        """Leave copies of held-out documents out of training documents.
+
+        Args:
+            documents: Fingerprint and word hashes of each.
+
+        Returns:
+            Which documents stay, `[documents]` bool; how many copies there were, those that stay
+            included; and the `short_hashes` of the documents that stay.
+
+        Raises:
+            ValueError: None would stay.
+        """
+        names, kinds = [], []
+        for name, words in documents:
+            names.append(name)
+            kinds.append(self.kind_of(name, words))
+        stay = np.array([not self.leaves(kind) for kind in kinds], dtype=bool)
+        if not stay.any():
+            raise ValueError(
+                "data.eval: expected training documents besides copies of held-out ones, got "
+                f"{len(stay)} copies. Add sources"
+            )
+        return stay, Duplicates().plus(kinds), short_hashes(np.array(names)[stay].tolist())
+
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset(self.fingerprints)
@@ -148,42 +180,6 @@ class HeldOut:
         owners = np.repeat(np.arange(len(self.ngrams)), [len(part) for part in self.ngrams])
         order = np.argsort(hashes, kind="stable")
         return hashes[order], owners[order]
-
-
-def leaves(kind: Kind | None, *, drop_near: bool) -> bool:
-    """Tell whether a document of this kind leaves the training data."""
-    return kind == "exact" or (kind == "near" and drop_near)
-
-
-def leave_out(
-    documents: Iterable[tuple[str, np.ndarray]], held_out: HeldOut, *, drop_near: bool
-) -> tuple[np.ndarray, Duplicates, np.ndarray]:
-    """Leave copies of held-out documents out of training documents.
-
-    Args:
-        documents: Fingerprint and word hashes of each.
-        held_out: The documents to evaluate on.
-        drop_near: Whether near duplicates leave too.
-
-    Returns:
-        Which documents stay, `[documents]` bool; how many copies there were, those that stay
-        included; and the `short_hashes` of the documents that stay.
-
-    Raises:
-        ValueError: None would stay.
-    """
-    names, kinds = [], []
-    for name, words in documents:
-        names.append(name)
-        kinds.append(held_out.kind_of(name, words))
-    stay = np.array([not leaves(kind, drop_near=drop_near) for kind in kinds], dtype=bool)
-    if not stay.any():
-        raise ValueError(
-            "data.eval: expected training documents besides copies of held-out ones, got "
-            f"{len(stay)} copies. Add sources"
-        )
-    trained = short_hashes([name for name, stays in zip(names, stay, strict=True) if stays])
-    return stay, Duplicates().plus(kinds), trained
 
 
 def short_hashes(fingerprints: Sequence[str]) -> np.ndarray:

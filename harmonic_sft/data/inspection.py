@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.masking import IGNORE_INDEX, RowLabels, RowMasker
+from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowMasker, TokenLabels
 from harmonic_sft.data.row_maker import document_names, row_lengths, rows_table
 from harmonic_sft.results import show_table
 
@@ -57,6 +57,7 @@ def inspect_data(
     kind = "packs" if is_packed else "rows"
     title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
     masker = data.eval.masker if is_stream else data.train.masker
+    assert not isinstance(masker, ClassLabels), "only rows of text are shown"
     parts = {title: rows, "evaluation": data.eval.rows}
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
@@ -99,7 +100,7 @@ def _items(data: LoadedData) -> tuple[datasets.Dataset, Sequence[np.ndarray], Se
     return table, np.split(np.arange(len(rows)), ends[:-1]), epochs
 
 
-def count_rows(rows: datasets.Dataset, masker: RowLabels) -> tuple[int, int, int, int]:
+def count_rows(rows: datasets.Dataset, masker: TokenLabels) -> tuple[int, int, int, int]:
     """Count documents, rows, tokens and those that can ever be predicted, in parts."""
     tokens = scored = 0
     for batch in rows.with_format("arrow").iter(batch_size=10_000):
@@ -150,7 +151,7 @@ def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
 
 
 def sample_text(
-    row: Mapping[str, Any], epoch: int, *, masker: RowLabels, tokenizer: PreTrainedTokenizerBase
+    row: Mapping[str, Any], epoch: int, *, masker: TokenLabels, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Write one row with every token's part in training.
 

@@ -1,7 +1,6 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
 import functools
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +19,15 @@ from harmonic_sft.data.batches import (
     join_rows,
     pack,
 )
+from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.encoding import SpecialTokens
-from harmonic_sft.data.files import Row, shown
+from harmonic_sft.data.files import Row
 from harmonic_sft.data.formats import Format, recognize
-from harmonic_sft.data.heldout import NO_DUPLICATES, Duplicates, HeldOut, leave_out
+from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
     EVAL_EPOCH,
+    ClassLabels,
     NextTokenLabels,
     RowLabels,
     RowMasker,
@@ -43,11 +44,21 @@ from harmonic_sft.data.row_maker import (
     tokenize_table,
     unigram_counts,
 )
-from harmonic_sft.data.sections import DataConfig, MaskConfig
-from harmonic_sft.data.sources import check_column, load_documents, source_name
+from harmonic_sft.data.sections import DataConfig, MaskConfig, Source, check_label_settings
+from harmonic_sft.data.sources import (
+    Documents,
+    GivenSource,
+    check_column,
+    load_documents,
+    names_of_classes,
+)
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
+LABELED: dict[str, Format] = {  # formats of the tasks of classifiers
+    "sequence_classification": "labeled_text",
+    "token_classification": "labeled_words",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +68,16 @@ class LoadedData:
     train: MaskedRows | StreamedRows
     eval: MaskedRows
     collator: PaddingCollator | PaddingFreeCollator
-    # [V], tokens that may be predicted: of an encoder, ordinary.
+    labels: list[str] | None = None  # of labeled rows: the classes, in the order of their numbers
+    # [V], tokens that may be predicted: of an encoder, ordinary; or labels of every class.
     unigram_counts: np.ndarray | None = None
     num_documents: int | None = None
-    num_tokens: int | None = None  # the same
+    num_tokens: int | None = None  # that may be predicted; of labeled rows all
     fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
     held_out: HeldOut = field(default_factory=HeldOut)  # the documents of `eval`
-    duplicates: Duplicates = NO_DUPLICATES  # in the sources; streams count while training
+    # In the sources; streams count while training.
+    duplicates: Duplicates = field(default_factory=Duplicates)
     trained: np.ndarray | None = None  # `short_hashes` of the training documents
 
 
@@ -75,7 +88,8 @@ def load_data(
     vocab_size: int,
     max_positions: int,
     seed: int,
-    is_causal: bool = False,
+    task: str = "masked_lm",
+    labels: Sequence[str] | None = None,
     eval_only: bool = False,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
@@ -86,41 +100,72 @@ def load_data(
         vocab_size: Rows of the model's embedding table.
         max_positions: Longest row the model takes, in tokens.
         seed: Decides the masks and the order of a stream.
-        is_causal: Predict every token from those before it instead of masked ones from all. Plain
-            text then ends in the tokenizer's eos token.
+        task: `masked_lm`; `causal_lm`, where plain text ends in the tokenizer's eos token; or
+            `sequence_classification` or `token_classification`, where a document has one label, or
+            is a list of words with one each.
+        labels: Names of the classes of a trained classifier; None takes those of the training rows.
         eval_only: Evaluate on all documents; those of streams are split all the same.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
 
     Raises:
-        ValueError: Anything wrong with the tokenizer, the sources or the split.
+        ValueError: Anything wrong with the tokenizer, the sources, the labels or the split.
     """
+    if task in LABELED:
+        check_label_settings(config)
     check_tokenizer(
         tokenizer,
         vocab_size=vocab_size,
         max_positions=max_positions,
         context_length=config.context_length,
-        needs_mask=not is_causal,
+        needs_mask=task != "causal_lm",
     )
-    masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
-    # A tokenizer may end every row itself.
-    ends_text = is_causal and not SpecialTokens.of(tokenizer).suffix
+    masker = None
+    if task not in LABELED:
+        is_causal = task == "causal_lm"
+        masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
     opened = [
-        _open(config, index, tokenizer, ends_text=ends_text) for index in range(len(config.sources))
+        _open(config, source, f"data.sources[{index}]", index, tokenizer=tokenizer, task=task)
+        for index, source in enumerate(config.sources)
     ]
+    # Rows of all sources have the same columns.
+    scored = any(maker.row_format not in ("text", *LABELED.values()) for _, maker in opened)
+    opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
     collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
         pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
     )
     if config.padding_free:
         collator = PaddingFreeCollator()
     bad_rows = BadRows(skip=config.on_bad_row == "skip")
-    if config.sources[0].streaming:
+    if masker is not None and config.sources[0].streaming:
         streams = _logical_streams(opened, config, seed, bad_rows)
         return _streamed_data(streams, config, masker, collator, bad_rows)
     rows = _table_rows(opened, config, bad_rows)
-    data = _table_data(rows, config, masker, collator, vocab_size, eval_only=eval_only)
-    return replace(data, bad_rows=bad_rows)
+    eval_rows = rows
+    if not eval_only and config.eval.source is not None:
+        place, index = "data.eval.source", len(config.sources)
+        other = _open(config, config.eval.source, place, index, tokenizer=tokenizer, task=task)
+        eval_rows = _table_rows([other], config, bad_rows)
+    elif not eval_only:
+        count = config.eval.documents
+        rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
+    held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
+    duplicates, trained = Duplicates(), None
+    if not eval_only:
+        stay, duplicates, trained = held_out.leave_out(document_traces(rows))
+        if not stay.all():
+            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
+    if masker is None:
+        of_tokens = task == "token_classification"
+        masker = class_labels(rows, eval_rows, names=labels, of_tokens=of_tokens, seed=seed)
+    return replace(
+        _table_data(rows, eval_rows, config, masker, collator, vocab_size),
+        bad_rows=bad_rows,
+        held_out=held_out,
+        duplicates=duplicates,
+        trained=trained,
+    )
 
 
 def _streamed_data(
@@ -131,9 +176,9 @@ def _streamed_data(
     bad_rows: BadRows,
 ) -> LoadedData:
     streams, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
-    held_out = HeldOut.of(document_traces(eval_rows))
+    held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     for stream in streams:
-        stream.leave_out(held_out, drop_near=config.eval.drop_near_duplicates)
+        stream.held_out = held_out
     return LoadedData(
         train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
@@ -145,45 +190,38 @@ def _streamed_data(
 
 def _table_data(
     rows: datasets.Dataset,
+    eval_rows: datasets.Dataset,
     config: DataConfig,
     masker: RowLabels,
     collator: PaddingCollator | PaddingFreeCollator,
     vocab_size: int,
-    *,
-    eval_only: bool,
 ) -> LoadedData:
-    drop_near = config.eval.drop_near_duplicates
-    eval_rows, num_documents = rows, 0
-    duplicates, trained = NO_DUPLICATES, None
-    if not eval_only:
-        rows, eval_rows, num_documents = split_table(
-            rows, eval_documents=config.eval.documents, seed=config.eval.seed
-        )
-    held_out = HeldOut.of(document_traces(eval_rows))
-    if not eval_only:
-        stay, duplicates, trained = leave_out(document_traces(rows), held_out, drop_near=drop_near)
-        num_documents = int(stay.sum())
-        if not stay.all():
-            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
-    packs = rate = None
+    packs = rate = labels = None
+    lengths = row_lengths(rows)
     if config.packing:
-        lengths = row_lengths(rows)
         packs = pack(lengths, config.context_length)
         rate = fill_rate(lengths, packs, config.context_length)
-    counts = unigram_counts(rows, vocab_size)  # [V]
-    if isinstance(masker, RowMasker):  # special tokens are never predicted
-        counts = np.where(masker.special_tokens, 0, counts)
+    train = MaskedRows(_plain(rows), masker, packs=packs)
+    if isinstance(masker, ClassLabels):
+        labels, counts, num_tokens = list(masker.names), class_counts(train), int(lengths.sum())
+        for name, part in (("training", rows), ("evaluation", eval_rows)):
+            if num_cut := int((row_lengths(part) == config.context_length).sum()):
+                message = "%d of %d %s rows fill data.context_length and may be cut."
+                logger.info(message, num_cut, len(part), name)
+    else:
+        counts = unigram_counts(rows, vocab_size)  # [V]
+        if isinstance(masker, RowMasker):  # special tokens are never predicted
+            counts = np.where(masker.special_tokens, 0, counts)
+        num_tokens = int(counts.sum())
     return LoadedData(
-        train=MaskedRows(_plain(rows), masker, packs=packs),
+        train=train,
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
+        labels=labels,
         unigram_counts=counts,
-        num_documents=num_documents,
-        num_tokens=int(counts.sum()),
+        num_documents=int(document_starts(rows).sum()),
+        num_tokens=num_tokens,
         fill_rate=rate,
-        held_out=held_out,
-        duplicates=duplicates,
-        trained=trained,
     )
 
 
@@ -205,35 +243,22 @@ def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.
 
 def split_table(
     rows: datasets.Dataset, *, eval_documents: int, seed: int
-) -> tuple[datasets.Dataset, datasets.Dataset, int]:
+) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Keep documents chosen by the seed for evaluation; the rows of one stand together.
 
     Returns:
-        Rows to train on and to evaluate on, in the order of `rows`, and how many documents there
-        are to train on.
+        Rows to train on and to evaluate on, in the order of `rows`.
 
     Raises:
         ValueError: Nothing would be left to train on.
     """
     starts = document_starts(rows)
     num_documents = int(starts.sum())
-    chosen = choose_eval(num_documents, eval_documents, seed=seed)  # [documents]
-    in_eval = chosen[np.cumsum(starts) - 1]  # [rows]
-    train, held_out = rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
-    return train, held_out, num_documents - eval_documents
-
-
-def choose_eval(num_documents: int, eval_documents: int, *, seed: int) -> np.ndarray:
-    """Choose documents for evaluation by the seed, `[num_documents]` bool.
-
-    Raises:
-        ValueError: Nothing would be left to train on.
-    """
     if num_documents <= eval_documents:
         raise _too_few(num_documents, eval_documents)
-    chosen = np.zeros(num_documents, dtype=bool)
-    chosen[permutation("eval split", (seed,), num_documents)[:eval_documents]] = True
-    return chosen
+    chosen = permutation("eval split", (seed,), num_documents)[:eval_documents]
+    in_eval = np.isin(np.cumsum(starts) - 1, chosen)  # [rows]
+    return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
 
 def _too_few(num_documents: int, eval_documents: int) -> ValueError:
@@ -258,12 +283,7 @@ def split_streams(
     """
     rows: list[Row] = []
     kept, waiting = 0, list(streams)
-    if eval_documents == 0:
-        return waiting, rows_table(rows)
-    # Short streams leave their share to the others.
-    for opened in itertools.count():
-        if not waiting or (opened and kept == eval_documents):
-            break
+    while waiting and kept < eval_documents:  # short streams leave their share to the others
         unfinished = []
         for place, stream in enumerate(waiting):
             share = -(-(eval_documents - kept) // (len(waiting) - place))
@@ -301,29 +321,31 @@ def _masker(
 
 def _open(
     config: DataConfig,
-    index: int,
-    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    place: str,
+    number: int,
     *,
-    ends_text: bool,
-) -> tuple[Any, RowMaker]:
-    """Open a source, and recognize the format of its rows."""
-    source = config.sources[index]
-    name = source_name(source, f"data.sources[{index}]")
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+) -> tuple[Documents, RowMaker]:
+    """Open a source that stands at a place of the configuration, and say how rows are made."""
+    name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
-    row_format: Format = "text"
-    if source.format != "auto":
-        row_format = source.format
-    elif source.column == "text":
-        try:
-            row_format = recognize(first)
-        except ValueError as error:
-            raise ValueError(f"{name}.{error}") from error
-        logger.info("%s: rows of the format %s.", name, row_format)
-    if row_format == "text":
-        check_column(documents, first, source.column, name=f"{name}.column", is_text=True)
+    row_format, class_names = LABELED.get(task), None
+    if row_format is not None:
+        assert config.label_column is not None, "check_label_settings has looked"
+        check_column(documents, first, config.label_column, name="data.label_column")
+        class_names = names_of_classes(documents, config.label_column)
+    else:
+        row_format = _recognized(source, first, name)
+    if row_format in ("text", *LABELED.values()):
+        is_text = row_format != "labeled_words"
+        check_column(documents, first, source.column, name=f"{name}.column", is_text=is_text)
+    # A tokenizer may end every row itself.
+    ends_text = task == "causal_lm" and not SpecialTokens.of(tokenizer).suffix
     maker = RowMaker(
         name=name,
-        source=index,
+        source=number,
         row_format=row_format,
         column=source.column,
         tokenizer=tokenizer,
@@ -332,8 +354,24 @@ def _open(
         word_ids=config.mask.whole_word,
         end_of_text=tokenizer.eos_token_id if ends_text else None,
         weight_column=config.weight_column,
+        label_column=config.label_column,
+        class_names=class_names,
     )
     return documents, maker
+
+
+def _recognized(source: Source, first: Row, name: str) -> Format:
+    """Return the format of a source's rows, by its settings or by the first one."""
+    if source.format != "auto":
+        return source.format
+    if source.column != "text":
+        return "text"
+    try:
+        row_format = recognize(first)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+    logger.info("%s: rows of the format %s.", name, row_format)
+    return row_format
 
 
 def _table_rows(
@@ -345,24 +383,12 @@ def _table_rows(
         rows = tokenize_table(documents, maker, bad_rows, config.num_proc)
         if len(rows) == 0:
             raise ValueError(
-                f"{maker.name}.path: expected documents with text, got only blank ones in "
-                f"{shown(config.sources[maker.source].path)}."
+                f"{maker.name}.path: expected documents with text, got only blank or bad ones."
             )
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)
-    if len({tuple(table.column_names) for table in tables}) > 1:
-        # Rows of plain text may predict everything where others have `scored`.
-        tables = [
-            table if "scored" in table.column_names else table.map(_all_scored, desc="Joining")
-            for table in tables
-        ]
-        tables = [table.select_columns(tables[0].column_names) for table in tables]
     return datasets.concatenate_datasets(tables)
-
-
-def _all_scored(row: Row) -> dict[str, list[bool]]:
-    return {"scored": [True] * len(row["input_ids"])}
 
 
 def _logical_streams(

@@ -1,6 +1,6 @@
-"""What is predicted in a row: masked tokens, drawn by the name of the row, or every next one."""
+"""What is predicted in a row: masked tokens, drawn by its name, every next token, or classes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -94,7 +94,8 @@ class RowMasker:
             chosen = _of_words(chosen, np.asarray(row["word_ids"]))
         masked = chosen & self.maskable(row)  # [T]
         labels = np.where(masked, row_ids, IGNORE_INDEX).astype(np.int64)
-        return {"input_ids": self._hidden(row_ids, masked, key), "labels": labels} | _weights(row)
+        hidden = self._hidden(row_ids, masked, key)
+        return {"input_ids": hidden, "labels": labels} | _weights(row, labels.shape)
 
     def _hidden(self, row_ids: np.ndarray, masked: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
         """Put what the model shall see in the place of the masked tokens, `[T]` int64."""
@@ -162,14 +163,53 @@ class NextTokenLabels:
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
         labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
         labels[:1] = IGNORE_INDEX
-        return {"input_ids": input_ids, "labels": labels} | _weights(row)
+        return {"input_ids": input_ids, "labels": labels} | _weights(row, labels.shape)
 
 
-def _weights(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Give every label of a row with a `weight` that weight, `[T]` float32."""
+@dataclass(frozen=True, kw_only=True)
+class ClassLabels:
+    """Label rows of a classifier with the numbers of their classes.
+
+    Stands where a `RowMasker` stands for an encoder.
+
+    Attributes:
+        seed: Orders the rows; the labels do not depend on it.
+        names: Of the classes, in the order of their numbers.
+        numbers: Of the classes, by the labels that rows have.
+        of_tokens: Whether a row has a label for each word, at its first token, or only one.
+    """
+
+    seed: int
+    names: Sequence[str]
+    numbers: Mapping[str, int]
+    of_tokens: bool
+
+    def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
+        """Label one row.
+
+        Args:
+            row: `input_ids` and `labels`, both `[T]`, None where a token has no label.
+            epoch: Not looked at: all passes are alike.
+
+        Returns:
+            `input_ids` `[T]`, and `labels` `[T]`, `IGNORE_INDEX` where there is none, or the one
+            label of the row, `[]`, all int64; and `label_weights` of a row with a `weight`, as the
+            labels.
+        """
+        found = [self.numbers.get(label, IGNORE_INDEX) for label in row["labels"]]
+        labels = np.array(found, dtype=np.int64)  # [T]
+        if not self.of_tokens:
+            labels = labels[labels != IGNORE_INDEX].reshape(())
+        input_ids = np.asarray(row["input_ids"]).astype(np.int64)
+        return {"input_ids": input_ids, "labels": labels} | _weights(row, labels.shape)
+
+
+def _weights(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Give every label of a row with a `weight` that weight, float32."""
     if "weight" not in row:
         return {}
-    return {"label_weights": np.full(len(row["input_ids"]), row["weight"], dtype=np.float32)}
+    return {"label_weights": np.full(shape, row["weight"], dtype=np.float32)}
 
 
-RowLabels = RowMasker | NextTokenLabels
+TokenLabels = RowMasker | NextTokenLabels
+RowLabels = TokenLabels | ClassLabels

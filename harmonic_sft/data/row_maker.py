@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
-from harmonic_sft.data.formats import Format, encode, spoken_text
+from harmonic_sft.data.formats import LABELED, Draft, Format, encode, reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.sections import LossOn
@@ -36,18 +36,13 @@ from harmonic_sft.data.sources import document_name, numbered_rows
 logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 1000
 BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
-CODE = (
-    "files",
-    "row_maker",
-    "formats",
-    "chat",
-    "encoding",
-    "heldout",
-)  # modules that decide what a row holds
+# Modules that decide what a row holds.
+CODE = ("files", "row_maker", "formats", "chat", "encoding", "heldout")
 FEATURES = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "scored": datasets.List(datasets.Value("bool")),
     "word_ids": datasets.List(datasets.Value("int32")),
+    "labels": datasets.List(datasets.Value("string")),  # classes as JSON
     "weight": datasets.Value("float32"),
     "source": datasets.Value("int32"),
     "document": datasets.Value("int64"),
@@ -108,7 +103,7 @@ class RowMaker:
     """Turns documents of one source into rows: consecutive chunks in the special tokens.
 
     A document's tail is a row of its own. A blank document makes no row, nor does a chunk in which
-    nothing is scored.
+    nothing is scored. A labeled document makes one row; if it is longer, it is cut.
 
     Attributes:
         name: Where the source stands in the configuration.
@@ -119,8 +114,11 @@ class RowMaker:
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
         word_ids: Whether rows number their words.
+        scored: Whether rows say which of their tokens may be predicted.
         end_of_text: Token put after every document of plain text, None for none.
         weight_column: Name of the column of a document's weight, None for none.
+        label_column: Name of the column of labels, of labeled documents.
+        class_names: What numbers in that column stand for, None for themselves.
     """
 
     name: str
@@ -129,17 +127,21 @@ class RowMaker:
     column: str
     tokenizer: PreTrainedTokenizerBase
     context_length: int
-    loss_on: LossOn
-    word_ids: bool
+    loss_on: LossOn = "all"
+    word_ids: bool = False
+    scored: bool = False
     end_of_text: int | None = None
     weight_column: str | None = None
+    label_column: str | None = None
+    class_names: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> list[str]:
         """The columns of a row."""
         optional = {
-            "scored": self.row_format != "text",
+            "scored": self.scored,
             "word_ids": self.word_ids,
+            "labels": self.row_format in LABELED,
             "weight": self.weight_column is not None,
         }
         return [name for name in FEATURES if optional.get(name, True)]
@@ -154,82 +156,93 @@ class RowMaker:
         Raises:
             ValueError: A document cannot be used and none may be skipped, or the settings fit none.
         """
-        readable = []
-        for document in documents:
-            if BAD in document:
-                bad_rows.report(self.name, document[PLACE], *document[BAD])
-            else:
-                readable.append(document)
-        special = SpecialTokens.of(self.tokenizer)
-        num_special = len(special.prefix) + len(special.suffix)
-        body = self.context_length - num_special
-        if body < 1:
-            raise ValueError(
-                f"data.context_length: expected more than the {num_special} special tokens of a "
-                f"row, got {self.context_length}."
-            )
-        found = encode(
-            [{key: row[key] for key in row if key not in ("document", PLACE)} for row in readable],
+        read = reader(
             self.row_format,
             tokenizer=self.tokenizer,
             loss_on=self.loss_on,
             column=self.column,
             word_ids=self.word_ids,
+            label_column=self.label_column,
+            class_names=self.class_names,
         )
+        drafts: list[Draft] = []
+        readable: list[Row] = []
+        for document in documents:
+            with bad_rows.caught(self.name, self._place(document)):
+                if BAD in document:
+                    raise BadRow(*document[BAD])
+                columns = {key: document[key] for key in document if key not in ("document", PLACE)}
+                drafts.append(read(columns))
+                readable.append(document)
+        encoded = encode(
+            drafts,
+            self.row_format,
+            tokenizer=self.tokenizer,
+            loss_on=self.loss_on,
+            word_ids=self.word_ids,
+        )
+        special = SpecialTokens.of(self.tokenizer)
         rows: list[Row] = []
-        for document, encoded in zip(readable, found, strict=True):
-            chunks: list[Row] = []
-            try:
-                weight = self._weight(document)
-            except BadRow as error:
-                encoded = str(error)
-            if isinstance(encoded, Encoded):
-                if self.end_of_text is not None and self.row_format == "text":
-                    encoded.input_ids.append(self.end_of_text)
-                chunks = self._cut(encoded, special, body, document["document"])
-                kept = sum(len(row["input_ids"]) - num_special for row in chunks)
-                bad_rows.unscored_tokens += len(encoded.input_ids) - kept if chunks else 0
-                chunks = [row | weight for row in chunks]
-            if chunks:
-                chunks[0] |= self._traces(document)
-            if not chunks:
-                number = document_name(document["document"])
-                place = document.get(PLACE) or f"{self.name}, {number}"
-                bad_rows.report(self.name, place, encoded if isinstance(encoded, str) else BLANK)
-            rows += chunks
+        for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
+            with bad_rows.caught(self.name, self._place(document)):
+                chunks = self._cut(tokens, special, document, bad_rows)
+                # What tells copies of a document stands in its first row.
+                traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
+                rows += [chunks[0] | traces, *chunks[1:]]
         return rows
 
-    def _traces(self, document: Row) -> dict[str, Any]:
-        """Return what tells copies of a document."""
-        whole, own = spoken_text(document, self.row_format, column=self.column)
-        return {"fingerprint": fingerprint(whole), "words": word_hashes(own)}
+    def _place(self, document: Row) -> str:
+        return document.get(PLACE) or f"{self.name}, {document_name(document['document'])}"
 
-    def _weight(self, document: Row) -> dict[str, float]:
-        """Return the column `weight` of a document's rows, nothing if they have none."""
-        if self.weight_column is None:
-            return {}
-        return {"weight": weight_of(document, self.weight_column)}
+    def _cut(
+        self, encoded: Encoded, special: SpecialTokens, document: Row, bad_rows: BadRows
+    ) -> list[Row]:
+        """Cut a document, and leave out the chunks in which nothing is scored.
 
-    def _cut(self, encoded: Encoded, special: SpecialTokens, body: int, document: int) -> list[Row]:
+        Raises:
+            BadRow: It makes no row.
+        """
+        input_ids, scored, word_ids, labels = encoded
+        if not input_ids:
+            raise BadRow(BLANK)
+        if scored is not None and not any(scored):
+            found = f"expected tokens to score, got none of {len(scored)}"
+            raise BadRow(f"loss_on {self.loss_on}: {found}")
+        if self.end_of_text is not None and self.row_format == "text":
+            input_ids.append(self.end_of_text)
+        if scored is None and self.scored:
+            scored = [True] * len(input_ids)
+        common = {"source": self.source, "document": document["document"]}
+        if self.weight_column is not None:
+            common["weight"] = weight_of(document, self.weight_column)
+        size = self._body(special)
         rows = []
-        for chunk, start in enumerate(range(0, len(encoded.input_ids), body)):
-            part = slice(start, start + body)
-            scored = None if encoded.scored is None else encoded.scored[part]
-            if scored is not None and not any(scored):
+        starts = range(0, len(input_ids), size)
+        for chunk, start in enumerate(starts[:1] if labels is not None else starts):
+            part = slice(start, start + size)
+            if scored is not None and not any(scored[part]):
+                bad_rows.unscored_tokens += len(input_ids[part])
                 continue
-            input_ids = encoded.input_ids[part]
-            row = {
-                "input_ids": [*special.prefix, *input_ids, *special.suffix],
-                "source": self.source,
-                "document": document,
-                "chunk": chunk,
-            }
-            if "scored" in self.columns:
-                row["scored"] = _wrap(scored or [True] * len(input_ids), False, special)
-            if encoded.word_ids is not None:
-                row["word_ids"] = _wrap(encoded.word_ids[part], NO_WORD, special)
-            rows.append(row)
+            row = {"input_ids": [*special.prefix, *input_ids[part], *special.suffix]}
+            for name, values, fill in (
+                ("scored", scored, self.row_format == "text"),  # all tokens of a text may be
+                ("word_ids", word_ids, NO_WORD),
+                ("labels", labels, None),
+            ):
+                if values is not None and name in self.columns:
+                    row[name] = _wrap(values[part], fill, special)
+            rows.append({**row, **common, "chunk": chunk})
         return rows
+
+    def _body(self, special: SpecialTokens) -> int:
+        """Return how many tokens of its own a row may have."""
+        num_special = len(special.prefix) + len(special.suffix)
+        if self.context_length <= num_special:
+            raise ValueError(
+                f"data.context_length: expected more than the {num_special} special tokens of a "
+                f"row, got {self.context_length}."
+            )
+        return self.context_length - num_special
 
 
 def weight_of(row: Row, column: str) -> float:
@@ -349,10 +362,8 @@ def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list
 
 
 def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
-    """Make a table of rows; those of plain text may predict everything if others have `scored`."""
+    """Make a table of rows."""
     columns = [name for name in FEATURES if any(name in row for row in rows)]
-    if "scored" in columns:
-        rows = [{"scored": [True] * len(row["input_ids"]), **row} for row in rows]
     table = {name: [row.get(name) for row in rows] for name in columns}
     features = datasets.Features({name: FEATURES[name] for name in columns})
     return datasets.Dataset.from_dict(table, features=features)
@@ -360,6 +371,8 @@ def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
 
 def row_lengths(rows: datasets.Dataset) -> np.ndarray:
     """Return the length of every row in tokens, `[rows]`."""
+    if not len(rows):  # such a table may have no columns
+        return np.zeros(0, dtype=np.int64)
     batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
     return np.concatenate(
         [batch["input_ids"].combine_chunks().value_lengths().to_numpy() for batch in batches]

@@ -4,15 +4,17 @@ import copy
 import glob
 import re
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import (
+    ClassLabel,
     Dataset,
     DatasetDict,
     IterableDataset,
+    List,
     ReadInstruction,
     Value,
     concatenate_datasets,
@@ -48,8 +50,6 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
-
-
 Documents = Dataset | FileRows | IterableDataset
 
 
@@ -58,11 +58,6 @@ class GivenSource(Source):
     """A data set of the datasets library that is at hand; its path only names it in messages."""
 
     documents: Any = Field(description="the data set")
-
-
-def source_name(source: Source, place: str) -> str:
-    """Return how messages name a source that stands at a place of the configuration."""
-    return source.path if isinstance(source, GivenSource) else place
 
 
 def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
@@ -129,36 +124,31 @@ def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None
     return None
 
 
-def numbered_rows(documents: Dataset | FileRows, name: str) -> Iterator[Row]:
+def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
     """Yield rows with their `document` number; bad ones have that of the next one.
 
     Args:
-        documents: What `load_documents` returned.
+        rows: Of what `load_documents` returned.
         name: Where the source stands in the configuration, for error messages.
+        first: Number of the first document.
 
     Raises:
         ValueError: The disk, the network or a library fails.
     """
-    rows = iter(documents)
-    number = 0
+    iterator, number = iter(rows), first
     while True:
         try:
-            row: Any = next(rows, None)
+            row = next(iterator, None)
         # They fail in dozens of ways, and none of them says where.
         except Exception as error:
-            raise unreadable(error, name, number) from error
+            raise ValueError(
+                f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
+                f"in {document_name(number)}, counted from 0"
+            ) from error
         if row is None:
             return
         yield {**row, "document": number}
         number += BAD not in row
-
-
-def unreadable(error: Exception, name: str, number: int) -> ValueError:
-    """Make an error that says by source and number which document a library could not read."""
-    return ValueError(
-        f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) in "
-        f"{document_name(number)}, counted from 0"
-    )
 
 
 def document_name(number: int) -> str:
@@ -194,6 +184,13 @@ def check_column(
             f"{name}: expected a column of text, got {column!r}, "
             f"which holds {type(first.get(column)).__name__}."
         )
+
+
+def names_of_classes(documents: Documents, column: str) -> tuple[str, ...] | None:
+    """Return what the numbers in a column of labels stand for, None if the source does not say."""
+    feature: Any = (documents.features or {}).get(column)
+    feature = feature.feature if isinstance(feature, List) else feature
+    return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 
 
 def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableDataset:

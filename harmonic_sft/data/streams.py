@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -12,10 +13,10 @@ import torch
 from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import pack
 from harmonic_sft.data.files import BAD, Row
-from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind, leaves
+from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind
 from harmonic_sft.data.keyed_random import permutation, random_bits
 from harmonic_sft.data.row_maker import TRACES, RowMaker
-from harmonic_sft.data.sources import STREAM_BITS, unreadable
+from harmonic_sft.data.sources import STREAM_BITS, numbered_rows
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
@@ -104,7 +105,9 @@ class SourceReader:
         if self._loaded is not None:
             self._documents.load_state_dict(copy.deepcopy(self._loaded))
         # Plain iteration would give each worker of a data loader some shards only.
-        self._batches = self._documents.iter(batch_size=1)
+        batches = self._documents.iter(batch_size=1)
+        rows = ({key: batch[key][0] for key in batch} for batch in batches)
+        self._rows = numbered_rows(rows, self._name, (self._stream << STREAM_BITS) + self.number)
 
     def restart(self) -> None:
         """Begin the next pass, after the documents kept for evaluation."""
@@ -125,21 +128,13 @@ class SourceReader:
             ValueError: It cannot be read.
         """
         rows: list[Row] = []
-        while True:
-            number = (self._stream << STREAM_BITS) + self.number
-            try:
-                batch = next(self._batches, None)
-            # Files, the network and parsers fail in dozens of ways, and none of them says where.
-            except Exception as error:
-                raise unreadable(error, self._name, number) from error
-            if batch is None:
-                return rows, False
+        for row in self._rows:
             self._begun = True
-            row = {name: values[0] for name, values in batch.items()}
-            rows.append({**row, "document": number})
+            rows.append(row)
             if BAD not in row:
                 self.number += 1
                 return rows, True
+        return rows, False
 
 
 class LogicalStream:
@@ -175,11 +170,7 @@ class LogicalStream:
         self.make_rows, self.bad_rows = make_rows, bad_rows
         self.window, self.seed, self.capacity = window, seed, capacity
         self._starts: list[dict[str, Any] | None] = [None] * len(sources)
-        self._held_out, self._drop_near = HeldOut(), False
-
-    def leave_out(self, held_out: HeldOut, *, drop_near: bool) -> None:
-        """Leave copies of held-out documents out as they pass."""
-        self._held_out, self._drop_near = held_out, drop_near
+        self.held_out = HeldOut()  # copies of these are left out as they pass
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
         """Keep the first documents from every pass, such as those of the evaluation.
@@ -187,31 +178,28 @@ class LogicalStream:
         Returns:
             Their rows, how many there were, and whether documents are left.
         """
-        readers, waiting = self._readers(), set(range(len(self.sources)))
+        readers, waiting = self._readers(), deque(range(len(self.sources)))
         rows: list[Row] = []
-        documents = 0
+        documents, is_left = 0, False
         starts: list[dict[str, Any] | None] | None = None
         bad_rows, ahead = self._counter(), self._counter()
-        for source in itertools.cycle(range(len(readers))):
-            if not waiting:
-                break
-            if source not in waiting:
-                continue
+        while waiting and not is_left:
+            source = waiting.popleft()
             if documents == count and starts is None:
                 starts = [reader.state() for reader in readers]
             found, is_document = readers[source].next()
-            if not is_document:
-                waiting.remove(source)
+            if is_document:
+                waiting.append(source)
             made = self.make_rows[source](found, bad_rows if starts is None else ahead)
-            if made and documents == count:
-                break
-            rows += made
-            documents += bool(made)
+            is_left = bool(made) and documents == count
+            if not is_left:
+                rows += made
+                documents += bool(made)
         self._starts = starts or self._starts
         self.bad_rows.merge(bad_rows)
-        if not waiting:  # else training finds these again
+        if not is_left:  # else training finds these again
             self.bad_rows.merge(ahead)
-        return rows, documents, bool(waiting)
+        return rows, documents, is_left
 
     def _counter(self) -> BadRows:
         return BadRows(skip=self.bad_rows.skip)
@@ -280,8 +268,8 @@ class LogicalStream:
         kinds: list[Kind | None] = [None]
         for row in rows:
             if "fingerprint" in row:  # a new document
-                kinds.append(self._held_out.kind_of(row["fingerprint"], row["words"]))
-            if not leaves(kinds[-1], drop_near=self._drop_near):
+                kinds.append(self.held_out.kind_of(row["fingerprint"], row["words"]))
+            if not self.held_out.leaves(kinds[-1]):
                 kept.append({key: row[key] for key in row if key not in TRACES})
         return kept, kinds
 

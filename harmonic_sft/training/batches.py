@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
+from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
@@ -101,7 +101,7 @@ def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Te
 
 
 def examples_of_step(
-    rows: MaskedRows | LabeledRows, args: TrainingArguments, *, step: int
+    rows: MaskedRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:
     """Name the rows that an optimizer step reads, of all processes.
 
@@ -111,13 +111,11 @@ def examples_of_step(
         step: How many steps came before.
 
     Returns:
-        Of each row its `row` in the table and, of text, its `source` and `document`.
+        Of each row its `row` in the table, its `source` and its `document`.
     """
     size = rows_per_step(args)
     start = step % math.ceil(len(rows) / size) * size
     items = islice(EpochSampler(rows, seed=args.seed), start, start + size)
-    if isinstance(rows, LabeledRows):
-        return [{"row": item} for item in items]
     members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
     sources, documents = document_names(rows.rows)
     return [
@@ -145,7 +143,7 @@ def save_bad_step(
         gradient_norm: Before it was clipped.
     """
     examples = [] if place is None else place.examples
-    if isinstance(rows, MaskedRows | LabeledRows):
+    if isinstance(rows, MaskedRows):
         examples = examples_of_step(rows, args, step=step)
     values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(gradient_norm)}
     path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))

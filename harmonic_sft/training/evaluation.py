@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig,
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.batches import LabeledRows, MaskedRows, PaddingFreeCollator
-from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.batches import MaskedRows, PaddingFreeCollator
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
@@ -199,7 +198,7 @@ class Opened:
     task: str
     model: HarmonicHeadModel
     tokenizer: Any
-    data: LoadedData | LabeledData
+    data: LoadedData
     data_config: DataConfig
     batch_size: int
     ancestors: list[Ancestor]  # whether it and its bases were trained on the data
@@ -213,7 +212,7 @@ class Opened:
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
-    def score(self, data: LoadedData | LabeledData | None = None) -> tuple[TokenScores, np.ndarray]:
+    def score(self, data: LoadedData | None = None) -> tuple[TokenScores, np.ndarray]:
         """Score the model's data, or other data; return the document of every row too.
 
         Raises:
@@ -307,9 +306,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     )
 
 
-def check_unseen(
-    folder: Path, data: LoadedData | LabeledData, config: DataConfig
-) -> list[Ancestor]:
+def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:
     """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
 
     Args:
@@ -341,7 +338,7 @@ def _load(
     *,
     seed: int = 42,
     eval_only: bool = False,
-) -> LoadedData | LabeledData:
+) -> LoadedData:
     labels = [config.id2label[index] for index in range(config.num_labels)]
     return load_task_data(
         data,
@@ -381,7 +378,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def fingerprint(rows: MaskedRows | LabeledRows) -> str:
+def fingerprint(rows: MaskedRows) -> str:
     """Return the sha256 of evaluation rows, tokens and labels, as they are scored."""
     digest = sha256()
     for index in range(len(rows)):
@@ -442,15 +439,11 @@ def _sources(override: str) -> str:
     return f"data.sources={json.dumps([{'path': value}])}"
 
 
-def _write_documents(
-    path: Path, rows: MaskedRows | LabeledRows, scores: TokenScores, config: DataConfig
-) -> None:
+def _write_documents(path: Path, rows: MaskedRows, scores: TokenScores, config: DataConfig) -> None:
     """Write source, number, scored tokens and mean loss in nats of every document."""
     documents = documents_of(rows, len(rows))  # [rows]
     first = np.unique(documents, return_index=True)[1]
-    names = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))])
-    if isinstance(rows, MaskedRows):
-        names = document_names(rows.rows)  # [2, rows]
+    names = document_names(rows.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.utils.data import Subset
 
-from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.streams import PlacedCollator, StreamedRows
@@ -57,7 +56,7 @@ def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
 
 
 def measure_swap(
-    trainer: HarmonicTrainer, data: LoadedData | LabeledData
+    trainer: HarmonicTrainer, data: LoadedData
 ) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
@@ -97,7 +96,7 @@ def measure_swap(
 
 def check_base(
     run: RunConfig,
-    data: LoadedData | LabeledData,
+    data: LoadedData,
     swap: dict[str, dict[str, float]],
     unigrams: float | None,
 ) -> None:
@@ -129,7 +128,7 @@ def check_base(
         )
 
 
-def eval_labels(data: LoadedData | LabeledData) -> np.ndarray:
+def eval_labels(data: LoadedData) -> np.ndarray:
     """Return what is predicted in the evaluation rows, `[N]`."""
     rows = (data.eval[index]["labels"] for index in range(len(data.eval)))
     labels = np.concatenate([np.atleast_1d(row) for row in rows])

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.classification import LabeledData, load_labeled_data
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.models import (
     HarmonicClassifier,
@@ -128,7 +127,7 @@ def with_padding(tokenizer: Any, task: str) -> Any:
     return tokenizer
 
 
-def load_run_data(run: RunConfig) -> tuple[Any, LoadedData | LabeledData]:
+def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     """Load the tokenizer and the data of a run.
 
     Raises:
@@ -150,7 +149,7 @@ def load_task_data(
     labels: list[str] | None = None,
     eval_only: bool = False,
     is_trained: bool = False,
-) -> LoadedData | LabeledData:
+) -> LoadedData:
     """Load the data of a task.
 
     Args:
@@ -165,15 +164,16 @@ def load_task_data(
     """
     base = base.get_text_config()
     vocab_size = base.vocab_size
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size if is_trained else num_tokens(task, vocab_size, tokenizer),
-        "max_positions": max_positions(base),
-        "eval_only": eval_only,
-    }
-    if task == "sequence_classification" or task == "token_classification":
-        return load_labeled_data(config, task=task, labels=labels, **shared)
-    return load_data(config, is_causal=task == "causal_lm", seed=seed, **shared)
+    return load_data(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size if is_trained else num_tokens(task, vocab_size, tokenizer),
+        max_positions=max_positions(base),
+        seed=seed,
+        task=task,
+        labels=labels,
+        eval_only=eval_only,
+    )
 
 
 def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:

@@ -19,8 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from harmonic_sft.data.batches import LabeledRows
-from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import GivenSource
 from harmonic_sft.losses import DistillLoss
@@ -166,8 +165,8 @@ class Preparation:
             )
         if self._makes_rows and isinstance(data, RAW):
             data = self._loaded(data, TRAIN_NAME).train
-        if isinstance(data, LabeledRows):
-            self._labels = data.names
+        if isinstance(data, MaskedRows):
+            self._labels = data.class_names
         return data
 
     def eval_rows(self, data: Any) -> Any:
@@ -183,9 +182,7 @@ class Preparation:
             data = datasets.Dataset.from_list(list(data))
         return self._loaded(data, EVAL_NAME).eval
 
-    def _loaded(
-        self, data: datasets.Dataset | datasets.IterableDataset, name: str
-    ) -> LoadedData | LabeledData:
+    def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
         settings, column = self.config.data, self.args.text_column
         if self._format is not None:
@@ -230,7 +227,8 @@ class Preparation:
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
-        if task in CLASSIFIERS and not isinstance(train, LabeledRows):
+        has_classes = isinstance(train, MaskedRows) and train.class_names is not None
+        if task in CLASSIFIERS and not has_classes:
             raise ValueError(
                 "train_dataset: expected a data set with a column of labels, which name the "
                 "classes of a new head, got none. To bring rows and a collator of your own, make "
@@ -275,13 +273,14 @@ class Preparation:
             dropout=dropout,
         )
 
-    def _classifier(self, base: Base, train: LabeledRows) -> HarmonicClassifier:
+    def _classifier(self, base: Base, train: MaskedRows) -> HarmonicClassifier:
         """Put a head over the classes of the training rows, its prototypes where the run says."""
         run = self.config
+        assert train.class_names is not None, "build has looked"
         from_means = run.head.init == "class_means"
         model = CLASSIFIERS[run.model.task].on_base(
             base,
-            labels=train.names,
+            labels=train.class_names,
             head=run.head_settings(),
             init="random" if from_means else run.head.init,
             pooling=run.model.pooling or "mean",

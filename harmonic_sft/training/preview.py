@@ -6,7 +6,6 @@ import os
 from transformers import PreTrainedConfig
 
 from harmonic_sft.config import to_yaml
-from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
@@ -65,7 +64,7 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
         ValueError: Bad data, or no row of this number.
     """
     tokenizer, data = load_run_data(run)
-    if isinstance(data, LabeledData):
+    if data.labels is not None:
         show_classes(data)
         return
     args = run.training_arguments()

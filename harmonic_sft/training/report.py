@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from harmonic_sft.data.classification import LabeledData
+from harmonic_sft.data.batches import MaskedRows
+from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
@@ -67,9 +66,9 @@ METRIC_COLUMNS = [
 ]
 
 
-def log_data(data: LoadedData | LabeledData) -> None:
+def log_data(data: LoadedData) -> None:
     """Log how much there is to train and to evaluate on, and what was left out."""
-    if isinstance(data, LabeledData):
+    if data.labels is not None:
         logger.info("Data: %d classes.", len(data.labels))
     if isinstance(data.train, StreamedRows):
         logger.info(
@@ -123,11 +122,11 @@ def show_estimate(estimate: MemoryEstimate, *, batch: str) -> None:
     logger.info("%s %d GiB, %s.", fits, DEVICE_GIB, what)
 
 
-def show_classes(data: LabeledData) -> None:
+def show_classes(data: LoadedData) -> None:
     """Print how many labels of each class the training and the evaluation rows have."""
-    held_out = np.concatenate([np.atleast_1d(labels) for labels in data.eval.labels])
-    counts = np.bincount(held_out[held_out >= 0], minlength=len(data.labels))  # [V]
-    rows = zip(data.labels, data.unigram_counts.tolist(), counts.tolist(), strict=True)
+    assert isinstance(data.train, MaskedRows), "only tables have labels"
+    counts = [class_counts(rows).tolist() for rows in (data.train, data.eval)]  # [V] each
+    rows = zip(data.train.class_names or [], *counts, strict=True)
     title = f"{data.num_documents:,} training rows of {data.num_tokens:,} tokens"
     show_table(title, ["class", "training labels", "evaluation labels"], list(rows))
 

@@ -11,7 +11,6 @@ from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
-from harmonic_sft.data.classification import LabeledData
 from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
@@ -68,7 +67,7 @@ class Ready(NamedTuple):
     """A run with everything loaded, before its first step."""
 
     trainer: HarmonicTrainer
-    data: LoadedData | LabeledData
+    data: LoadedData
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -239,14 +238,14 @@ def _evaluated(ready: Ready) -> dict[str, Any]:
     }
 
 
-def _unigram_loss(data: LoadedData | LabeledData) -> float | None:
+def _unigram_loss(data: LoadedData) -> float | None:
     if data.unigram_counts is None:
         return None
     return unigram_loss(eval_labels(data), data.unigram_counts)
 
 
 def _neighbors(ready: Ready) -> dict[str, list[str]]:
-    if isinstance(ready.data, LabeledData):
+    if ready.data.labels is not None:
         return {}  # its prototypes are not words
     trainer, words = ready.trainer, ready.trainer.run_config.neighbors
     return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, words)

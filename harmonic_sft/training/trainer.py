@@ -27,7 +27,7 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
-from harmonic_sft.data.batches import EpochSampler, LabeledRows, MaskedRows
+from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
@@ -300,7 +300,7 @@ class HarmonicTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
-        if isinstance(self.train_dataset, MaskedRows | LabeledRows):
+        if isinstance(self.train_dataset, MaskedRows):
             return EpochSampler(self.train_dataset, seed=self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
@@ -333,7 +333,7 @@ class HarmonicTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         """Count the labels of a step without those of rows that fill up its last processes."""
-        if self.args.world_size > 1 and isinstance(self.train_dataset, MaskedRows | LabeledRows):
+        if self.args.world_size > 1 and isinstance(self.train_dataset, MaskedRows):
             num_rows, step = len(self.train_dataset), self.state.global_step
             count = cast(CountingCollator, self.data_collator)
             take_out_repeated_(batch_samples, self.args, count, num_rows=num_rows, step=step)

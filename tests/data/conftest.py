@@ -4,8 +4,26 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.formats import encode, reader
+
 WORDS = [f"word{index}" for index in range(200)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def encode_rows(rows, row_format, *, tokenizer, loss_on="all", word_ids=False, column="text"):
+    """What every row becomes: its tokens, or the reason why it is a bad one."""
+    settings = {"tokenizer": tokenizer, "loss_on": loss_on, "word_ids": word_ids}
+    read = reader(row_format, column=column, **settings)
+    found = []
+    for row in rows:
+        try:
+            found.append(read(row))
+        except BadRow as error:
+            found.append(str(error))
+    drafts = [draft for draft in found if not isinstance(draft, str)]
+    encoded = iter(encode(drafts, row_format, **settings))
+    return [draft if isinstance(draft, str) else next(encoded) for draft in found]
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,11 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
-from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import encode
+from harmonic_sft.data.row_maker import RowMaker
+from tests.data.conftest import encode_rows
 
 CALLS = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
 CHATML = (
@@ -118,7 +119,7 @@ def encode_one(tokenizer, messages, loss_on, *, tools=(), completion=None, word_
     if completion is not None:
         row = {"prompt": messages[:completion], "completion": messages[completion:]}
         form = "prompt_completion"
-    (encoded,) = encode([row], form, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids)
+    (encoded,) = encode_rows([row], form, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids)
     return encoded
 
 
@@ -394,8 +395,12 @@ def test_conversation_without_an_assistant_has_nothing_to_score(bert):
 
 def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
     tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
-    reason = encode_one(tokenizer, CHAT[:2], "assistant")
-    assert reason == "loss_on assistant: expected tokens to score, got none of 1"
+    settings = {"name": "s", "source": 0, "column": "text", "context_length": 8}
+    maker = RowMaker(**settings, row_format="messages", tokenizer=tokenizer, loss_on="assistant")
+    with pytest.raises(
+        ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
+    ):
+        maker([{"messages": CHAT[:2], "document": 0}], BadRows(skip=False))
 
 
 def test_tokenizer_that_cannot_end_a_turn_is_refused(bert):
@@ -456,7 +461,7 @@ def test_turns_that_cannot_be_are_refused(messages, reason):
 def test_bad_rows_leave_the_others_in_their_places(bert):
     good = {"messages": [USER, ASSISTANT, ANSWER]}
     broken = {"messages": [{"role": "user", "content": "\ud83d"}]}
-    encoded = encode([broken, good, {}, good], "messages", tokenizer=bert, loss_on="all")
+    encoded = encode_rows([broken, good, {}, good], "messages", tokenizer=bert, loss_on="all")
     assert encoded[0] == "expected text, got a surrogate, which is no character"
     assert encoded[2].startswith("conversations: expected a column of that name")
     assert encoded[1] == encoded[3]

@@ -3,13 +3,12 @@
 import json
 
 import datasets
-import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from transformers import BertTokenizerFast
 
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.classification import load_labeled_data
+from harmonic_sft.data.loading import load_data
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
 
@@ -41,7 +40,7 @@ def load(path, tokenizer, *, task="sequence_classification", labels=None, **fiel
     }
     config = TypeAdapter(DataConfig).validate_python(settings)
     options = {"vocab_size": len(WORDS), "max_positions": 10, "labels": labels}
-    return load_labeled_data(config, task=task, tokenizer=tokenizer, **options)
+    return load_data(config, task=task, seed=0, tokenizer=tokenizer, **options)
 
 
 TEXTS = [f"{one} {other}" for one in ("red", "blue", "gray") for other in ("blue", "gray", "red")]
@@ -81,7 +80,7 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     saved.save_to_disk(tmp_path / "saved")
     saved.select(range(5)).to_parquet(tmp_path / "a.parquet")
     assert load(str(tmp_path / "a.parquet"), tokenizer).labels == ["no", "yes"]
-    with pytest.raises(ValueError, match=r"got -1 in .*saved', document 5"):
+    with pytest.raises(ValueError, match=r"got -1 in document 5\."):
         load(str(tmp_path / "saved"), tokenizer)
     data = load(str(tmp_path / "saved"), tokenizer, on_bad_row="skip")
     assert len(data.train) + len(data.eval) == 5
@@ -122,17 +121,6 @@ def test_a_long_text_is_cut_and_that_is_told(write, tokenizer, caplog):
     assert "training rows fill" not in caplog.text
 
 
-def test_batches_are_padded(write, tokenizer):
-    rows = [*ROWS, {"text": "red", "label": "a"}]
-    held_out = {"source": {"path": write([{"text": "gray", "label": "a"}], "eval.jsonl")}}
-    data = load(write(rows), tokenizer, eval=held_out, pad_to_multiple_of=4)
-    short, long = {"input_ids": np.array([2, 5, 3]), "labels": np.array(0)}, data.train[0]
-    batch = data.collator([short, long])
-    assert batch["input_ids"].tolist()[0] == [2, 5, 3, 0]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert batch["labels"].tolist() == [0, int(long["labels"])]
-
-
 def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     rows = [
         {"text": ["redish", "blue"], "label": ["x", "y"]},
@@ -148,15 +136,6 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     assert data.unigram_counts.tolist() == [2, 2]
     batch = data.collator([data.train[0], data.train[1]])
     assert batch["labels"].tolist() == [[-100, 0, -100, 1, -100], [-100, 1, -100, -100, -100]]
-    bad = [*rows, {"text": ["red"], "label": ["x", "y"]}]
-    with pytest.raises(ValueError, match=r"for each of 1 words, got 2 in .*, line 4\."):
-        load(write(bad), tokenizer, **options)
-
-
-def test_words_are_a_list(write, tokenizer):
-    path = write([{"text": "red", "label": ["x"]}] * 5)
-    with pytest.raises(ValueError, match=r"expected a list of words, got str in .*, line 1\."):
-        load(path, tokenizer, task="token_classification")
 
 
 def test_a_trained_model_keeps_its_classes(write, tokenizer):
@@ -191,8 +170,23 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
     with pytest.raises(ValueError, match=r"data.eval.documents: expected fewer than"):
         load(write(ROWS), tokenizer, eval={"documents": 8})
     blank = {"source": {"path": write([{"text": " ", "label": "a"}], "blank.jsonl")}}
-    with pytest.raises(ValueError, match=r"data.eval.source: expected rows with text and a label"):
+    with pytest.raises(ValueError, match=r"data.eval.source.path: expected documents with text"):
         load(write(ROWS), tokenizer, eval=blank, on_bad_row="skip")
+
+
+@pytest.mark.parametrize(
+    ("words", "labels", "reason"),
+    [
+        ("red", ["x"], "expected a list of words, got str"),
+        ([], [], "expected a list of words, got list"),
+        (["red"], ["x", "y"], "expected a label for each of 1 words, got 2"),
+        (["red"], "x", "expected a label for each of 1 words, got str"),
+    ],
+)
+def test_words_without_a_label_each_are_bad(write, tokenizer, words, labels, reason):
+    path = write([{"text": ["red"], "label": ["x"]}, {"text": words, "label": labels}])
+    with pytest.raises(ValueError, match=rf"{reason} in .*, line 2\."):
+        load(path, tokenizer, task="token_classification", eval={"documents": 0})
 
 
 def test_bad_rows_stop_or_are_counted(write, tokenizer):

@@ -1,15 +1,16 @@
 import pytest
 
 from harmonic_sft.data import encoding
-from harmonic_sft.data.bad_rows import BLANK, BadRow
-from harmonic_sft.data.encoding import Piece, SpecialTokens, check_pieces, encode_pieces
+from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens, check_pieces, encode_pieces
 
 
 def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch):
     texts = ["word1 ab", "word2 " * 30, "word3", "word4 [MASK]", "xyz " * 20]
     drafts = [[Piece(text, False, [(2, 9)])] for text in texts]
     settings = {"tokenizer": tokenizer, "word_ids": True}
-    whole = encode_pieces(["a reason", *drafts, drafts[0]], **settings)
+    known = Encoded([1], None, None)
+    whole = encode_pieces([known, *drafts, drafts[0]], **settings)
     groups = []
     call = type(tokenizer).__call__
 
@@ -19,9 +20,9 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
 
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 20)
-    assert encode_pieces(["a reason", *drafts, drafts[0]], **settings) == whole
+    assert encode_pieces([known, *drafts, drafts[0]], **settings) == whole
     assert groups == [texts[:1], texts[1:2], texts[2:4], texts[4:]]
-    assert whole[0] == "a reason"
+    assert whole[0] is known
     assert whole[1] == whole[-1]
     assert tokenizer.convert_ids_to_tokens(whole[1].input_ids) == ["word1", "a", "##b"]
     assert whole[1].scored == [True, True, True]
@@ -37,9 +38,13 @@ def test_pieces_are_joined_and_only_some_spell_special_tokens(tokenizer):
     assert encoded.word_ids == [0, -1, 1, 2, 2, 2, 3, 4]
 
 
-def test_pieces_without_a_token_are_blank_and_surrogates_bad(tokenizer):
-    (encoded,) = encode_pieces([[Piece("\x00", False, True)]], tokenizer=tokenizer, word_ids=False)
-    assert encoded == BLANK
+def test_a_label_stands_at_the_first_token_of_its_piece(tokenizer):
+    pieces = [Piece("ab", True, True, "x"), Piece("", True, True, "y"), Piece("word1", True, True)]
+    (encoded,) = encode_pieces([pieces], tokenizer=tokenizer, word_ids=False)
+    assert encoded.labels == ["x", None, None]
+
+
+def test_surrogates_are_bad():
     with pytest.raises(BadRow, match="expected text, got a surrogate, which is no character"):
         check_pieces([Piece("a", False, True), Piece("\ud800", False, True)])
 

@@ -44,7 +44,7 @@ def digest(batches):
     return found.hexdigest()
 
 
-def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settings):
+def load(tokenizer, folder, names, *, streaming=False, task="masked_lm", **settings):
     sources = [
         Source(path=str(folder / name), streaming=streaming, weight=weight)
         for name, weight in names.items()
@@ -52,7 +52,12 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
     config = DataConfig(
         sources=sources, context_length=14, eval=EvalConfig(documents=5, seed=3), **settings
     )
-    options = {"vocab_size": len(tokenizer), "max_positions": 16, "seed": 3, "is_causal": is_causal}
+    options = {
+        "vocab_size": len(tokenizer),
+        "max_positions": 16,
+        "seed": 3,
+        "task": task,
+    }
     return load_data(config, tokenizer=tokenizer, **options)
 
 
@@ -64,7 +69,7 @@ def load(tokenizer, folder, names, *, streaming=False, is_causal=False, **settin
         (
             "byte_tokenizer",
             {"chat.jsonl": None},
-            {"is_causal": True, "loss_on": "assistant", "padding_free": True},
+            {"task": "causal_lm", "loss_on": "assistant", "padding_free": True},
             "b7247dbff886d841",
         ),
     ],
@@ -105,4 +110,41 @@ def test_batches_of_streams_also_after_a_restart(tokenizer, folder, names, setti
     for batch in resumed:
         del batch["places"]
     assert digest(resumed) == digest(batches[15:])
+    assert digest(batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("sequence_classification", "616b6b7c4ee61a41"),
+        ("token_classification", "958810c1e8bb1220"),
+    ],
+)
+def test_labeled_rows(tokenizer, tmp_path, task, expected):
+    """Some texts are cut, four are copies, one spells a special token."""
+    texts = [[f"word{(7 * i + i * j) % 200}ab" for j in range(1 + i % 9)] for i in range(30)]
+    texts[3].append("[MASK]")
+    texts[9:13] = [texts[8]] * 4
+    for part in range(2):
+        lines = []
+        for i, words in enumerate(texts[part::2]):
+            labels = [f"class {(i + j) % 3}" for j in range(len(words))]
+            row = {"text": words, "label": labels, "weight": i / 2}
+            if task == "sequence_classification":
+                row |= {"text": " ".join(words), "label": labels[0]}
+            lines.append(json.dumps(row))
+        (tmp_path / f"{part}.jsonl").write_text("\n".join([*lines, '{"cut']))
+    config = DataConfig(
+        sources=[Source(path=str(tmp_path / f"{part}.jsonl")) for part in range(2)],
+        context_length=14,
+        eval=EvalConfig(documents=5, seed=2),
+        on_bad_row="skip",
+        label_column="label",
+        weight_column="weight",
+    )
+    options = {"vocab_size": len(tokenizer), "max_positions": 16}
+    data = load_data(config, seed=3, task=task, tokenizer=tokenizer, **options)
+    assert (data.bad_rows.total, data.num_documents, data.num_tokens) == (2, 21, 246)
+    rows = [[part[i]] for part in (data.train, data.eval) for i in range(len(part))]
+    batches = [data.collator(row) for row in rows]
     assert digest(batches) == expected

@@ -5,19 +5,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
-from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import fingerprint
-from harmonic_sft.data.loading import choose_eval, load_data, split_streams, split_table
+from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
-from harmonic_sft.data.row_maker import RowMaker, tokenize_table
-from harmonic_sft.data.streams import LogicalStream, advance
+from harmonic_sft.data.streams import advance
 
 NUM_DOCUMENTS = 40
 
@@ -57,7 +54,8 @@ def test_counts_are_those_of_the_ordinary_tokens_trained_on(tokenizer, path):
     counts[tokenizer.all_special_ids] = 0
     np.testing.assert_array_equal(data.unigram_counts, counts)
     assert data.num_tokens == counts.sum()
-    assert data.num_documents == NUM_DOCUMENTS - 5  # blank lines are no documents
+    assert data.num_documents == len(data.trained) == NUM_DOCUMENTS - 5  # blank lines are none
+    assert data.duplicates == (0, 0)
 
 
 def key(row):
@@ -159,7 +157,6 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     """
     held_out = EvalConfig(documents=6, seed=5, drop_near_duplicates=drop_near)
     data = of_copies(tokenizer, tmp_path, streaming=False, eval=held_out)
-    assert np.flatnonzero(choose_eval(18, 6, seed=5)).tolist() == [1, 4, 6, 9, 10, 14]
     assert data.held_out.fingerprints == [fingerprint(LONG[i]) for i in (1, 4, 6, 1, 2, 6)]
     assert data.duplicates == (2, 1)
     stay = [0, 3, 5, 7, 8, 11, 13, 15, *([] if drop_near else [16]), 17]
@@ -169,12 +166,6 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     assert data.trained.tolist() == sorted({int(fingerprint(texts[i])[:16], 16) for i in stay})
     assert set(data.eval.rows.column_names) == set(data.train.rows.column_names)
     assert not {"fingerprint", "words"} & set(data.train.rows.column_names)
-
-
-def test_documents_without_copies_are_all_trained_on(tokenizer, path):
-    data = load(tokenizer, Source(path=path))
-    assert data.duplicates == (0, 0)
-    assert len(data.trained) == data.num_documents == NUM_DOCUMENTS - 5
 
 
 def test_training_data_of_nothing_but_copies_are_refused(tokenizer, tmp_path):
@@ -289,22 +280,6 @@ def test_long_document_is_cut_and_whole(byte_tokenizer, tmp_path, ending, stream
     assert rows.count(8) == 27
 
 
-def test_mixture_by_weight_of_tables_is_refused(tokenizer, path):
-    sources = [Source(path=path, weight=weight) for weight in (3, 1)]
-    with pytest.raises(ValueError, match="expected streaming: true in a mixture by weight"):
-        load(tokenizer, *sources)
-
-
-def test_weight_is_for_all_sources_or_none(tokenizer, path):
-    with pytest.raises(ValueError, match=r"sources: expected a weight in all or in none"):
-        load(tokenizer, Source(path=path, weight=1), Source(path=path))
-
-
-def test_padding_free_batches_with_padding_are_refused(tokenizer, path):
-    with pytest.raises(ValueError, match="padding_free: expected no pad_to_multiple_of"):
-        load(tokenizer, Source(path=path), padding_free=True, pad_to_multiple_of=8)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_formats_are_recognized_and_may_be_mixed_with_text(tokenizer, path, tmp_path, streaming):
     rows = [
@@ -331,11 +306,6 @@ def test_rows_of_no_known_format_are_refused(tokenizer, tmp_path):
         load(tokenizer, Source(path=str(tmp_path / "odd.jsonl")))
 
 
-def test_mixture_of_streams_and_tables_is_refused(tokenizer, path):
-    with pytest.raises(ValueError, match="sources: expected streaming in all or in none"):
-        load(tokenizer, Source(path=path), Source(path=path, streaming=True))
-
-
 def test_file_of_blank_lines_is_refused(tokenizer, tmp_path):
     (tmp_path / "blank.txt").write_text("\n \n\n")
     with pytest.raises(ValueError, match=r"sources\[0\]\.path: expected documents with text"):
@@ -353,10 +323,30 @@ def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, path, monkeypat
         load(tokenizer, Source(path=path), mask=MaskConfig(whole_word=True))
 
 
-@pytest.mark.parametrize("settings", [{"sources": []}, {"context_length": 0}, {"contextlength": 8}])
-def test_bad_data_settings_are_refused(settings):
-    defaults = {"sources": [Source(path="a.txt")], "context_length": 8}
-    with pytest.raises(ValidationError, match=next(iter(settings))):
+TABLE, STREAM = {"path": "a.txt"}, {"path": "a.txt", "streaming": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": []}, "sources"),
+        ({"context_length": 0}, "context_length"),
+        ({"contextlength": 8}, "contextlength"),
+        ({"sources": [TABLE, STREAM]}, "sources: expected streaming in all or in none"),
+        ({"sources": [{**STREAM, "weight": 1}, STREAM]}, "sources: expected a weight in all or in"),
+        (
+            {"sources": [{**TABLE, "weight": weight} for weight in (3, 1)]},
+            "sources: expected streaming: true in a mixture by weight",
+        ),
+        (
+            {"padding_free": True, "pad_to_multiple_of": 8},
+            "padding_free: expected no pad_to_multiple_of",
+        ),
+    ],
+)
+def test_bad_data_settings_are_refused(settings, message):
+    defaults = {"sources": [TABLE], "context_length": 8}
+    with pytest.raises(ValidationError, match=message):
         DataConfig(**(defaults | settings))
 
 
@@ -367,114 +357,85 @@ def document_names(rows):
     return {(row["source"], row["document"]) for row in rows}
 
 
-def row_maker(tokenizer, source=0, row_format="text"):
-    return RowMaker(
-        name=f"data.sources[{source}]",
-        source=source,
-        row_format=row_format,
-        column="text",
-        tokenizer=tokenizer,
-        context_length=8,
-        loss_on="all",
-        word_ids=False,
-    )
-
-
-@pytest.fixture
-def rows(tokenizer):
-    documents = Dataset.from_dict({"text": TEXTS})
-    return tokenize_table(documents, row_maker(tokenizer), BadRows())
-
-
-def streams(parts, tokenizer):
-    """One logical stream per list of texts of each source: `parts[stream][source]`."""
-    return [
-        LogicalStream(
-            [Dataset.from_dict({"text": texts}).to_iterable_dataset() for texts in sources],
-            number,
-            weights=None,
-            make_rows=[row_maker(tokenizer, source) for source in range(len(sources))],
-            bad_rows=BadRows(),
-            window=1,
-            seed=0,
-            capacity=None,
-        )
-        for number, sources in enumerate(parts)
-    ]
+def of_files(tokenizer, folder, lengths, *, streaming, **settings):
+    """30 documents or fewer, in one file after another."""
+    texts = iter(TEXTS)
+    for number, length in enumerate(lengths):
+        (folder / f"{number}.txt").write_text("\n".join(next(texts) for _ in range(length)))
+    source = Source(path=f"{folder}/*.txt", streaming=streaming)
+    return load(tokenizer, source, window=1, **settings)
 
 
 def one_pass(stream):
     """The rows of a stream's first pass, a window being one document."""
-    found = []
-    for [(row, epoch)], _ in stream.rows(None):
-        if epoch:
-            return found
-        found.append(row)
-    return None
+    first = itertools.takewhile(lambda item: item[0][0][1] == 0, stream.rows(None))
+    return [row for [(row, _)], _ in first]
 
 
-def test_every_document_is_on_one_side_with_all_its_rows(rows):
-    train, held_out, num_documents = split_table(rows, eval_documents=10, seed=0)
-    assert (len(document_names(held_out)), len(document_names(train)), num_documents) == (
-        10,
-        20,
-        20,
-    )
-    assert not document_names(held_out) & document_names(train)
-    assert len(held_out) + len(train) == len(rows)
-    for seed in (0, 1):
-        _, again, _ = split_table(rows, eval_documents=10, seed=seed)
-        assert (document_names(again) == document_names(held_out)) == (seed == 0)
+def test_every_document_is_on_one_side_with_all_its_rows(tokenizer, tmp_path):
+    held_out = []
+    for seed in (0, 0, 1):
+        config = EvalConfig(documents=10, seed=seed)
+        data = of_files(tokenizer, tmp_path, [30], streaming=False, eval=config)
+        train = document_names(data.train.rows)
+        held_out.append(document_names(data.eval.rows))
+        assert (len(train), len(held_out[-1]), len(train | held_out[-1])) == (20, 10, 30)
+        num_chunks = sum(-(-(1 + index % 20) // 6) for index in range(30))
+        assert len(data.eval.rows) + len(data.train.rows) == num_chunks
+    assert held_out[0] == held_out[1] != held_out[2]
 
 
-def test_every_logical_stream_gives_its_share_for_evaluation(tokenizer):
-    parts = [[TEXTS[:8]], [TEXTS[8:16]], [TEXTS[16:]]]
-    _, held_out = split_streams(streams(parts, tokenizer), eval_documents=5)
-    found = Counter(document >> 40 for _, document in document_names(held_out))
-    assert found == {0: 2, 1: 2, 2: 1}
-
-
-@pytest.mark.parametrize("lengths", [(1, 28), (28, 1), (3, 1, 22, 2)])
-def test_short_streams_leave_their_share_to_long_ones_and_are_not_trained_on(tokenizer, lengths):
-    texts = iter(TEXTS)
-    parts = [[[next(texts) for _ in range(length)]] for length in lengths]
-    left, held_out = split_streams(streams(parts, tokenizer), eval_documents=20)
-    assert len(document_names(held_out)) == 20
-    trained = [document_names(one_pass(stream)) for stream in left]
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((8, 8, 14), {0: 7, 1: 7, 2: 6}),
+        ((1, 28), {0: 1, 1: 19}),  # short ones leave their share to long ones
+        ((28, 1), {0: 19, 1: 1}),
+        ((3, 1, 22, 2), {0: 3, 1: 1, 2: 14, 3: 2}),
+    ],
+)
+def test_every_logical_stream_gives_its_share_for_evaluation(
+    tokenizer, tmp_path, lengths, expected
+):
+    settings = {"streaming": True, "eval": EvalConfig(documents=20)}
+    data = of_files(tokenizer, tmp_path, lengths, **settings)
+    held_out = document_names(data.eval.rows)
+    assert Counter(document >> 40 for _, document in held_out) == expected
+    trained = [document_names(one_pass(stream)) for stream in data.train.streams]
     assert all(trained)
-    assert not document_names(held_out) & set.union(*trained)
+    assert not held_out & set.union(*trained)
     assert len(set.union(*trained)) == sum(lengths) - 20
 
 
-def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer):
-    texts = Dataset.from_dict({"text": ["word1 word2"] * 2}).to_iterable_dataset()
-    tokens = Dataset.from_dict({"input_ids": [[9, 10, 11]] * 2, "labels": [[-100, 10, -100]] * 2})
-    stream = LogicalStream(
-        [texts, tokens.to_iterable_dataset()],
-        0,
-        weights=None,
-        make_rows=[row_maker(tokenizer), row_maker(tokenizer, 1, row_format="tokens")],
-        bad_rows=BadRows(),
-        window=1,
-        seed=0,
-        capacity=None,
-    )
-    _, rows = split_streams([stream], eval_documents=2)
-    assert rows["source"][:] == [0, 1]
-    assert rows["scored"][:] == [[True] * 4, [False, False, True, False, False]]
-
-
-@pytest.mark.parametrize(("eval_documents", "count"), [(30, 1), (31, 2)])
-def test_too_few_documents_are_refused(rows, tokenizer, eval_documents, count):
+@pytest.mark.parametrize(
+    ("eval_documents", "lengths", "streaming"),
+    [(30, [30], False), (30, [30], True), (31, [15, 15], False), (31, [15, 15], True)],
+)
+def test_too_few_documents_are_refused(tokenizer, tmp_path, eval_documents, lengths, streaming):
     message = re.escape(
         "data.eval.documents: expected fewer than the documents there are, "
         f"got {eval_documents} of 30. Keep fewer, or add sources."
     )
+    settings = {"streaming": streaming, "eval": EvalConfig(documents=eval_documents)}
     with pytest.raises(ValueError, match=message):
-        split_table(rows, eval_documents=eval_documents, seed=0)
-    parts = [[TEXTS[start::count]] for start in range(count)]
-    with pytest.raises(ValueError, match=message):
-        split_streams(streams(parts, tokenizer), eval_documents=eval_documents)
+        of_files(tokenizer, tmp_path, lengths, **settings)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path, streaming):
+    (tmp_path / "text.txt").write_text("word1 word2\nword3 word4\n")
+    rows = [{"input_ids": [9, 10, last], "labels": [-100, 10, -100]} for last in (11, 12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [
+        Source(path=str(tmp_path / name), streaming=streaming)
+        for name in ("text.txt", "rows.jsonl")
+    ]
+    data = load(tokenizer, *sources, eval=EvalConfig(documents=2, seed=1))
+    rows = [*data.eval.rows, *([] if streaming else data.train.rows)]
+    assert {int(row["source"]): row["scored"].tolist() for row in rows} == {
+        0: [True] * 4,
+        1: [False, False, True, False, False],
+    }
 
 
 NEXT_WORDS = [f"w{index}" for index in range(40)]
@@ -498,7 +459,7 @@ def load_causal(path, tokenizer, **fields):
         }
     )
     return load_data(
-        config, tokenizer=tokenizer, vocab_size=42, max_positions=8, seed=0, is_causal=True
+        config, tokenizer=tokenizer, vocab_size=42, max_positions=8, seed=0, task="causal_lm"
     )
 
 

@@ -31,8 +31,6 @@ def row_maker(tokenizer, **settings):
         "row_format": "text",
         "column": "text",
         "context_length": 8,
-        "loss_on": "all",
-        "word_ids": False,
     }
     return RowMaker(tokenizer=tokenizer, **(defaults | settings))
 
@@ -93,11 +91,6 @@ def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, ca
     assert len(rows) > 10
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
-
-
-def test_text_that_spells_a_special_token_stays_text(tokenizer):
-    rows, _ = make(row_maker(tokenizer, context_length=16), documents(["a [MASK]"]))
-    assert tokenizer.mask_token_id not in rows[0]["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "byte_tokenizer"])
@@ -223,7 +216,7 @@ def test_rows_know_their_words_if_asked(tokenizer):
 
 def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
     row = {"prompt": TEXTS[3], "completion": "word1 word2", "document": 0}
-    settings = {"row_format": "prompt_completion", "loss_on": "completion"}
+    settings = {"row_format": "prompt_completion", "loss_on": "completion", "scored": True}
     rows, bad_rows = make(row_maker(tokenizer, **settings), [row])
     (whole,), all_scored = make(row_maker(tokenizer, context_length=512, **settings), [row])
     expected = len(whole["input_ids"]) - 2 - sum(len(row["input_ids"]) - 2 for row in rows)
@@ -237,7 +230,7 @@ def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
     words = [f"word{index}" for index in range(14)]
     input_ids = tokenizer.convert_tokens_to_ids(words)
     labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
-    maker = row_maker(tokenizer, row_format="tokens")
+    maker = row_maker(tokenizer, row_format="tokens", scored=True)
     rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, "document": 5}])
     assert rows == [
         {

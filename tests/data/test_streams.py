@@ -244,39 +244,32 @@ def test_run_stopped_after_any_row_continues_with_the_same_rows(count, mixture, 
         assert read(streamed, 4)[0] == expected[stop : stop + 4]
 
 
-@pytest.mark.parametrize(("mixture", "step"), [("turns", 2), ("weights", 5)])
-def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(mixture, step):
-    settings = {"count": 2, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": 9}
-    expected = plain_order(open_streams(**settings), 60)
-    assert max(epoch for *_, epoch in names(expected)) >= 1
-    state = StreamState(rows=0, streams={})
-    rows = []
-    while len(rows) < 60:
-        # As in a new process: nothing is left of the last one but the state.
-        streamed = open_streams(**settings)
-        streamed.state = state
-        found, [state] = read(streamed, step)
-        rows += found
-    assert rows == expected
+PLAN = [(2, 3), (1, 2), (3, 1)]  # processes, batch size
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_number_of_processes_may_change_at_every_restart(workers):
-    settings = {"count": 3, "eval_documents": 4}
-    plan = [(2, 3), (1, 2), (3, 1)]  # processes, batch size
+@pytest.mark.parametrize(
+    ("mixture", "capacity", "plan", "workers"),
+    [
+        ("turns", 9, [(1, 2)] * 7, 0),
+        ("weights", 9, [(1, 5)] * 3, 0),
+        ("turns", None, PLAN, 0),
+        ("turns", None, PLAN, 1),
+    ],
+)
+def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(
+    mixture, capacity, plan, workers
+):
+    """Also where the number of processes changes at every restart."""
+    settings = {"count": 3, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": capacity}
     expected = plain_order(open_streams(**settings), sum(4 * p * b for p, b in plan))
     state = StreamState(rows=0, streams={})
     rows = []
     for processes, batch_size in plan:
+        # As in a new process: nothing is left of the last one but the state.
         streamed = open_streams(**settings)
         streamed.state = state
-        found, states = read(
-            streamed,
-            4 * processes * batch_size,
-            processes=processes,
-            workers=workers,
-            batch_size=batch_size,
-        )
+        num_rows, parts = 4 * processes * batch_size, {"processes": processes, "workers": workers}
+        found, states = read(streamed, num_rows, batch_size=batch_size, **parts)
         state = merge(states)
         rows += found
     assert rows == expected

@@ -249,7 +249,7 @@ def test_settings_that_do_not_fit(write, overrides, message):
 def test_packed_and_padded_batches_have_the_loss_of_single_rows(base, text, packing):
     tokenizer = load_tokenizer(ModelConfig(base=str(base), task="causal_lm"))
     section = {"sources": [{"path": str(text)}], "context_length": 40, "eval": {"documents": 1}}
-    shape = {"vocab_size": V, "max_positions": 64, "seed": 0, "is_causal": True}
+    shape = {"vocab_size": V, "max_positions": 64, "seed": 0, "task": "causal_lm"}
     joined, plain = (
         load_data(DataConfig(**section, packing=is_packed), tokenizer=tokenizer, **shape)
         for is_packed in (packing, False)

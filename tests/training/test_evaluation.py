@@ -3,12 +3,13 @@
 import json
 import shutil
 
-import numpy as np
+import datasets
 import pytest
 import torch
 import yaml
 
-from harmonic_sft.data.batches import LabeledRows
+from harmonic_sft.data.batches import MaskedRows
+from harmonic_sft.data.masking import ClassLabels
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import evaluation
 from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
@@ -115,10 +116,10 @@ def test_a_download_needs_only_the_path_of_data(folder, other):
 
 def test_a_fingerprint_is_that_of_tokens_and_labels():
     def rows(*pairs):
-        input_ids, labels = (
-            [np.array(part) for part in parts] for parts in zip(*pairs, strict=True)
-        )
-        return LabeledRows(input_ids, labels, ["a", "b"])
+        table = [{"input_ids": ids, "labels": [str(label)]} for ids, label in pairs]
+        numbers = {"0": 0, "1": 1}
+        masker = ClassLabels(seed=0, names=["a", "b"], numbers=numbers, of_tokens=False)
+        return MaskedRows(datasets.Dataset.from_list(table), masker)
 
     base = fingerprint(rows(([1, 2], 0), ([3], 1)))
     assert base == fingerprint(rows(([1, 2], 0), ([3], 1)))

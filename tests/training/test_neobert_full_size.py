@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+
 @pytest.mark.slow
 def test_neobert_yaml_trains_three_steps_in_8_gib(tmp_path, minilm_path):
     base, folder = tmp_path / "neobert", tmp_path / "run"
