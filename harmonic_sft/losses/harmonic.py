@@ -1,6 +1,6 @@
 """Harmonic loss: the cross-entropy of a distance head."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -40,10 +40,10 @@ class HarmonicLoss:
                 "Use loss cross_entropy"
             )
 
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
+    def prepare(self, head: Head) -> CrossEntropyLoss:
+        """Return what it is, after `check`: the cross-entropy of the head's distances."""
         self.check(head)
-        return self
+        return CrossEntropyLoss(impl=self.impl)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token: the cross-entropy of the distances.
@@ -56,4 +56,4 @@ class HarmonicLoss:
         Returns:
             `[N]`, in nats.
         """
-        return CrossEntropyLoss(impl=self.impl)(head, hidden_states, labels)
+        return self.prepare(head)(head, hidden_states, labels)

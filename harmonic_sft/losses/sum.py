@@ -119,8 +119,6 @@ class WeightedSum:
 
 def _is_plain(loss: Any) -> bool:
     """Whether a loss is the negative log-probability alone, by the default implementation."""
-    if isinstance(loss, HarmonicLoss):
-        return loss.impl != "reference"
     return isinstance(loss, CrossEntropyLoss) and loss.is_plain and loss.impl != "reference"
 
 

@@ -26,7 +26,35 @@ from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFis
 INNER = ("cosine", "dist", "linear")
 
 
-class MultiHead(SphereHead):
+class OuterHead(Head):
+    """A head around another one, whose weight and exponent are its own.
+
+    Attributes:
+        inner: The other one.
+    """
+
+    inner: Head
+
+    @property
+    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
+        """The inner head's weight, `[V, D]`."""
+        return self.inner.weight
+
+    @property
+    def h_exp(self) -> float | None:
+        """The inner head's exponent, None for heads without one."""
+        return self.inner.h_exp
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.inner.h_exp = value
+
+    def reset_parameters(self) -> None:
+        """Draw the inner head again."""
+        self.inner.reset_parameters()
+
+
+class MultiHead(OuterHead, SphereHead):
     """The mean of M softmaxes: p_j = mean_m softmax_j of head m on columns m of x and W.
 
     Hidden states and prototypes are cut into M slices of D / M columns. Every slice is compared as
@@ -76,23 +104,9 @@ class MultiHead(SphereHead):
         self.renormalize_()
 
     @property
-    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
-        """The inner head's weight, `[V, D]`."""
-        return self.inner.weight
-
-    @property
     def prototypes(self) -> Tensor:
         """The slices the head compares with, side by side, `[V, D]`: each of norm 1 on spheres."""
         return self._unit_slices(self.weight) if self.unit_sphere else self.weight
-
-    @property
-    def h_exp(self) -> float | None:
-        """The exponent of all slices, None where they measure no distances."""
-        return self.inner.h_exp
-
-    @h_exp.setter
-    def h_exp(self, value: float) -> None:
-        self.inner.h_exp = value
 
     def lazy_logits(self, hidden_states: Tensor) -> MixtureLogits:
         """Return what the logits of `[N, D]` are made of: one part for each slice."""
@@ -117,10 +131,6 @@ class MultiHead(SphereHead):
             with torch.no_grad():
                 self.weight.copy_(self.prototypes)
 
-    def reset_parameters(self) -> None:
-        """Draw the inner head again."""
-        self.inner.reset_parameters()
-
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the inner head's settings."""
         fields = {"num_heads": self.num_heads, "inner": self.inner.settings()}
@@ -142,7 +152,7 @@ class MultiHead(SphereHead):
         return unit_rows(at_least_float32(slices)).view_as(vectors)
 
 
-class RotationHead(Head):
+class RotationHead(OuterHead):
     """Another head, on hidden states turned by a learned orthogonal matrix R.
 
     R is the Cayley transform (I + A / 2) (I - A / 2)^-1 of a skew-symmetric A, as torch computes
@@ -183,23 +193,9 @@ class RotationHead(Head):
         return torch.linalg.solve(identity - half, identity + half)
 
     @property
-    def weight(self) -> nn.Parameter:  # ty: ignore[incompatible-property-override]
-        """The inner head's weight, `[V, D]`."""
-        return self.inner.weight
-
-    @property
     def prototypes(self) -> Tensor:
         """The inner head's prototypes, `[V, D]`: what rotated hidden states are compared with."""
         return self.inner.prototypes
-
-    @property
-    def h_exp(self) -> float | None:
-        """The inner head's exponent, None for heads without one."""
-        return self.inner.h_exp
-
-    @h_exp.setter
-    def h_exp(self, value: float) -> None:
-        self.inner.h_exp = value
 
     def rotate(self, hidden_states: Tensor) -> Tensor:
         """Return R x for each row x of `[N, D]`, in float32 or better, whatever autocast says."""
@@ -230,7 +226,7 @@ class RotationHead(Head):
 
     def reset_parameters(self) -> None:
         """Draw the inner head again and set R to I."""
-        self.inner.reset_parameters()
+        super().reset_parameters()
         init.zeros_(self.skew)
 
     def settings(self) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""What travels through a fused loss: its arguments, the state of a chunk, the gradients."""
+"""What the operator takes and gives, and how its arguments are read."""
 
-from dataclasses import dataclass, field
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from harmonic_sft.ops.options import TokenMetrics
 
 
 class Arguments(NamedTuple):
@@ -63,92 +65,15 @@ class Arguments(NamedTuple):
         """Whether one of the first five arguments gets a gradient."""
         return self.needs[self._fields.index(name)]
 
-
-@dataclass
-class Chunk:
-    """The tokens of one chunk under one softmax.
-
-    The pairs are those that stay out of the matrix products: labels first, then near prototypes.
-    Their distances are taken by direct difference: the label's decides the loss of a confident
-    token, and a near prototype's expanded distance would have lost its digits.
-
-    Attributes:
-        tokens: Where they stand among the N.
-        placed: `[T, D]`, hidden states as the geometry compares them.
-        inverse: `[T, 1]`, 1 / |x| on the sphere; None elsewhere.
-        unit: `[T, 1]`, of squared distances (`Geometry.unit`); 1 for a linear head.
-        row: `[T, 1]`, what the squared distances of a token have in common; None for 0.
-        labels: `[T, K]`, columns; -1 where padded or repeated.
-        columns: `[T, S]`, of the pairs; -1 where there is none.
-        squared: `[T, S]`, d2 + eps of the pairs; 1 for a linear head.
-        logs: `[T, S]`, log(squared / unit); 0 for a linear head and where there is no pair.
-        logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
-    """
-
-    tokens: slice
-    placed: Tensor
-    inverse: Tensor | None
-    unit: Tensor
-    row: Tensor | None
-    labels: Tensor
-    columns: Tensor = field(init=False)
-    squared: Tensor = field(init=False)
-    logs: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
-
     @property
-    def num_labels(self) -> int:
-        """K, how many of the S pairs are labels."""
-        return self.labels.shape[1]
+    def leaves(self) -> list[tuple[str, Tensor | None, bool]]:
+        """Name, value and need of those whose gradients are summed over tiles: not of `h_exp`."""
+        first = zip(self._fields, self, self.needs, strict=False)
+        return [leaf for leaf in first if leaf[0] != "h_exp"]
 
-
-class TileStatistics(NamedTuple):
-    """Sums over the columns of each tile, without the pairs; e = exp(logit - log_scale).
-
-    Attributes:
-        log_scale: `[tiles, T]`, the largest logit, or near it.
-        sums: `[tiles, T]`, of e.
-        moments: `[3, tiles, T]` or None: sums of e * log e, of e * bias, and of the biases.
-        logits: `[tiles, T]` or None, sums of the logits.
-        best: `[tiles, T]` or None, the column of the largest logit.
-        second: `[R, tiles, T]`, sums that the stage asks for.
-    """
-
-    log_scale: Tensor
-    sums: Tensor
-    moments: Tensor | None
-    logits: Tensor | None
-    best: Tensor | None
-    second: Tensor
-
-
-@dataclass
-class Rows:
-    """The tokens of a chunk once their normalizers are known.
-
-    Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
-    s_j; `CrossEntropy.log_share` says what they are divided by.
-
-    Attributes:
-        log_normalizer: `[T]`, logsumexp over all classes, distances in `Chunk.unit`.
-        log_probs: `[T, K]`, of the labels; -inf where there is none. Accurate also when p is close
-            to 1, so that 1 - p is.
-        saved: `[T]`, what a stage with a second loss must know to make its gradients.
-        mass: `[T]`.
-        target: `[T, K]`: at a label dL/dlogit = mass * p - target, besides second and floor.
-        rest: `[T, K]`, mass - target.
-        floor: `[T]`.
-        second: `[T]` or None.
-    """
-
-    log_normalizer: Tensor
-    log_probs: Tensor
-    saved: Tensor
-    mass: Tensor = field(init=False)
-    target: Tensor = field(init=False)
-    rest: Tensor = field(init=False)
-    floor: Tensor = field(init=False)
-    second: Tensor | None = None
+    def empty_gradient(self, leaf: Tensor | None) -> Tensor:
+        """Return what stands for the gradient of a leaf that gets none."""
+        return (self.hidden_states if leaf is None else leaf).new_empty(0)
 
 
 class Results(NamedTuple):
@@ -158,7 +83,7 @@ class Results(NamedTuple):
         loss: `[N]`.
         log_normalizers: `[N, M]`, of each softmax, distances in `Chunk.unit`.
         label_log_probs: `[N, K]`; `[N, M]` of a mixture.
-        saved: `[N]`, see `Rows`.
+        saved: `[N]`, see `Chunk`.
         log_probs: `[N]`, metric.
         log_normalizer: `[N]`, metric.
         entropy: `[N]`, metric.
@@ -184,7 +109,66 @@ class Results(NamedTuple):
     class_bias: Tensor
     second_weight: Tensor
 
+    @property
+    def metrics(self) -> TokenMetrics:
+        """What was measured of each token."""
+        return TokenMetrics(self.log_probs, self.log_normalizer, self.entropy, self.predictions)
 
-def empty_gradient(arguments: Arguments, leaf: Tensor | None) -> Tensor:
-    """Return what stands for the gradient of a leaf that gets none."""
-    return (arguments.hidden_states if leaf is None else leaf).new_empty(0)
+
+def check_bias(arguments: Arguments) -> None:
+    """Refuse a class that is ruled out and has a share of the target all the same."""
+    if arguments.class_bias is None or not arguments.label_smoothing:
+        return
+    finite = ~arguments.class_bias.isneginf().any()
+    if finite.device.type != "cpu":  # fails later, without halting the device now
+        torch._assert_async(finite)
+    elif not finite:
+        raise ValueError(
+            "class_bias: expected no -inf beside label_smoothing, which gives every class a "
+            "share of the target, got one. Use a finite number or no smoothing"
+        )
+
+
+def read_exponent(arguments: Arguments) -> float | Tensor:
+    """Return the exponent as a number where reading it does not halt a device."""
+    if arguments.h_exp.device.type != "cpu":
+        return arguments.h_exp.detach()
+    exponent = float(arguments.h_exp)
+    if not -math.inf < exponent < 0:
+        raise ValueError(f"h_exp: expected a number below 0, got {exponent}")
+    return exponent
+
+
+def read_target(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Return labels and probabilities `[N, K]` of the target, repeated labels merged."""
+    labels, weights = arguments.labels, arguments.target_weights
+    dtype = torch.promote_types(arguments.hidden_states.dtype, arguments.prototypes.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    vocab_size, lowest = len(arguments.prototypes), 0
+    if weights is None:
+        labels = labels.unsqueeze(1)
+        weights = torch.ones_like(labels, dtype=dtype)
+    else:
+        lowest = -1  # pads
+        weights = weights.to(dtype).where(labels >= 0, 0)
+    if labels.device.type != "cpu":  # fails later, without halting the device now
+        torch._assert_async(((labels >= lowest) & (labels < vocab_size)).all())
+    elif labels.numel() and not lowest <= int(labels.min()) <= int(labels.max()) < vocab_size:
+        raise ValueError(
+            f"labels: expected values from {lowest} to {vocab_size - 1}, "
+            f"got {int(labels.min())} to {int(labels.max())}. Drop ignored positions first"
+        )
+    return _merge_repeated(labels, weights)
+
+
+def _merge_repeated(labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Add the weights of a row's repeated labels `[N, K]` up at the first, and pad the others."""
+    num_labels = labels.shape[1]
+    if num_labels == 1:
+        return labels, weights
+    same = labels.unsqueeze(2) == labels.unsqueeze(1)  # [N, K, K]
+    first = same.to(torch.uint8).argmax(2)  # [N, K], where the label stands first
+    merged = torch.zeros_like(weights).scatter_add_(1, first, weights)
+    kept = first == torch.arange(num_labels, device=labels.device)
+    kept &= labels >= 0
+    return labels.where(kept, -1), merged.where(kept, 0)

@@ -175,7 +175,7 @@ def _cross_entropy(
     if impl == "reference":
         return reference_cross_entropy(logits, labels, options)
     found = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
-    return found.loss, TokenMetrics(*found[4:8])
+    return found.loss, found.metrics
 
 
 def chunked_loss(

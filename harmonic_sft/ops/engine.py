@@ -1,17 +1,17 @@
 """The loop over chunks of tokens that every loss without the [N, V] matrix runs on."""
 
-import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.arguments import Arguments, Chunk, Results, Rows, empty_gradient
+from harmonic_sft.ops.arguments import Arguments, Results
+from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import build_geometry
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.products import GradientProducts, add_rows_
-from harmonic_sft.ops.rows import measure_pairs, normalize, token_metrics
 from harmonic_sft.ops.stages import STAGES, CrossEntropy
 from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
@@ -24,51 +24,6 @@ LOOSE_ROWS = 256  # of chunks that keep no weights
 DEVICE_BYTES = 2**29  # of a chunk on a GPU, where small products are slow
 
 
-class Gradients:
-    """Where gradients are accumulated; None where nobody wants one.
-
-    Args:
-        arguments: Their shapes.
-        dtype: What the gradients are summed in.
-        wanted: Make any at all.
-
-    Attributes:
-        hidden_states: `[N, D]`.
-        prototypes: `[V, D]`.
-        class_bias: `[V]`.
-        second_weight: `[V, E]`.
-    """
-
-    def __init__(self, arguments: Arguments, dtype: torch.dtype, *, wanted: bool):
-        def empty(name: str, like: Tensor | None) -> Tensor | None:
-            if like is None or not (wanted and arguments.needs_gradient(name)):
-                return None
-            # The first chunk writes these two, the others add; with no token nobody writes.
-            written = name in ("hidden_states", "prototypes") and len(arguments.hidden_states)
-            make = torch.empty if written else torch.zeros
-            return make(like.shape, dtype=dtype, device=like.device)
-
-        self.hidden_states = empty("hidden_states", arguments.hidden_states)
-        self.prototypes = empty("prototypes", arguments.prototypes)
-        self.class_bias = empty("class_bias", arguments.class_bias)
-        self.second_weight = empty("second_weight", arguments.second_weight)
-
-    def finished(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """Return them in the dtypes of their leaves, empty where there is none."""
-        pairs = (
-            (arguments.hidden_states, self.hidden_states),
-            (arguments.prototypes, self.prototypes),
-            (arguments.class_bias, self.class_bias),
-            (arguments.second_weight, self.second_weight),
-        )
-        return tuple(
-            empty_gradient(arguments, leaf)
-            if leaf is None or gradient is None
-            else gradient.to(leaf.dtype)
-            for leaf, gradient in pairs
-        )
-
-
 class Softmax:
     """One softmax of a call: over all columns of hidden states and prototypes, or over a slice.
 
@@ -76,7 +31,7 @@ class Softmax:
         arguments: The arguments of the call.
         stage: The loss's row-wise stage.
         columns: The slice.
-        gradients: Where the gradients of the whole call are summed.
+        gradients: Where the gradients of the whole call are summed, by name.
         workers: Share the tiles.
     """
 
@@ -85,11 +40,12 @@ class Softmax:
         arguments: Arguments,
         stage: CrossEntropy,
         columns: slice,
-        gradients: Gradients,
+        gradients: dict[str, Tensor],
         workers: Workers,
     ):
         self.hidden_states = arguments.hidden_states.detach()[:, columns]
-        on_cpu = self.hidden_states.device.type == "cpu"
+        self.stage, self.bias = stage, arguments.class_bias
+        on_cpu, is_16_bit = self.hidden_states.is_cpu, self.hidden_states.dtype.itemsize == 2
         dtype = stage.target.dtype
         # Elsewhere a look whether the mean dominates would halt the device.
         self.geometry = build_geometry(
@@ -97,15 +53,15 @@ class Softmax:
             arguments.prototypes[:, columns],
             arguments.eps,
             dtype,
-            centered=None if on_cpu else self.hidden_states.dtype.itemsize >= 4,
+            centered=None if on_cpu else not is_16_bit,
         )
-        self.h_exp, self.bias, self.gradients = stage.h_exp, arguments.class_bias, gradients
-        hidden, prototypes = gradients.hidden_states, gradients.prototypes
+        hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
+        self.bias_gradient = gradients.get("class_bias")
         operand_dtype = arguments.gradient_dtype or dtype
         if on_cpu and not multiplies_bfloat16():
             operand_dtype = dtype
-        if arguments.impl == "triton" and self.hidden_states.dtype.itemsize == 2:
+        if arguments.impl == "triton" and is_16_bit:
             # What the states are rounded to is enough for what their gradients are made of.
             operand_dtype = torch.bfloat16
         self.products = GradientProducts(
@@ -116,49 +72,75 @@ class Softmax:
             prototypes=None if prototypes is None else prototypes[:, columns],
         )
         self.points = None
-        if gradients.second_weight is not None and stage.points is not None:
+        if "second_weight" in gradients and stage.points is not None:
             self.points = GradientProducts(
                 stage.points,
                 operand_dtype,
                 workers,
                 hidden_states=True,
-                prototypes=gradients.second_weight,
+                prototypes=gradients["second_weight"],
             )
         if arguments.impl == "triton":
             from harmonic_sft.ops.triton_tiles import TritonTiles  # not on every system
 
             self.tiles: TorchTiles | TritonTiles = TritonTiles(
-                arguments, self.geometry, self.h_exp, self.hidden_states
+                arguments, self.geometry, stage.h_exp, self.hidden_states, self.products
             )
         else:
-            self.tiles = TorchTiles(arguments, self.geometry, stage, self.points, workers)
+            self.tiles = TorchTiles(
+                arguments, self.geometry, stage, self.products, self.points, workers
+            )
 
-    def place(self, tokens: slice, labels: Tensor) -> Chunk:
-        """Return a chunk of tokens with their labels `[T, K]`."""
+    def place(self, tokens: slice) -> Chunk:
+        """Return a chunk of tokens with their labels."""
         placed, inverse = self.geometry.place(self.hidden_states[tokens])
         unit, row = self.geometry.unit(placed), self.geometry.row(placed, inverse)
-        return Chunk(tokens, placed, inverse, unit, row, labels)
+        return Chunk(tokens, placed, inverse, unit, row, self.stage.labels[tokens])
 
-    def start(self, chunk: Chunk, stage: CrossEntropy) -> None:
+    def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
+        """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""
+        geometry = self.geometry
+        columns = chunk.labels if near is None else torch.cat([chunk.labels, near], 1)  # [T, S]
+        known = columns.clamp_min(0)
+        found = []
+        for classes in known.unbind(1):
+            prototypes = geometry.rows(classes)  # [T, D]
+            if geometry.linear:
+                found.append((chunk.placed * prototypes).sum(1))
+            else:
+                found.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
+        scores = torch.stack(found, 1)
+        squared, logs, logits = torch.ones_like(scores), torch.zeros_like(scores), scores
+        if not geometry.linear:
+            squared = scores + geometry.undirected(chunk.inverse, known)
+            logs = torch.log(squared / chunk.unit)
+            logits = logs * self.stage.h_exp
+        if self.bias is not None:
+            logits = logits + self.bias[known].to(logits.dtype)
+        there = columns >= 0
+        chunk.columns, chunk.squared, chunk.logs = columns, squared, logs.where(there, 0)
+        chunk.logits = logits.where(there, -torch.inf)
+
+    def start(self, chunk: Chunk) -> None:
         """Begin to accumulate the gradients of a chunk."""
         self.products.start(chunk.placed)
         if self.points is not None:
-            self.points.start(stage.targets(chunk.tokens))
+            self.points.start(self.stage.targets(chunk.tokens))
 
-    def finish(self, chunk: Chunk, slopes: Tensor, rows: Rows, class_sums: Tensor | None) -> None:
+    def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
         """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
-        gradients, geometry, total = self.gradients, self.geometry, None
-        if gradients.class_bias is not None and class_sums is not None:
-            gradients.class_bias.add_(class_sums)
+        geometry, total = self.geometry, None
+        if self.bias_gradient is not None and class_sums is not None:
+            self.bias_gradient.add_(class_sums)
         if self.hidden_gradient is not None:
             total = self.products.hidden_gradient()
         for column, classes in enumerate(self._pair_classes(chunk)):
             slope = slopes[:, column]
-            if gradients.class_bias is not None:
-                add_rows_(gradients.class_bias, classes, slope)
+            if self.bias_gradient is not None:
+                add_rows_(self.bias_gradient, classes, slope)
             if not geometry.linear:
-                floor = rows.floor * (chunk.columns[:, column] >= 0)
-                slope = -2 * self.h_exp * (slope - floor) / chunk.squared[:, column]
+                floor = chunk.floor * (chunk.columns[:, column] >= 0)
+                slope = -2 * self.stage.h_exp * (slope - floor) / chunk.squared[:, column]
             pulls = self.products.add_pairs(classes, slope)
             if total is not None:
                 total += pulls
@@ -169,13 +151,15 @@ class Softmax:
                 total *= chunk.inverse
             self.hidden_gradient[chunk.tokens] = total
         self.products.end()
+        self._finish_points(chunk)
 
-    def finish_points(self, chunk: Chunk, rows: Rows) -> None:
+    def _finish_points(self, chunk: Chunk) -> None:
         """Add what the pairs carry, and what moves the labels' points."""
         if self.points is None:
             return
-        assert rows.second is not None, "factors are set before"
-        carried = rows.second.unsqueeze(1) * (chunk.logits - rows.log_normalizer.unsqueeze(1)).exp()
+        assert chunk.second is not None, "factors are set before"
+        probs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp()
+        carried = chunk.second.unsqueeze(1) * probs
         total = self.points.hidden_gradient()
         for column, classes in enumerate(self._pair_classes(chunk)):
             total += self.points.add_pairs(classes, -2 * carried[:, column])
@@ -194,92 +178,81 @@ class Softmax:
         for classes in chunk.columns.unbind(1):
             yield torch.where(classes >= 0, classes, places)
 
+    def complete(self) -> None:
+        """End the call, after its last chunk."""
+        self.products.finish()
+        if self.points is not None:
+            self.points.finish()
 
-def forward(arguments: Arguments) -> Results:
-    """Return the losses, and beside them their gradients if `arguments.early`."""
+
+def forward(*flat: Any) -> Results:
+    """Return the losses, and beside them their gradients if `Arguments.early`."""
+    arguments = Arguments(*flat)
+    keep, learns = arguments.early, arguments.needs_gradient("h_exp")
     with _arithmetic(arguments) as workers:
-        stage = _build_stage(arguments)
-        gradients = Gradients(arguments, stage.target.dtype, wanted=arguments.early)
-        heads = _build_heads(arguments, stage, gradients, workers)
+        stage, gradients, heads = _build(arguments, workers, wanted=keep)
         loss, saved, exponent = (stage.target.new_zeros(len(stage.labels)) for _ in range(3))
         log_normalizers = loss.new_empty(len(loss), len(heads))
         log_probs = loss.new_empty(len(loss), stage.labels.shape[1] * len(heads))
-        learns = arguments.needs_gradient("h_exp")
         measured: list[TokenMetrics] = []
-        for tokens in _slices(arguments, heads, kept=arguments.early):
+        for tokens in _slices(arguments, heads, kept=keep):
             outer = _token_weights(arguments, tokens, loss.dtype)
-            chunks = [head.place(tokens, stage.labels[tokens]) for head in heads]
-            statistics, rows = [], []
+            chunks = [head.place(tokens) for head in heads]
             for head, chunk in zip(heads, chunks, strict=True):
-                found, near = head.tiles.score(
-                    chunk, keep=arguments.early, measure=learns or arguments.with_metrics
-                )
-                measure_pairs(chunk, head.geometry, head.h_exp, head.bias, near)
-                statistics.append(found)
-                rows.append(Rows(*normalize(chunk, found), loss.new_zeros(len(chunk.placed))))
-            loss[tokens] = stage.losses(chunks, statistics, rows) * outer
-            log_normalizers[tokens] = torch.stack([row.log_normalizer for row in rows], 1)
-            log_probs[tokens] = torch.cat([row.log_probs for row in rows], 1)
-            saved[tokens] = rows[0].saved
+                measure = learns or arguments.with_metrics
+                near = head.tiles.score(chunk, keep=keep, measure=measure)
+                head.measure_pairs(chunk, near)
+                chunk.normalize()
+            loss[tokens] = stage.losses(chunks) * outer
+            log_normalizers[tokens] = torch.stack([chunk.log_normalizer for chunk in chunks], 1)
+            log_probs[tokens] = torch.cat([chunk.log_probs for chunk in chunks], 1)
+            saved[tokens] = chunks[0].saved
             if arguments.with_metrics:
-                target, normalizer = stage.target[tokens], stage.normalizer(chunks[0], rows[0])
-                parts = (chunks[0], statistics[0], rows[0])
-                measured.append(token_metrics(*parts, target, normalizer))
-            stage.set_factors(chunks, rows, outer)
-            for head, chunk, found, row in zip(heads, chunks, statistics, rows, strict=True):
-                slopes = stage.slopes(chunk, row)
+                normalizer = stage.normalizer(chunks[0])
+                measured.append(chunks[0].metrics(stage.target[tokens], normalizer))
+            stage.set_factors(chunks, outer)
+            for head, chunk in zip(heads, chunks, strict=True):
+                slopes = stage.slopes(chunk)
                 if learns:
-                    exponent[tokens] += stage.exponent_slopes(chunk, found, row, slopes, outer)
-                if arguments.early:
-                    head.start(chunk, stage)
-                    class_sums = head.tiles.accumulate(chunk, found, row, head.products)
-                    head.finish(chunk, slopes, row, class_sums)
-                    head.finish_points(chunk, row)
-        _complete(heads)
+                    exponent[tokens] += stage.exponent_slopes(chunk, slopes, outer)
+                if keep:
+                    head.start(chunk)
+                    head.finish(chunk, slopes, head.tiles.accumulate(chunk))
+        for head in heads:
+            head.complete()
     nothing = [loss.new_empty(0), loss.new_empty(0), loss.new_empty(0), stage.labels.new_empty(0)]
     metrics = map(torch.cat, zip(*measured, strict=True)) if measured else nothing
     exponent = exponent if learns else loss.new_empty(0)
-    found = gradients.finished(arguments)
+    found = _finished(arguments, gradients)
     return Results(loss, log_normalizers, log_probs, saved, *metrics, exponent, *found)
 
 
-def backward(
-    arguments: Arguments,
-    log_normalizers: Tensor,
-    log_probs: Tensor,
-    saved: Tensor,
-    upstream: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return the gradients for any `upstream` `[N]`, with the scores computed again.
+def backward(*flat: Any) -> tuple[Tensor, ...]:
+    """Return the gradients for any upstream gradients of the losses, computed again.
 
     Args:
-        arguments: As in `forward`.
-        log_normalizers: As in the forward pass's `Results`.
-        log_probs: `label_log_probs` there.
-        saved: As there.
-        upstream: Gradients of the losses.
+        flat: The arguments as in `forward`; of its `Results` the log-normalizers, the labels'
+            log-probabilities and what was saved; and the upstream gradients `[N]`.
     """
+    arguments, (log_normalizers, log_probs, saved, upstream) = Arguments(*flat[:-4]), flat[-4:]
     with _arithmetic(arguments) as workers:
-        stage = _build_stage(arguments)
-        gradients = Gradients(arguments, stage.target.dtype, wanted=True)
-        heads = _build_heads(arguments, stage, gradients, workers)
+        stage, gradients, heads = _build(arguments, workers, wanted=True)
         shares = log_probs.chunk(len(heads), 1)
         for tokens in _slices(arguments, heads, kept=False):
             outer = _token_weights(arguments, tokens, saved.dtype) * upstream[tokens]
-            chunks = [head.place(tokens, stage.labels[tokens]) for head in heads]
-            rows = [
-                Rows(log_normalizers[tokens, m], share[tokens], saved[tokens])
-                for m, share in enumerate(shares)
-            ]
-            stage.set_factors(chunks, rows, outer.to(saved.dtype))
-            for head, chunk, row in zip(heads, chunks, rows, strict=True):
-                head.start(chunk, stage)
-                near, class_sums = head.tiles.recompute(chunk, row, head.products)
-                measure_pairs(chunk, head.geometry, head.h_exp, head.bias, near)
-                head.finish(chunk, stage.slopes(chunk, row), row, class_sums)
-                head.finish_points(chunk, row)
-        _complete(heads)
-    return gradients.finished(arguments)
+            chunks = [head.place(tokens) for head in heads]
+            for m, chunk in enumerate(chunks):
+                chunk.log_normalizer, chunk.saved = log_normalizers[tokens, m], saved[tokens]
+                chunk.log_probs = shares[m][tokens]
+            stage.set_factors(chunks, outer.to(saved.dtype))
+            for head, chunk in zip(heads, chunks, strict=True):
+                head.start(chunk)
+                near, class_sums = head.tiles.recompute(chunk)
+                head.measure_pairs(chunk, near)
+                head.finish(chunk, stage.slopes(chunk), class_sums)
+        for head in heads:
+            head.complete()
+    return _finished(arguments, gradients)
 
 
 def multiplies_bfloat16() -> bool:
@@ -335,40 +308,31 @@ def _arithmetic(arguments: Arguments) -> Generator[Workers]:
         yield threads
 
 
-def _build_stage(arguments: Arguments) -> CrossEntropy:
-    dtype = torch.promote_types(arguments.hidden_states.dtype, arguments.prototypes.dtype)
-    labels, target = _read_target(arguments, torch.promote_types(dtype, torch.float32))
-    _check_bias(arguments)
-    return STAGES[arguments.stage](arguments, labels, target, _read_exponent(arguments))
-
-
-def _check_bias(arguments: Arguments) -> None:
-    """Refuse a class that is ruled out and has a share of the target all the same."""
-    if arguments.class_bias is None or not arguments.label_smoothing:
-        return
-    finite = ~arguments.class_bias.isneginf().any()
-    if finite.device.type != "cpu":  # fails later, without halting the device now
-        torch._assert_async(finite)
-    elif not finite:
-        raise ValueError(
-            "class_bias: expected no -inf beside label_smoothing, which gives every class a "
-            "share of the target, got one. Use a finite number or no smoothing"
-        )
-
-
-def _build_heads(
-    arguments: Arguments, stage: CrossEntropy, gradients: Gradients, workers: Workers
-) -> list[Softmax]:
+def _build(
+    arguments: Arguments, workers: Workers, *, wanted: bool
+) -> tuple[CrossEntropy, dict[str, Tensor], list[Softmax]]:
+    """Return the stage, where the gradients are summed if they are wanted, and each softmax."""
+    stage, gradients = STAGES[arguments.stage](arguments), {}
+    for name, leaf, needed in arguments.leaves:
+        if wanted and needed and leaf is not None:
+            # The first chunk writes these two, the others add; with no token nobody writes.
+            written = name in ("hidden_states", "prototypes") and len(arguments.hidden_states)
+            make = torch.empty if written else torch.zeros
+            gradients[name] = make(leaf.shape, dtype=stage.target.dtype, device=leaf.device)
     width = arguments.prototypes.shape[1] // arguments.num_heads
     columns = [slice(m * width, (m + 1) * width) for m in range(arguments.num_heads)]
-    return [Softmax(arguments, stage, part, gradients, workers) for part in columns]
+    heads = [Softmax(arguments, stage, part, gradients, workers) for part in columns]
+    return stage, gradients, heads
 
 
-def _complete(heads: list[Softmax]) -> None:
-    for head in heads:
-        head.products.finish()
-        if head.points is not None:
-            head.points.finish()
+def _finished(arguments: Arguments, gradients: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients in the dtypes of their leaves, empty where there is none."""
+    return tuple(
+        arguments.empty_gradient(leaf)
+        if leaf is None or name not in gradients
+        else gradients[name].to(leaf.dtype)
+        for name, leaf, _ in arguments.leaves
+    )
 
 
 def _token_weights(arguments: Arguments, tokens: slice, dtype: torch.dtype) -> Tensor:
@@ -377,46 +341,3 @@ def _token_weights(arguments: Arguments, tokens: slice, dtype: torch.dtype) -> T
         count = len(arguments.hidden_states[tokens])
         return arguments.hidden_states.new_ones(count, dtype=dtype)
     return arguments.token_weights[tokens].to(dtype)
-
-
-def _read_exponent(arguments: Arguments) -> float | Tensor:
-    """Return the exponent as a number where reading it does not halt a device."""
-    if arguments.h_exp.device.type != "cpu":
-        return arguments.h_exp.detach()
-    exponent = float(arguments.h_exp)
-    if not -math.inf < exponent < 0:
-        raise ValueError(f"h_exp: expected a number below 0, got {exponent}")
-    return exponent
-
-
-def _read_target(arguments: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return labels and probabilities `[N, K]` of the target, repeated labels merged."""
-    labels, weights = arguments.labels, arguments.target_weights
-    vocab_size, lowest = len(arguments.prototypes), 0
-    if weights is None:
-        labels = labels.unsqueeze(1)
-        weights = torch.ones_like(labels, dtype=dtype)
-    else:
-        lowest = -1  # pads
-        weights = weights.to(dtype).where(labels >= 0, 0)
-    if labels.device.type != "cpu":  # fails later, without halting the device now
-        torch._assert_async(((labels >= lowest) & (labels < vocab_size)).all())
-    elif labels.numel() and not lowest <= int(labels.min()) <= int(labels.max()) < vocab_size:
-        raise ValueError(
-            f"labels: expected values from {lowest} to {vocab_size - 1}, "
-            f"got {int(labels.min())} to {int(labels.max())}. Drop ignored positions first"
-        )
-    return _merge_repeated(labels, weights)
-
-
-def _merge_repeated(labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the weights of a row's repeated labels `[N, K]` up at the first, and pad the others."""
-    num_labels = labels.shape[1]
-    if num_labels == 1:
-        return labels, weights
-    same = labels.unsqueeze(2) == labels.unsqueeze(1)  # [N, K, K]
-    first = same.to(torch.uint8).argmax(2)  # [N, K], where the label stands first
-    merged = torch.zeros_like(weights).scatter_add_(1, first, weights)
-    kept = first == torch.arange(num_labels, device=labels.device)
-    kept &= labels >= 0
-    return labels.where(kept, -1), merged.where(kept, 0)

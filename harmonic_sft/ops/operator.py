@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from harmonic_sft.ops import engine
-from harmonic_sft.ops.arguments import Arguments, Results, empty_gradient
+from harmonic_sft.ops.arguments import Arguments, Results
 
 NUM_LEAVES = 5  # of the arguments, that gradients flow to
 NUM_TENSORS = 11
@@ -23,15 +23,6 @@ _BACKWARD = (
     f"({_ARGUMENTS}, Tensor log_normalizers, Tensor log_probs, Tensor saved, Tensor upstream) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-def _forward(*flat: Any) -> Results:
-    return engine.forward(Arguments(*flat))
-
-
-def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    arguments = Arguments(*flat[:-4])
-    return engine.backward(arguments, *flat[-4:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -95,13 +86,11 @@ def _fake_forward(*flat: Any) -> Results:
 
 
 def _fake_gradients(arguments: Arguments, *, made: bool) -> tuple[Tensor, ...]:
-    leaves, needs = arguments[:NUM_LEAVES], arguments.needs
     return tuple(
         torch.empty_like(leaf, memory_format=torch.contiguous_format)
-        if made and needs[index] and leaf is not None
-        else empty_gradient(arguments, leaf)
-        for index, leaf in enumerate(leaves)
-        if index != Arguments._fields.index("h_exp")
+        if made and needed and leaf is not None
+        else arguments.empty_gradient(leaf)
+        for _, leaf, needed in arguments.leaves
     )
 
 
@@ -109,10 +98,12 @@ def _fake_backward(*flat: Any) -> tuple[Tensor, ...]:
     return _fake_gradients(Arguments(*flat[:-4]), made=True)
 
 
-chunked_op = custom_op("harmonic_sft::chunked_loss", _forward, mutates_args=(), schema=_FORWARD)
+chunked_op = custom_op(
+    "harmonic_sft::chunked_loss", engine.forward, mutates_args=(), schema=_FORWARD
+)
 chunked_op.register_fake(_fake_forward)
 chunked_op.register_autograd(_gradient, setup_context=_setup_context)
 backward_op = custom_op(
-    "harmonic_sft::chunked_loss_backward", _backward, mutates_args=(), schema=_BACKWARD
+    "harmonic_sft::chunked_loss_backward", engine.backward, mutates_args=(), schema=_BACKWARD
 )
 backward_op.register_fake(_fake_backward)

@@ -113,25 +113,23 @@ class GradientProducts:
             return
         # On a CPU little enough for a core's cache, and enough for its operations to be few.
         rows = max(COMPLETED_ELEMENTS // max(target.shape[1], 1), 1)
-        size = rows if target.device.type == "cpu" else 8192
-        starts = range(0, len(target), size)
+        size = rows if target.is_cpu else 8192
 
-        def work(worker: int) -> None:
-            for start in starts[worker :: self.workers.count]:
-                stop = min(start + size, len(target))
-                tile = target[start:stop]
-                if self.columns is not None:
-                    columns = self.columns[start:stop].unsqueeze(1)
-                    tile.addcmul_(geometry.tile(start, stop), columns, value=-1)
-                if geometry.inverse is not None:
-                    inverse = geometry.inverse[start:stop].unsqueeze(1)
-                    raw = geometry.prototypes[start:stop].to(geometry.dtype)
-                    radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
-                    tile.addcmul_(raw, radial, value=-1)
-                    if geometry.scale is None:
-                        tile.mul_(inverse)
+        def complete(_: int, k: int) -> None:
+            start, stop = k * size, min((k + 1) * size, len(target))
+            tile = target[start:stop]
+            if self.columns is not None:
+                columns = self.columns[start:stop].unsqueeze(1)
+                tile.addcmul_(geometry.tile(start, stop), columns, value=-1)
+            if geometry.inverse is not None:
+                inverse = geometry.inverse[start:stop].unsqueeze(1)
+                raw = geometry.prototypes[start:stop].to(geometry.dtype)
+                radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
+                tile.addcmul_(raw, radial, value=-1)
+                if geometry.scale is None:
+                    tile.mul_(inverse)
 
-        self.workers.run(work)
+        self.workers.run(complete, -(-len(target) // size))
 
 
 def add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:

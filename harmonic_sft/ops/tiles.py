@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
+from harmonic_sft.ops.arguments import Arguments
+from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry, near_limits
 from harmonic_sft.ops.products import GradientProducts
 from harmonic_sft.ops.stages import CrossEntropy
@@ -28,6 +29,7 @@ class TorchTiles:
         arguments: The arguments of the call.
         geometry: How the prototypes `[V, D]` of this softmax are compared.
         stage: The loss's row-wise stage.
+        products: Takes the gradients of hidden states and prototypes.
         points: Takes the gradient of the points of a transport, or None.
         workers: Share the tiles.
     """
@@ -37,12 +39,12 @@ class TorchTiles:
         arguments: Arguments,
         geometry: Geometry,
         stage: CrossEntropy,
+        products: GradientProducts,
         points: GradientProducts | None,
         workers: Workers,
     ):
-        self.geometry, self.workers = geometry, workers
-        self.stage, self.points, self.h_exp = stage, points, stage.h_exp
-        self.has_second = stage.num_sums is not None
+        self.geometry, self.stage, self.h_exp = geometry, stage, stage.h_exp
+        self.products, self.points, self.workers = products, points, workers
         self.smoothed = arguments.label_smoothing > 0
         self.learns_bias = arguments.needs_gradient("class_bias")
         bias = arguments.class_bias
@@ -50,162 +52,115 @@ class TorchTiles:
         distances = not geometry.linear
         # Repeated squaring takes half the time of a logarithm and an exponential.
         self.power = 0
-        plain = distances and bias is None and not self.has_second and not self.smoothed
+        plain = distances and bias is None and not stage.num_sums and not self.smoothed
         if plain and isinstance(self.h_exp, float) and -self.h_exp % 1 == 0 and self.h_exp >= -1023:
             self.power = int(-self.h_exp)
         kept = {
-            "second": self.has_second,
+            "softmax": True,
+            "second": stage.num_sums > 0,
             "inverse": distances and self.smoothed,
             "probs": distances and (self.learns_bias or points is not None),
         }
-        names = ["softmax", *(name for name, needed in kept.items() if needed)]
+        names = [name for name, needed in kept.items() if needed]
         self.slots = {name: slot for slot, name in enumerate(names)}
+        self.num_kept = len(names)  # matrices `[T, V]` of a chunk
         self.on_cpu = geometry.prototypes.device.type == "cpu"
         width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
         self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
         self.columns = geometry.columns(0, size) if distances else None
         self.buffer: Tensor | None = None
 
-    @property
-    def num_kept(self) -> int:
-        """How many `[T, V]` matrices a chunk keeps."""
-        return len(self.slots)
-
-    def score(
-        self, chunk: Chunk, *, keep: bool, measure: bool
-    ) -> tuple[TileStatistics, Tensor | None]:
-        """Return the statistics of all tiles, and the columns of near pairs `[T, S]` or None.
+    def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
+        """Write the sums of all tiles; return the columns of near pairs `[T, S]` or None.
 
         Args:
             chunk: Its labels are left out of all sums.
             keep: Keep the weights for `accumulate`.
             measure: Also sum moments and find the best columns.
         """
-        statistics, near = self._empty_statistics(chunk, measure)
+        near = self._reserve(chunk, measure=measure)
         if keep:
-            size = len(self.slots) * len(chunk.placed) * self.edges[-1].stop
+            size = self.num_kept * len(chunk.placed) * self.edges[-1].stop
             if self.buffer is None or len(self.buffer) < size:
                 self.buffer = chunk.placed.new_empty(size)
-        tiles = iter(range(len(self.edges)))  # whoever is free takes the next: results are per tile
 
-        def work(_: int) -> None:
-            for k in tiles:
-                kept = self._kept(k, len(chunk.placed)) if keep else None
-                near[k] = self._weigh(chunk, k, statistics, kept)
+        def weigh(_: int, k: int) -> None:
+            near[k] = self._weigh(chunk, k, self._kept(chunk, k) if keep else None)
 
-        self.workers.run(work)
-        return statistics, self._joined(near)
+        self.workers.run(weigh, len(self.edges), fixed=False)  # results are per tile
+        return self._joined(near)
 
-    def accumulate(
-        self, chunk: Chunk, statistics: TileStatistics, rows: Rows, gradients: GradientProducts
-    ) -> Tensor | None:
+    def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from the weights that `score` kept.
 
         Returns:
             `[V]`, the sums of dL/dlogit of each class; None if no bias learns.
         """
-        count = len(chunk.placed)
-        return self._multiply(lambda k: self._kept(k, count), statistics, rows, gradients)
+        return self._multiply(chunk, lambda k: self._kept(chunk, k))
 
-    def recompute(
-        self, chunk: Chunk, rows: Rows, gradients: GradientProducts
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def recompute(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
         """Do what `score` and `accumulate` do, tile by tile, and return near columns and sums."""
-        statistics, near = self._empty_statistics(chunk, measure=False)
+        near = self._reserve(chunk, measure=False)
 
         def weigh(k: int) -> list[Tensor]:
-            shape = (len(self.slots), len(chunk.placed), self.edges[k].stop - self.edges[k].start)
+            shape = (self.num_kept, len(chunk.placed), self.edges[k].stop - self.edges[k].start)
             kept = list(chunk.placed.new_empty(shape))
-            near[k] = self._weigh(chunk, k, statistics, kept)
+            near[k] = self._weigh(chunk, k, kept)
             return kept
 
-        sums = self._multiply(weigh, statistics, rows, gradients)
+        sums = self._multiply(chunk, weigh)
         return self._joined(near), sums
 
-    def _empty_statistics(
-        self, chunk: Chunk, measure: bool
-    ) -> tuple[TileStatistics, list[Tensor | None]]:
-        shape, new_empty = (len(self.edges), len(chunk.placed)), chunk.placed.new_empty
-        num_sums = 0 if self.stage.num_sums is None else 2 + self.stage.num_sums
-        statistics = TileStatistics(
-            new_empty(shape),
-            new_empty(shape),
-            new_empty(3, *shape) if measure else None,
-            new_empty(shape) if self.smoothed else None,
-            chunk.labels.new_empty(shape) if measure else None,
-            new_empty(num_sums, *shape),
-        )
-        return statistics, [None] * len(self.edges)
+    def _reserve(self, chunk: Chunk, *, measure: bool) -> list[Tensor | None]:
+        """Make room for the sums of a chunk and for the near columns of its tiles."""
+        num_sums = self.stage.num_sums
+        chunk.reserve(len(self.edges), measure=measure, smoothed=self.smoothed, num_sums=num_sums)
+        return [None] * len(self.edges)
 
-    def _kept(self, k: int, num_rows: int) -> list[Tensor]:
+    def _kept(self, chunk: Chunk, k: int) -> list[Tensor]:
         """Return where tile `k` of a chunk keeps its weights: `[T, W]` for each slot."""
         assert self.buffer is not None, "accumulate: expected score with keep before"
-        size, tile = len(self.slots) * num_rows, self.edges[k]
+        num_rows, tile = len(chunk.placed), self.edges[k]
+        size = self.num_kept * num_rows
         part = self.buffer[size * tile.start : size * tile.stop]
-        return list(part.view(len(self.slots), num_rows, tile.stop - tile.start))
+        return list(part.view(self.num_kept, num_rows, tile.stop - tile.start))
 
-    def _weigh(
-        self, chunk: Chunk, k: int, statistics: TileStatistics, kept: list[Tensor] | None
-    ) -> Tensor | None:
-        """Write the statistics of tile `k` and its weights; return the columns of near pairs."""
-        scores = self._scores(chunk, k)
-        near, nearest = self._leave_out(chunk, scores, k)
-        log_scale = statistics.log_scale[k].zero_()
+    def _weigh(self, chunk: Chunk, k: int, kept: list[Tensor] | None) -> Tensor | None:
+        """Write the sums of tile `k` and its weights; return the columns of near pairs."""
+        tile, geometry = self.edges[k], self.geometry
+        scores = torch.mm(chunk.placed, geometry.tile(tile.start, tile.stop).T)  # [T, W]
+        if self.columns is not None:  # squared distances with eps
+            if geometry.scale is None:
+                torch.add(self.columns[tile], scores, alpha=-2, out=scores)
+            else:
+                factors = geometry.scale[tile]
+                torch.addcmul(self.columns[tile], scores, factors, value=-2, out=scores)
+            scores = scores if chunk.row is None else scores.add_(chunk.row)
+        near, nearest = self._leave_out(chunk, scores, tile)
+        log_scale = chunk.log_scale[k].zero_()
         if nearest is not None:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
             log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
         second = None
-        if nearest is not None and self.power and statistics.moments is None:
+        if nearest is not None and self.power and chunk.moments is None:
             probs = self._powers(scores, nearest)
         else:
-            logits = self._logits(scores, nearest, k, log_scale)
+            logits = self._logits(scores, nearest, tile, log_scale)
             place = logits
-            if self.has_second or self.smoothed or statistics.moments is not None:
+            if self.stage.num_sums or self.smoothed or chunk.moments is not None:
                 place = None  # the logits are needed beside their exponentials
-            elif self.geometry.linear and kept is not None:
+            elif geometry.linear and kept is not None:
                 place = kept[0]
             probs = torch.exp(logits, out=place)
             if place is None:
-                second = self._sum_logits(chunk, logits, probs, k, statistics)
-        torch.sum(probs, 1, out=statistics.sums[k])
+                second = self._sum_logits(chunk, k, logits, probs)
+        torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:
             self._keep(kept, scores, probs, second)
         return near
 
-    def _sum_logits(
-        self, chunk: Chunk, logits: Tensor, probs: Tensor, k: int, statistics: TileStatistics
-    ) -> Tensor | None:
-        """Write the sums of tile `k` that the logits enter; return the second weights `[T, W]`."""
-        there = logits != -torch.inf
-        finite = logits.where(there, 0)
-        if statistics.logits is not None:
-            log_scale = statistics.log_scale[k]
-            torch.addcmul(finite.sum(1), there.sum(1), log_scale, out=statistics.logits[k])
-        if statistics.moments is not None:
-            self._measure(logits, probs, k, statistics)
-        if not self.has_second:
-            return None
-        second, sums = self.stage.weigh(self.edges[k], chunk.tokens, probs)
-        second = second.where(there, 0)
-        sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
-        for row, values in zip(statistics.second, sums, strict=True):
-            row[k] = values
-        return second
-
-    def _scores(self, chunk: Chunk, k: int) -> Tensor:
-        """Return squared distances with eps, or dot products, of tile `k`: `[T, W]`."""
-        tile, geometry = self.edges[k], self.geometry
-        scores = torch.mm(chunk.placed, geometry.tile(tile.start, tile.stop).T)
-        if self.columns is None:
-            return scores
-        if geometry.scale is None:
-            torch.add(self.columns[tile], scores, alpha=-2, out=scores)
-        else:
-            torch.addcmul(self.columns[tile], scores, geometry.scale[tile], value=-2, out=scores)
-        return scores if chunk.row is None else scores.add_(chunk.row)
-
     def _leave_out(
-        self, chunk: Chunk, scores: Tensor, k: int
+        self, chunk: Chunk, scores: Tensor, tile: slice
     ) -> tuple[Tensor | None, Tensor | None]:
         """Take labels and near pairs out of the scores of a tile.
 
@@ -213,7 +168,7 @@ class TorchTiles:
             The columns of the near pairs `[T, S]` or None, and the least squared distance `[T, 1]`
             of what is left; None for a linear head.
         """
-        tile, linear = self.edges[k], self.geometry.linear
+        linear = self.geometry.linear
         fill = -torch.inf if linear else torch.inf
         inside = (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
         columns = (chunk.labels - tile.start).clamp_(0, tile.stop - tile.start - 1)
@@ -235,7 +190,9 @@ class TorchTiles:
         scores.clamp_min_(self.geometry.eps)
         return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
 
-    def _logits(self, scores: Tensor, nearest: Tensor | None, k: int, log_scale: Tensor) -> Tensor:
+    def _logits(
+        self, scores: Tensor, nearest: Tensor | None, tile: slice, log_scale: Tensor
+    ) -> Tensor:
         """Return logits `[T, W]` less `log_scale` `[T]`, -inf where left out.
 
         To `log_scale` the largest logits are added where a bias or dot products make them.
@@ -245,7 +202,7 @@ class TorchTiles:
             # The ratio keeps digits that a difference of large logits would lose.
             logits = torch.div(scores, nearest).log_().mul_(self.h_exp)
         if self.bias is not None:
-            logits.add_(self.bias[self.edges[k]])
+            logits.add_(self.bias[tile])
         if self.geometry.linear or self.bias is not None:
             peaks = logits.amax(1)
             peaks.masked_fill_(peaks == -torch.inf, 0)
@@ -263,18 +220,30 @@ class TorchTiles:
                 power.mul_(ratio)
         return power
 
-    def _measure(self, logits: Tensor, probs: Tensor, k: int, statistics: TileStatistics) -> None:
-        """Write the moments of tile `k` and its best columns."""
-        assert statistics.moments is not None, "moments were not asked for"
-        assert statistics.best is not None, "the best columns were not asked for"
-        moments = statistics.moments[:, k]
-        torch.add(logits.argmax(1), self.edges[k].start, out=statistics.best[k])
-        torch.neg(torch.special.entr(probs).sum(1), out=moments[0])
-        moments[1:] = 0
-        if self.bias is not None:
-            bias = self.bias[self.edges[k]].nan_to_num(neginf=0)
-            torch.mv(probs, bias, out=moments[1])
-            torch.mv((logits != -torch.inf).to(bias.dtype), bias, out=moments[2])
+    def _sum_logits(self, chunk: Chunk, k: int, logits: Tensor, probs: Tensor) -> Tensor | None:
+        """Write the sums of tile `k` that the logits enter; return the second weights `[T, W]`."""
+        tile, there = self.edges[k], logits != -torch.inf
+        finite = logits.where(there, 0)
+        if chunk.logit_sums is not None:
+            log_scale = chunk.log_scale[k]
+            torch.addcmul(finite.sum(1), there.sum(1), log_scale, out=chunk.logit_sums[k])
+        if chunk.moments is not None and chunk.best is not None:
+            moments = chunk.moments[:, k]
+            torch.add(logits.argmax(1), tile.start, out=chunk.best[k])
+            torch.neg(torch.special.entr(probs).sum(1), out=moments[0])
+            moments[1:] = 0
+            if self.bias is not None:
+                bias = self.bias[tile].nan_to_num(neginf=0)
+                torch.mv(probs, bias, out=moments[1])
+                torch.mv(there.to(bias.dtype), bias, out=moments[2])
+        if not self.stage.num_sums:
+            return None
+        second, sums = self.stage.weigh(tile, chunk.tokens, probs)
+        second = second.where(there, 0)
+        sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
+        for row, values in zip(chunk.second_sums, sums, strict=True):
+            row[k] = values
+        return second
 
     def _keep(
         self, kept: list[Tensor], scores: Tensor, probs: Tensor, second: Tensor | None
@@ -293,49 +262,39 @@ class TorchTiles:
         elif probs is not kept[0]:
             kept[0].copy_(probs)
 
-    def _multiply(
-        self,
-        weights: Callable[[int], list[Tensor]],
-        statistics: TileStatistics,
-        rows: Rows,
-        gradients: GradientProducts,
-    ) -> Tensor | None:
+    def _multiply(self, chunk: Chunk, weights: Callable[[int], list[Tensor]]) -> Tensor | None:
         """Make coefficients of the weights of each tile, and add their products."""
-        class_sums = rows.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
+        class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
         linear = self.geometry.linear
 
-        def work(worker: int) -> None:
-            # A fixed share each, so that sums keep their order.
-            for k in range(worker, len(self.edges), self.workers.count):
-                tile, kept = self.edges[k], weights(k)
-                share = torch.exp(statistics.log_scale[k] - rows.log_normalizer)  # [T]
-                probs = kept[self.slots.get("probs", 0)]
-                if class_sums is not None and not linear:
-                    torch.mv(probs.T, rows.mass * share, out=class_sums[tile])
-                    class_sums[tile].sub_(rows.floor.sum())
-                if self.points is not None:
-                    assert rows.second is not None, "factors are set before"
-                    factors = -2 * rows.second * share
-                    self.points.add(worker, tile, probs * factors.unsqueeze(1))
-                found = self._coefficients(kept, k, share, statistics, rows)
-                if class_sums is not None and linear:
-                    torch.sum(found, 0, out=class_sums[tile])
-                gradients.add(worker, tile, found)
+        def multiply(worker: int, k: int) -> None:
+            tile, kept = self.edges[k], weights(k)
+            share = torch.exp(chunk.log_scale[k] - chunk.log_normalizer)  # [T]
+            probs = kept[self.slots.get("probs", 0)]
+            if class_sums is not None and not linear:
+                torch.mv(probs.T, chunk.mass * share, out=class_sums[tile])
+                class_sums[tile].sub_(chunk.floor.sum())
+            if self.points is not None:
+                assert chunk.second is not None, "factors are set before"
+                factors = -2 * chunk.second * share
+                self.points.add(worker, tile, probs * factors.unsqueeze(1))
+            found = self._coefficients(chunk, k, share, kept)
+            if class_sums is not None and linear:
+                torch.sum(found, 0, out=class_sums[tile])
+            self.products.add(worker, tile, found)
 
-        self.workers.run(work)
+        self.workers.run(multiply, len(self.edges))
         return class_sums
 
-    def _coefficients(
-        self, kept: list[Tensor], k: int, share: Tensor, statistics: TileStatistics, rows: Rows
-    ) -> Tensor:
+    def _coefficients(self, chunk: Chunk, k: int, share: Tensor, kept: list[Tensor]) -> Tensor:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
-        found = kept[0].mul_((slope * rows.mass * share).unsqueeze(1))
-        if rows.second is not None:
-            factors = slope * rows.second * torch.exp(self.stage.log_share(statistics, rows, k))
+        found = kept[0].mul_((slope * chunk.mass * share).unsqueeze(1))
+        if chunk.second is not None:
+            factors = slope * chunk.second * torch.exp(self.stage.log_share(chunk, k))
             found.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
         if self.smoothed:
-            floor = (slope * rows.floor).unsqueeze(1)
+            floor = (slope * chunk.floor).unsqueeze(1)
             if self.geometry.linear:
                 found.sub_(floor)
             else:

@@ -120,7 +120,7 @@ def _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows
 
 @triton.jit(do_not_specialize=["num_rows"])
 def statistics_kernel(scores, out, num_rows, plan):
-    """Sums over one tile of its rows: what `TorchTiles` writes to `TileStatistics`."""
+    """Sums over one tile of its rows: what `TorchTiles` writes to `Chunk`."""
     tile = tl.program_id(1)
     rows = tl.program_id(0) * plan.block_t + tl.arange(0, plan.block_t)
     columns = tile * plan.block_v + tl.arange(0, plan.block_v)

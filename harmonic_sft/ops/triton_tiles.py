@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from harmonic_sft.ops.arguments import Arguments, Chunk, Rows, TileStatistics
+from harmonic_sft.ops.arguments import Arguments
+from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry, near_limits
 from harmonic_sft.ops.products import GradientProducts
 from harmonic_sft.ops.triton_kernels import (
@@ -41,6 +42,7 @@ class TritonTiles:
         geometry: How the prototypes `[V, D]` are compared.
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
+        gradients: Takes the gradients of hidden states and prototypes.
     """
 
     num_kept = 2  # the products, and the coefficients
@@ -51,8 +53,10 @@ class TritonTiles:
         geometry: Geometry,
         h_exp: float | Tensor,
         hidden_states: Tensor,
+        gradients: GradientProducts,
     ):
         self.geometry, self.smoothed = geometry, arguments.label_smoothing > 0
+        self.gradients = gradients
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = hidden_states
         self.takes_raw = hidden_states.dtype.itemsize == 2 and geometry.center is None
@@ -72,37 +76,27 @@ class TritonTiles:
             self.column_factor = torch.ones_like(self.column) if scale is None else scale
         self.kept: tuple[Tensor, Tensor | None] | None = None
 
-    def score(
-        self, chunk: Chunk, *, keep: bool, measure: bool
-    ) -> tuple[TileStatistics, Tensor | None]:
-        """Return the statistics of all tiles and the columns of near pairs: see `TorchTiles`."""
+    def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
+        """Write the sums of all tiles; return the columns of near pairs: see `TorchTiles`."""
         products = self._products(chunk)
         num_rows, num_classes = products.shape
-        shape = (-(-num_classes // BLOCK_CLASSES), num_rows)
-        statistics = TileStatistics(
-            products.new_empty(shape),
-            products.new_empty(shape),
-            products.new_empty(3, *shape) if measure else None,
-            products.new_empty(shape) if self.smoothed else None,
-            chunk.labels.new_empty(shape) if measure else None,
-            products.new_empty(0, *shape),
-        )
+        num_tiles = -(-num_classes // BLOCK_CLASSES)
+        chunk.reserve(num_tiles, measure=measure, smoothed=self.smoothed)
         near = None
         if not self.geometry.linear:
-            near = torch.empty(shape, dtype=torch.int32, device=products.device)
-        log_scale, sums, moments, logits, best, _ = statistics
-        out = Statistics(log_scale, sums, near, moments, logits, best)
+            near = torch.empty_like(chunk.sums, dtype=torch.int32)
+        out = Statistics(
+            chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
+        )
         scores, plan, grid = self._launch(chunk, products)
         with torch.cuda.device_of(products):
             statistics_kernel[grid](scores, out, num_rows, plan, **OPTIONS)
         self.kept = (products, near) if keep else None
-        return statistics, _closest(near)
+        return _closest(near)
 
-    def accumulate(
-        self, chunk: Chunk, statistics: TileStatistics, rows: Rows, gradients: GradientProducts
-    ) -> Tensor | None:
+    def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from what `score` kept: see `TorchTiles`."""
-        kept, self.kept = self.kept, None
+        kept, self.kept, gradients = self.kept, None, self.gradients
         assert kept is not None, "accumulate: expected score with keep before"
         products, near = kept
         scores, plan, grid = self._launch(chunk, products)
@@ -116,7 +110,7 @@ class TritonTiles:
         row_sums = per_tile(grid[1], num_rows) if with_sums else None
         column_sums = per_tile(per_block) if with_sums else None
         class_sums = per_tile(per_block) if self.learns_bias else None
-        known = (rows.log_normalizer, rows.mass, rows.floor)
+        known = (chunk.log_normalizer, chunk.mass, chunk.floor)
         terms = [row.float().contiguous() for row in known]
         out = Coefficients(*terms, near, values, row_sums, column_sums, class_sums)
         with torch.cuda.device_of(products):
@@ -127,12 +121,10 @@ class TritonTiles:
             gradients.multiply(0, block, values[:, block])
         return None if class_sums is None else class_sums.sum(0)
 
-    def recompute(
-        self, chunk: Chunk, rows: Rows, gradients: GradientProducts
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def recompute(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
         """Do what `score` and `accumulate` do; return near columns and class sums."""
-        statistics, near = self.score(chunk, keep=True, measure=False)
-        return near, self.accumulate(chunk, statistics, rows, gradients)
+        near = self.score(chunk, keep=True, measure=False)
+        return near, self.accumulate(chunk)
 
     def _products(self, chunk: Chunk) -> Tensor:
         """Return hidden states times prototypes, `[T, V]` in float32."""

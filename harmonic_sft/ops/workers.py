@@ -18,27 +18,37 @@ os.register_at_fork(after_in_child=_POOLS.clear)  # a forked child has none of i
 
 
 class Workers:
-    """Runs a function once per worker, side by side.
+    """Runs a function on numbered tasks, side by side.
 
     Attributes:
-        count: How many there are.
+        count: How many workers there are.
     """
 
     def __init__(self, count: int):
         self.count = count
 
-    def run(self, work: Callable[[int], None]) -> None:
-        """Call `work(0)` to `work(count - 1)` and wait for all; errors are raised here."""
+    def run(self, work: Callable[[int, int], None], num_tasks: int, *, fixed: bool = True) -> None:
+        """Call `work(worker, task)` for every task and wait for all; errors are raised here.
+
+        Args:
+            work: One task of one worker.
+            num_tasks: How many there are.
+            fixed: Every worker has its own share, so that what it sums keeps its order; otherwise
+                whoever is free takes the next.
+        """
         if self.count == 1:
-            work(0)
+            for task in range(num_tasks):
+                work(0, task)
             return
+        free = iter(range(num_tasks))
         inference = torch.is_inference_mode_enabled()
 
-        def call(index: int) -> None:
+        def call(worker: int) -> None:
             with torch.inference_mode(inference), torch.no_grad():
-                work(index)
+                for task in range(worker, num_tasks, self.count) if fixed else free:
+                    work(worker, task)
 
-        futures = [_POOLS[self.count].submit(call, index) for index in range(self.count)]
+        futures = [_POOLS[self.count].submit(call, worker) for worker in range(self.count)]
         for future in futures:
             future.result()
 

@@ -63,12 +63,12 @@ def test_every_worker_works_once_on_one_core(count):
     seen = [[] for _ in range(count)]
     with cpu_workers() as workers:
         assert workers.count == count
-        workers.run(lambda index: seen[index].append(torch.get_num_threads()))
+        workers.run(lambda index, _: seen[index].append(torch.get_num_threads()), count)
     assert seen == [[1]] * count
     assert torch.get_num_threads() == count
 
 
-def fail(index):
+def fail(index, _):
     raise ArithmeticError(f"worker {index} fails")
 
 
@@ -77,10 +77,10 @@ def fail(index):
 def test_errors_of_workers_are_raised_and_threads_are_restored(count):
     torch.set_num_threads(count)
     with pytest.raises(ArithmeticError, match="worker 0 fails"), cpu_workers() as workers:
-        workers.run(fail)
+        workers.run(fail, count)
     assert torch.get_num_threads() == count
     with cpu_workers() as workers:  # the pool is still of use
-        workers.run(lambda index: None)
+        workers.run(lambda *_: None, count)
 
 
 def test_an_error_in_a_tile_is_raised_and_the_next_call_works(monkeypatch):
@@ -107,8 +107,19 @@ def test_refused_labels_leave_the_threads_as_they_were():
 
 def test_one_worker_needs_no_pool():
     seen = []
-    Workers(1).run(seen.append)
-    assert seen == [0]
+    Workers(1).run(lambda *task: seen.append(task), 2)
+    assert seen == [(0, 0), (0, 1)]
+
+
+@pytest.mark.usefixtures("restored_threads")
+def test_every_task_is_done_once_by_its_own_worker_or_by_whoever_is_free():
+    torch.set_num_threads(2)
+    with cpu_workers() as workers:
+        for fixed in (True, False):
+            seen = []
+            workers.run(lambda *task, done=seen: done.append(task), 7, fixed=fixed)
+            assert sorted(task for _, task in seen) == list(range(7))
+            assert not fixed or all(task % 2 == worker for worker, task in seen)
 
 
 SETTINGS = [{}, {"gradients": "recompute", "label_smoothing": 0.1}]
@@ -276,7 +287,7 @@ def test_workers_flush_denormals_and_the_caller_keeps_them():
     tiny = torch.tensor([1e-30])
     found = {}
     with cpu_workers() as workers:
-        workers.run(lambda index: found.setdefault(index, float(tiny * 1e-10)))
+        workers.run(lambda index, _: found.setdefault(index, float(tiny * 1e-10)), 2)
     if torch.set_flush_denormal(False):  # False where a processor cannot
         assert found == {0: 0.0, 1: 0.0}
     assert float(tiny * 1e-10) > 0

@@ -1,0 +1,155 @@
+"""A chunk of tokens under one softmax: from what the tiles found to normalizers and metrics."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harmonic_sft.ops.options import TokenMetrics
+
+
+@dataclass
+class Chunk:
+    """The tokens of one chunk under one softmax; each step writes what the next ones read.
+
+    The pairs are those that stay out of the matrix products: labels first, then near prototypes.
+    Their distances are taken by direct difference: the label's decides the loss of a confident
+    token, and a near prototype's expanded distance would have lost its digits. The sums of a tile
+    leave them out; e = exp(logit - log_scale).
+
+    Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
+    s_j; `CrossEntropy.log_share` says what they are divided by.
+
+    Attributes:
+        tokens: Where they stand among the N.
+        placed: `[T, D]`, hidden states as the geometry compares them.
+        inverse: `[T, 1]`, 1 / |x| on the sphere; None elsewhere.
+        unit: `[T, 1]`, of squared distances (`Geometry.unit`); 1 for a linear head.
+        row: `[T, 1]`, what the squared distances of a token have in common; None for 0.
+        labels: `[T, K]`, columns; -1 where padded or repeated.
+        log_scale: `[tiles, T]`, the largest logit of each tile, or near it.
+        sums: `[tiles, T]`, of e.
+        moments: `[3, tiles, T]` or None: sums of e * log e, of e * bias, and of the biases.
+        logit_sums: `[tiles, T]` or None, of the logits.
+        best: `[tiles, T]` or None, the column of the largest logit.
+        second_sums: `[R, tiles, T]`, that the stage asks for.
+        columns: `[T, S]`, of the pairs; -1 where there is none.
+        squared: `[T, S]`, d2 + eps of the pairs; 1 for a linear head.
+        logs: `[T, S]`, log(squared / unit); 0 for a linear head and where there is no pair.
+        logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
+        log_normalizer: `[T]`, logsumexp over all classes, distances in `unit`.
+        log_probs: `[T, K]`, of the labels; -inf where there is none. Accurate also when p is close
+            to 1, so that 1 - p is.
+        saved: `[T]`, what a stage with a second loss must know to make its gradients.
+        mass: `[T]`.
+        target: `[T, K]`: at a label dL/dlogit = mass * p - target, besides second and floor.
+        rest: `[T, K]`, mass - target.
+        floor: `[T]`.
+        second: `[T]` or None.
+    """
+
+    tokens: slice
+    placed: Tensor
+    inverse: Tensor | None
+    unit: Tensor
+    row: Tensor | None
+    labels: Tensor
+    log_scale: Tensor = field(init=False)
+    sums: Tensor = field(init=False)
+    moments: Tensor | None = None
+    logit_sums: Tensor | None = None
+    best: Tensor | None = None
+    second_sums: Tensor = field(init=False)
+    columns: Tensor = field(init=False)
+    squared: Tensor = field(init=False)
+    logs: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
+    log_normalizer: Tensor = field(init=False)
+    log_probs: Tensor = field(init=False)
+    saved: Tensor = field(init=False)
+    mass: Tensor = field(init=False)
+    target: Tensor = field(init=False)
+    rest: Tensor = field(init=False)
+    floor: Tensor = field(init=False)
+    second: Tensor | None = None
+
+    def reserve(self, num_tiles: int, *, measure: bool, smoothed: bool, num_sums: int = 0) -> None:
+        """Make room for what the tiles write.
+
+        Args:
+            num_tiles: How many there are.
+            measure: Also for moments and best columns.
+            smoothed: Also for the sums of the logits.
+            num_sums: R, how many sums the stage asks for.
+        """
+        shape, new_empty = (num_tiles, len(self.placed)), self.placed.new_empty
+        self.log_scale, self.sums = new_empty(shape), new_empty(shape)
+        self.moments = new_empty(3, *shape) if measure else None
+        self.best = self.labels.new_empty(shape) if measure else None
+        self.logit_sums = new_empty(shape) if smoothed else None
+        self.second_sums = new_empty(num_sums, *shape)
+
+    @property
+    def pair_labels(self) -> Tensor:
+        """Logits `[T, K]` of the pairs that are labels."""
+        return self.logits[:, : self.labels.shape[1]]
+
+    @property
+    def near(self) -> Tensor:
+        """Logits `[T, S - K]` of the pairs that are near prototypes."""
+        return self.logits[:, self.labels.shape[1] :]
+
+    def normalize(self) -> None:
+        """Write the log-normalizers and the labels' log-probabilities."""
+        labels = self.pair_labels
+        others = [self.log_scale + self.sums.log(), self.near.T]
+        log_others = torch.cat(others).logsumexp(0)[:, None]  # [T, 1]
+        rests = [
+            torch.cat([log_others, labels[:, :k], labels[:, k + 1 :]], 1).logsumexp(1)
+            for k in range(labels.shape[1])
+        ]
+        # The sum leaves out the label, so that 1 - p keeps its digits where p is close to 1.
+        margin = torch.stack(rests, 1) - labels
+        log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
+        self.log_probs = log_probs.where(self.labels >= 0, -torch.inf)
+        self.log_normalizer = torch.cat([log_others, labels], 1).logsumexp(1)
+        self.saved = torch.zeros_like(self.log_normalizer)
+
+    def metrics(self, target: Tensor, normalizer: Tensor) -> TokenMetrics:
+        """Return what is reported of each token.
+
+        Args:
+            target: `[T, K]`, probabilities of the labels.
+            normalizer: `[T]`, logsumexp of the logits themselves.
+        """
+        assert self.best is not None, "the best columns were not asked for"
+        logits = torch.cat([self.log_scale.T, self.logits], 1)
+        columns = torch.cat([self.best.T, self.columns], 1)
+        # A tile with nothing left has no best column.
+        empty = self.sums.T == 0
+        logits[:, : empty.shape[1]].masked_fill_(empty, -torch.inf)
+        best = logits.argmax(1, keepdim=True)
+        log_probs = (target * self.log_probs).where(target != 0, 0).sum(1)
+        predictions = columns.gather(1, best).squeeze(1)
+        return TokenMetrics(log_probs, normalizer, self._entropies(), predictions)
+
+    def _entropies(self) -> Tensor:
+        """Return the entropy of each token's distribution `[T]`, a sum of positive terms."""
+        assert self.moments is not None, "moments were not asked for"
+        offsets = self.log_scale - self.log_normalizer  # [tiles, T]
+        tiles = offsets.exp() * (self.moments[0] + (self.sums * offsets).where(self.sums > 0, 0))
+        log_probs = torch.cat([self.log_probs, self.near - self.log_normalizer[:, None]], 1)
+        terms = (log_probs.exp() * log_probs).where(log_probs != -torch.inf, 0)
+        return -(tiles.sum(0) + terms.sum(1))
+
+    def log_moments(self, h_exp: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of e * log(d2 / unit) and of log(d2 / unit) of each tile, `[tiles, T]`.
+
+        The second is 0 where it was not asked for, without label smoothing.
+        """
+        assert self.moments is not None, "moments were not asked for"
+        entropy, biased, biases = self.moments
+        weighted = (entropy + self.log_scale * self.sums - biased) / h_exp
+        if self.logit_sums is None:
+            return weighted, torch.zeros_like(weighted)
+        return weighted, (self.logit_sums - biases) / h_exp
