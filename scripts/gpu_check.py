@@ -60,7 +60,7 @@ def profile_loss(options: argparse.Namespace) -> None:
     """Show what one step of the distance loss is made of, for NeoBERT's head."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = Sizes(64, 16, 700) if options.small else Sizes(1638, 768, 30522)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, dtypes in benchmark_ops.DTYPES.items():
         inputs = Inputs.draw(sizes, device, *dtypes)
         for _ in range(3):

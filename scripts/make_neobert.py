@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import BertWordPieceTokenizer
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from harmonic_sft import NeoBERTConfig, NeoBERTForMaskedLM
 from harmonic_sft.data.docstrings import standard_library_docstrings
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape["dim_head"] = config.hidden_size // config.num_attention_heads
     (folder / "config.json").write_text(json.dumps({**PUBLISHED, **shape}, indent=2))
     if options.tokenizer is not None:
-        AutoTokenizer.from_pretrained(options.tokenizer).save_pretrained(folder)
+        given: Any = AutoTokenizer.from_pretrained(options.tokenizer)
+        given.save_pretrained(folder)
         return
     tokenizer = BertWordPieceTokenizer()
     texts = standard_library_docstrings()
