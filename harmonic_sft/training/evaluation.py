@@ -223,7 +223,8 @@ class Opened:
         size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
         device = self.model.device
         batches = batches_on(device, rows.eval, rows.collator, size)
-        batches = tqdm(batches, desc="Evaluating", dynamic_ncols=True)
+        total = -(-len(rows.eval) // size)
+        batches = tqdm(batches, desc="Evaluating", total=total, dynamic_ncols=True)
         with torch.no_grad():
             scores = score(self.model, (head_inputs(self.model, batch) for batch in batches))
         if scores is None:
