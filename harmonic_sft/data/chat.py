@@ -122,17 +122,18 @@ class ConversationWriter:
                 "tokenizer: expected a chat template, or a sep or eos token to end a turn, got "
                 "none. Set one of them."
             )
+        everything = self.loss_on == "all"
         written = [
-            (message["role"], plain_body(message), index in turns)
+            (message["role"], plain_body(message), index in turns or everything)
             for index, message in enumerate(conversation.messages)
         ]
         if conversation.tools:
             tools = "\n".join(_json(tool["function"]) for tool in conversation.tools)
-            written.insert(0, ("tools", tools, False))
+            written.insert(0, ("tools", tools, everything))
         pieces = []
         for role, body, scored in written:
             pieces += [
-                Piece(f"{role}:\n", False, False),
+                Piece(f"{role}:\n", False, everything),
                 Piece(body, False, scored),
                 Piece(str(end_of_turn), True, scored),
             ]
@@ -159,7 +160,10 @@ class ConversationWriter:
                 spans.append((len(before), len(after)))
         is_marked = marks is not None
         spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
-        return self._cut(text, spans)
+        pieces = self._cut(text, spans)
+        if self.loss_on == "all":
+            return [piece._replace(scored=True) for piece in pieces]
+        return pieces
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Any, *, header: bool = False

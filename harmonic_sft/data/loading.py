@@ -37,7 +37,7 @@ from harmonic_sft.data.row_maker import (
     TRACES,
     RowMaker,
     check_tokenizer,
-    document_starts,
+    document_numbers,
     document_traces,
     row_lengths,
     rows_table,
@@ -155,7 +155,7 @@ def load_data(
     if not eval_only:
         stay, duplicates, trained = held_out.leave_out(document_traces(rows))
         if not stay.all():
-            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
+            rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:
         of_tokens = task == "token_classification"
         masker = class_labels(rows, eval_rows, names=labels, of_tokens=of_tokens, seed=seed)
@@ -219,7 +219,7 @@ def _table_data(
         collator=collator,
         labels=labels,
         unigram_counts=counts,
-        num_documents=int(document_starts(rows).sum()),
+        num_documents=int(document_numbers(rows)[-1]) + 1,
         num_tokens=num_tokens,
         fill_rate=rate,
     )
@@ -252,12 +252,12 @@ def split_table(
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    starts = document_starts(rows)
-    num_documents = int(starts.sum())
+    numbers = document_numbers(rows)
+    num_documents = int(numbers[-1]) + 1
     if num_documents <= eval_documents:
         raise _too_few(num_documents, eval_documents)
     chosen = permutation("eval split", (seed,), num_documents)[:eval_documents]
-    in_eval = np.isin(np.cumsum(starts) - 1, chosen)  # [rows]
+    in_eval = np.isin(numbers, chosen)  # [rows]
     return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
 
