@@ -8,7 +8,6 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -87,6 +86,12 @@ class ConversationWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn):
         self.tokenizer, self.loss_on = tokenizer, loss_on
+        added = tokenizer.added_tokens_decoder.values()
+        texts = {token.content for token in added if token.special}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
+        # A special token, unless it was broken by `_broken`.
+        self._special = re.compile(f"(?:{alternatives})(?!{BREAK})")
 
     def __call__(self, conversation: Conversation) -> list[Piece]:
         """Write one conversation.
@@ -200,15 +205,6 @@ class ConversationWriter:
             return last
         following = self._special.match(text, end) if is_marked else None
         return following.end() if following else end
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Match a special token, the longest one first, unless it was broken by `_broken`."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        texts = {token.content for token in added if token.special}
-        ordered = sorted(texts, key=lambda text: (-len(text), text))
-        alternatives = "|".join(map(re.escape, ordered)) or "(?!)"  # (?!) never matches
-        return re.compile(f"(?:{alternatives})(?!{BREAK})")
 
     def _broken(self, value: Any) -> Any:
         """Put a break after every character of a special token that a message spells."""

@@ -22,7 +22,7 @@ from harmonic_sft.data.batches import (
 from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
-from harmonic_sft.data.formats import Format, recognize
+from harmonic_sft.data.formats import Format, reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
@@ -341,21 +341,28 @@ def _open(
     if row_format in ("text", *LABELED.values()):
         is_text = row_format != "labeled_words"
         check_column(documents, first, source.column, name=f"{name}.column", is_text=is_text)
+    read = reader(
+        row_format,
+        tokenizer=tokenizer,
+        loss_on=config.loss_on,
+        column=source.column,
+        word_ids=config.mask.whole_word,
+        label_column=config.label_column,
+        class_names=class_names,
+    )
     # A tokenizer may end every row itself.
     ends_text = task == "causal_lm" and not SpecialTokens.of(tokenizer).suffix
     maker = RowMaker(
         name=name,
         source=number,
         row_format=row_format,
-        column=source.column,
+        read=read,
         tokenizer=tokenizer,
         context_length=config.context_length,
         loss_on=config.loss_on,
         word_ids=config.mask.whole_word,
         end_of_text=tokenizer.eos_token_id if ends_text else None,
         weight_column=config.weight_column,
-        label_column=config.label_column,
-        class_names=class_names,
     )
     return documents, maker
 

@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens, batches_of, encode_pieces
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
-from harmonic_sft.data.formats import LABELED, Draft, Format, reader
+from harmonic_sft.data.formats import LABELED, Draft, Format
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.sections import LossOn
@@ -108,7 +108,7 @@ class RowMaker:
         name: Where the source stands in the configuration.
         source: Its number.
         row_format: Format of its documents.
-        column: Name of the text's column.
+        read: Reads one of them, see `reader`.
         tokenizer: The model's tokenizer.
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
@@ -116,14 +116,12 @@ class RowMaker:
         scored: Whether rows say which of their tokens may be predicted.
         end_of_text: Token put after every document of plain text, None for none.
         weight_column: Name of the column of a document's weight, None for none.
-        label_column: Name of the column of labels, of labeled documents.
-        class_names: What numbers in that column stand for, None for themselves.
     """
 
     name: str
     source: int
     row_format: Format
-    column: str
+    read: Callable[[Row], Draft]
     tokenizer: PreTrainedTokenizerBase
     context_length: int
     loss_on: LossOn = "all"
@@ -131,8 +129,6 @@ class RowMaker:
     scored: bool = False
     end_of_text: int | None = None
     weight_column: str | None = None
-    label_column: str | None = None
-    class_names: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -153,17 +149,8 @@ class RowMaker:
             bad_rows: Where documents that make no row are reported.
 
         Raises:
-            ValueError: A document cannot be used and none may be skipped, or the settings fit none.
+            ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
-        read = reader(
-            self.row_format,
-            tokenizer=self.tokenizer,
-            loss_on=self.loss_on,
-            column=self.column,
-            word_ids=self.word_ids,
-            label_column=self.label_column,
-            class_names=self.class_names,
-        )
         drafts: list[Draft] = []
         readable: list[Row] = []
         for document in documents:
@@ -171,7 +158,7 @@ class RowMaker:
                 if BAD in document:
                     raise BadRow(*document[BAD])
                 columns = {key: document[key] for key in document if key not in ("document", PLACE)}
-                drafts.append(read(columns))
+                drafts.append(self.read(columns))
                 readable.append(document)
         special = SpecialTokens.of(self.tokenizer)
         # Chat templates write the first token of a row themselves.

@@ -19,6 +19,7 @@ from harmonic_sft.data import chat
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
+from harmonic_sft.data.formats import reader
 from harmonic_sft.data.row_maker import RowMaker
 from tests.data.conftest import encode_rows
 
@@ -394,8 +395,11 @@ def test_conversation_without_an_assistant_has_nothing_to_score(bert):
 
 def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
     tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
-    settings = {"name": "s", "source": 0, "column": "text", "context_length": 8}
-    maker = RowMaker(**settings, row_format="messages", tokenizer=tokenizer, loss_on="assistant")
+    settings = {"tokenizer": tokenizer, "loss_on": "assistant"}
+    read = reader("messages", **settings)
+    maker = RowMaker(
+        name="s", source=0, row_format="messages", read=read, context_length=8, **settings
+    )
     with pytest.raises(
         ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
     ):
