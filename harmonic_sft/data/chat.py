@@ -8,7 +8,6 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -87,6 +86,12 @@ class ConversationWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn):
         self.tokenizer, self.loss_on = tokenizer, loss_on
+        added = tokenizer.added_tokens_decoder.values()
+        texts = {token.content for token in added if token.special}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
+        # A special token, unless it was broken by `_broken`.
+        self._special = re.compile(f"(?:{alternatives})(?!{BREAK})")
 
     def __call__(self, conversation: Conversation) -> list[Piece]:
         """Write one conversation.
@@ -122,17 +127,18 @@ class ConversationWriter:
                 "tokenizer: expected a chat template, or a sep or eos token to end a turn, got "
                 "none. Set one of them."
             )
+        everything = self.loss_on == "all"
         written = [
-            (message["role"], plain_body(message), index in turns)
+            (message["role"], plain_body(message), index in turns or everything)
             for index, message in enumerate(conversation.messages)
         ]
         if conversation.tools:
             tools = "\n".join(_json(tool["function"]) for tool in conversation.tools)
-            written.insert(0, ("tools", tools, False))
+            written.insert(0, ("tools", tools, everything))
         pieces = []
         for role, body, scored in written:
             pieces += [
-                Piece(f"{role}:\n", False, False),
+                Piece(f"{role}:\n", False, everything),
                 Piece(body, False, scored),
                 Piece(str(end_of_turn), True, scored),
             ]
@@ -159,7 +165,10 @@ class ConversationWriter:
                 spans.append((len(before), len(after)))
         is_marked = marks is not None
         spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
-        return self._cut(text, spans)
+        pieces = self._cut(text, spans)
+        if self.loss_on == "all":
+            return [piece._replace(scored=True) for piece in pieces]
+        return pieces
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Any, *, header: bool = False
@@ -196,15 +205,6 @@ class ConversationWriter:
             return last
         following = self._special.match(text, end) if is_marked else None
         return following.end() if following else end
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Match a special token, the longest one first, unless it was broken by `_broken`."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        texts = {token.content for token in added if token.special}
-        ordered = sorted(texts, key=lambda text: (-len(text), text))
-        alternatives = "|".join(map(re.escape, ordered)) or "(?!)"  # (?!) never matches
-        return re.compile(f"(?:{alternatives})(?!{BREAK})")
 
     def _broken(self, value: Any) -> Any:
         """Put a break after every character of a special token that a message spells."""

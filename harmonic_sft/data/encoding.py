@@ -1,26 +1,28 @@
 """Text as tokens: what the formats of data have in common."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRow
 
+T = TypeVar("T")
 SURROGATE = re.compile("[\ud800-\udfff]")
 BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
+BATCH_TEXTS = 10_000
 
 
 class Encoded(NamedTuple):
     """A document as tokens, without those that the tokenizer puts around every row."""
 
     input_ids: list[int]
-    scored: list[bool] | None  # which tokens may be predicted; None is all ordinary ones
-    word_ids: list[int] | None  # tokens of a word share a number; -1 is no word
-    labels: list[str | None] | None = None  # the label of a piece, at its first token
+    scored: list[bool]  # which tokens may be predicted
+    word_ids: list[int]  # tokens of a word share a number; -1 is no word; empty unless asked for
+    labels: list[str | None]  # the label of a piece, at its first token; empty of `input_ids`
 
 
 class Piece(NamedTuple):
@@ -72,6 +74,7 @@ def encode_pieces(
     *,
     tokenizer: PreTrainedTokenizerBase,
     word_ids: bool,
+    prefix: Sequence[int] = (),
 ) -> list[Encoded]:
     """Tokenize the pieces of many documents in one batch and join them.
 
@@ -79,6 +82,7 @@ def encode_pieces(
         documents: Pieces of each, which `check_pieces` accepts; what is encoded stays as it is.
         tokenizer: A fast one, if words are numbered or only spans of a piece are scored.
         word_ids: Whether to number the words; no word goes across two pieces.
+        prefix: Tokens that every row gets anyway: a document that begins with them loses them.
 
     Raises:
         ValueError: The tokenizer does not know the places of its tokens.
@@ -94,30 +98,31 @@ def encode_pieces(
     found: dict[tuple[str, bool], _Tokens] = {}
     for spells in (False, True):
         texts = dict.fromkeys(piece.text for piece in pieces if piece.spells == spells)
-        for group in _groups(list(texts)):
+        for group in batches_of(texts, len, size=BATCH_CHARACTERS, count=BATCH_TEXTS):
             tokens = _tokenize(group, tokenizer, spells, offsets=offsets, word_ids=word_ids)
             found |= {(text, spells): entry for text, entry in zip(group, tokens, strict=True)}
-    encoded = []
-    for document in documents:
-        if not isinstance(document, Encoded):
-            joined = _join([(found[piece.text, piece.spells], piece) for piece in document])
-            document = joined if word_ids else joined._replace(word_ids=None)
-        encoded.append(document)
-    return encoded
+    return [
+        document
+        if isinstance(document, Encoded)
+        else _join([(found[piece.text, piece.spells], piece) for piece in document], list(prefix))
+        for document in documents
+    ]
 
 
-def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Split texts where a tokenizer would need much memory for all of them at once."""
-    group: list[str] = []
-    characters = 0
-    for text in texts:
-        if group and characters + len(text) > BATCH_CHARACTERS:
-            yield group
-            group, characters = [], 0
-        group.append(text)
-        characters += len(text)
-    if group:
-        yield group
+def batches_of(
+    items: Iterable[T], size_of: Callable[[T], int], *, size: int, count: int
+) -> Iterator[list[T]]:
+    """Put at most `count` items together, fewer where they have a `size` before."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size_of(item)
+        if total >= size or len(batch) == count:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _tokenize(
@@ -149,7 +154,7 @@ def _tokenize(
         yield _Tokens(list(input_ids), places, numbers)
 
 
-def _join(parts: Sequence[tuple[_Tokens, Piece]]) -> Encoded:
+def _join(parts: Sequence[tuple[_Tokens, Piece]], prefix: list[int]) -> Encoded:
     input_ids: list[int] = []
     scored: list[bool] = []
     word_ids: list[int] = []
@@ -165,8 +170,8 @@ def _join(parts: Sequence[tuple[_Tokens, Piece]]) -> Encoded:
         word_ids += [word if word < 0 else word + words for word in tokens.word_ids]
         words += max(tokens.word_ids, default=-1) + 1
         labels += [piece.label, *[None] * len(tokens.input_ids)][: len(tokens.input_ids)]
-    has_labels = any(piece.label is not None for _, piece in parts)
-    return Encoded(input_ids, scored, word_ids, labels if has_labels else None)
+    start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
+    return Encoded(input_ids[start:], scored[start:], word_ids[start:], labels[start:])
 
 
 def _in_spans(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[bool]:

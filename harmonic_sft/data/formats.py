@@ -15,7 +15,6 @@ from harmonic_sft.data.encoding import (
     Piece,
     SpecialTokens,
     check_pieces,
-    encode_pieces,
 )
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.sections import LossOn
@@ -160,40 +159,6 @@ def reader(
         return partial(_read_tokens, tokenizer=tokenizer, special=special, loss_on=loss_on)
     write = ConversationWriter(tokenizer, loss_on)
     return partial(_read_conversation, row_format=row_format, write=write)
-
-
-def encode(
-    drafts: Sequence[Draft],
-    row_format: Format,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    loss_on: LossOn,
-    word_ids: bool = False,
-) -> list[Encoded]:
-    """Tokenize what `reader` returned for the same settings, all documents in one call.
-
-    Returns:
-        The documents without the tokens that every row gets anyway.
-
-    Raises:
-        ValueError: The tokenizer cannot do it.
-    """
-    content = [draft.content for draft in drafts]
-    encoded = encode_pieces(content, tokenizer=tokenizer, word_ids=word_ids)
-    if row_format == "tokens" or row_format in LABELED:
-        return encoded
-    prefix = [] if row_format == "text" else SpecialTokens.of(tokenizer).prefix
-    rows = []
-    for input_ids, scored, words, _ in encoded:
-        start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
-        rows.append(
-            Encoded(
-                input_ids[start:],
-                None if loss_on == "all" or scored is None else scored[start:],
-                None if words is None else words[start:],
-            )
-        )
-    return rows
 
 
 def _read_text(row: Mapping[str, Any], *, column: str) -> Draft:
@@ -461,7 +426,7 @@ def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: Specia
     if end <= start:
         raise BadRow("input_ids: expected more than the special tokens of a row, got nothing else")
     if scored is None:
-        return Encoded(input_ids[start:end].tolist(), None, None)
+        scored = np.ones(len(input_ids), dtype=bool)
     if not scored.any():
         raise BadRow(f"labels: expected tokens to score, got none of {len(scored)}")
-    return Encoded(input_ids[start:end].tolist(), scored[start:end].tolist(), None)
+    return Encoded(input_ids[start:end].tolist(), scored[start:end].tolist(), [], [])

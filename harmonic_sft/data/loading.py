@@ -22,7 +22,7 @@ from harmonic_sft.data.batches import (
 from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
-from harmonic_sft.data.formats import Format, recognize
+from harmonic_sft.data.formats import Format, reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
@@ -37,7 +37,7 @@ from harmonic_sft.data.row_maker import (
     TRACES,
     RowMaker,
     check_tokenizer,
-    document_starts,
+    document_numbers,
     document_traces,
     row_lengths,
     rows_table,
@@ -155,7 +155,7 @@ def load_data(
     if not eval_only:
         stay, duplicates, trained = held_out.leave_out(document_traces(rows))
         if not stay.all():
-            rows = rows.select(np.flatnonzero(stay[np.cumsum(document_starts(rows)) - 1]))
+            rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:
         of_tokens = task == "token_classification"
         masker = class_labels(rows, eval_rows, names=labels, of_tokens=of_tokens, seed=seed)
@@ -219,7 +219,7 @@ def _table_data(
         collator=collator,
         labels=labels,
         unigram_counts=counts,
-        num_documents=int(document_starts(rows).sum()),
+        num_documents=int(document_numbers(rows)[-1]) + 1,
         num_tokens=num_tokens,
         fill_rate=rate,
     )
@@ -252,12 +252,12 @@ def split_table(
     Raises:
         ValueError: Nothing would be left to train on.
     """
-    starts = document_starts(rows)
-    num_documents = int(starts.sum())
+    numbers = document_numbers(rows)
+    num_documents = int(numbers[-1]) + 1
     if num_documents <= eval_documents:
         raise _too_few(num_documents, eval_documents)
     chosen = permutation("eval split", (seed,), num_documents)[:eval_documents]
-    in_eval = np.isin(np.cumsum(starts) - 1, chosen)  # [rows]
+    in_eval = np.isin(numbers, chosen)  # [rows]
     return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
 
@@ -341,21 +341,28 @@ def _open(
     if row_format in ("text", *LABELED.values()):
         is_text = row_format != "labeled_words"
         check_column(documents, first, source.column, name=f"{name}.column", is_text=is_text)
+    read = reader(
+        row_format,
+        tokenizer=tokenizer,
+        loss_on=config.loss_on,
+        column=source.column,
+        word_ids=config.mask.whole_word,
+        label_column=config.label_column,
+        class_names=class_names,
+    )
     # A tokenizer may end every row itself.
     ends_text = task == "causal_lm" and not SpecialTokens.of(tokenizer).suffix
     maker = RowMaker(
         name=name,
         source=number,
         row_format=row_format,
-        column=source.column,
+        read=read,
         tokenizer=tokenizer,
         context_length=config.context_length,
         loss_on=config.loss_on,
         word_ids=config.mask.whole_word,
         end_of_text=tokenizer.eos_token_id if ends_text else None,
         weight_column=config.weight_column,
-        label_column=config.label_column,
-        class_names=class_names,
     )
     return documents, maker
 

@@ -9,10 +9,9 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -25,9 +24,9 @@ from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
-from harmonic_sft.data.encoding import Encoded, SpecialTokens
+from harmonic_sft.data.encoding import Encoded, SpecialTokens, batches_of, encode_pieces
 from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
-from harmonic_sft.data.formats import LABELED, Draft, Format, encode, reader
+from harmonic_sft.data.formats import LABELED, Draft, Format
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD
 from harmonic_sft.data.sections import LossOn
@@ -109,7 +108,7 @@ class RowMaker:
         name: Where the source stands in the configuration.
         source: Its number.
         row_format: Format of its documents.
-        column: Name of the text's column.
+        read: Reads one of them, see `reader`.
         tokenizer: The model's tokenizer.
         context_length: Longest row, in tokens, special tokens included.
         loss_on: What may be predicted.
@@ -117,14 +116,12 @@ class RowMaker:
         scored: Whether rows say which of their tokens may be predicted.
         end_of_text: Token put after every document of plain text, None for none.
         weight_column: Name of the column of a document's weight, None for none.
-        label_column: Name of the column of labels, of labeled documents.
-        class_names: What numbers in that column stand for, None for themselves.
     """
 
     name: str
     source: int
     row_format: Format
-    column: str
+    read: Callable[[Row], Draft]
     tokenizer: PreTrainedTokenizerBase
     context_length: int
     loss_on: LossOn = "all"
@@ -132,8 +129,6 @@ class RowMaker:
     scored: bool = False
     end_of_text: int | None = None
     weight_column: str | None = None
-    label_column: str | None = None
-    class_names: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -154,17 +149,8 @@ class RowMaker:
             bad_rows: Where documents that make no row are reported.
 
         Raises:
-            ValueError: A document cannot be used and none may be skipped, or the settings fit none.
+            ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
-        read = reader(
-            self.row_format,
-            tokenizer=self.tokenizer,
-            loss_on=self.loss_on,
-            column=self.column,
-            word_ids=self.word_ids,
-            label_column=self.label_column,
-            class_names=self.class_names,
-        )
         drafts: list[Draft] = []
         readable: list[Row] = []
         for document in documents:
@@ -172,16 +158,17 @@ class RowMaker:
                 if BAD in document:
                     raise BadRow(*document[BAD])
                 columns = {key: document[key] for key in document if key not in ("document", PLACE)}
-                drafts.append(read(columns))
+                drafts.append(self.read(columns))
                 readable.append(document)
-        encoded = encode(
-            drafts,
-            self.row_format,
-            tokenizer=self.tokenizer,
-            loss_on=self.loss_on,
-            word_ids=self.word_ids,
-        )
         special = SpecialTokens.of(self.tokenizer)
+        # Chat templates write the first token of a row themselves.
+        prefix = [] if self.row_format in LABELED else special.prefix
+        encoded = encode_pieces(
+            [draft.content for draft in drafts],
+            tokenizer=self.tokenizer,
+            word_ids=self.word_ids,
+            prefix=prefix,
+        )
         rows: list[Row] = []
         for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
@@ -202,35 +189,32 @@ class RowMaker:
         Raises:
             BadRow: It makes no row.
         """
-        input_ids, scored, word_ids, labels = encoded
-        if not input_ids:
+        if not encoded.input_ids:
             raise BadRow(BLANK)
-        if scored is not None and not any(scored):
-            found = f"expected tokens to score, got none of {len(scored)}"
+        if not any(encoded.scored):
+            found = f"expected tokens to score, got none of {len(encoded.scored)}"
             raise BadRow(f"loss_on {self.loss_on}: {found}")
         if self.end_of_text is not None and self.row_format == "text":
-            input_ids.append(self.end_of_text)
-        if scored is None and self.scored:
-            scored = [True] * len(input_ids)
+            encoded.input_ids.append(self.end_of_text)
+            encoded.scored.append(True)
         common = {"source": self.source, "document": document["document"]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
+        # What a column has at the special tokens of a row; a text may be predicted as a whole.
+        fills = {"scored": self.row_format == "text", "word_ids": NO_WORD, "labels": None}
+        fills = {name: fills[name] for name in self.columns if name in fills}
         size = self._body(special)
+        starts = range(0, len(encoded.input_ids), size)
         rows = []
-        starts = range(0, len(input_ids), size)
-        for chunk, start in enumerate(starts[:1] if labels is not None else starts):
-            part = slice(start, start + size)
-            if scored is not None and not any(scored[part]):
-                bad_rows.unscored_tokens += len(input_ids[part])
+        for chunk, start in enumerate(starts[:1] if self.row_format in LABELED else starts):
+            part = {key: values[start : start + size] for key, values in encoded._asdict().items()}
+            if not any(part["scored"]):
+                bad_rows.unscored_tokens += len(part["input_ids"])
                 continue
-            row = {"input_ids": [*special.prefix, *input_ids[part], *special.suffix]}
-            for name, values, fill in (
-                ("scored", scored, self.row_format == "text"),  # all tokens of a text may be
-                ("word_ids", word_ids, NO_WORD),
-                ("labels", labels, None),
-            ):
-                if values is not None and name in self.columns:
-                    row[name] = _wrap(values[part], fill, special)
+            row = {"input_ids": [*special.prefix, *part["input_ids"], *special.suffix]}
+            for name, fill in fills.items():
+                before, after = [fill] * len(special.prefix), [fill] * len(special.suffix)
+                row[name] = [*before, *part[name], *after]
             rows.append({**row, **common, "chunk": chunk})
         return rows
 
@@ -256,10 +240,6 @@ def weight_of(row: Row, column: str) -> float:
     if not is_number or not 0 <= value < math.inf:
         raise BadRow(f"{column}: expected a weight of 0 or more, got {value!r}")
     return float(value)
-
-
-def _wrap(values: Sequence[Any], fill: Any, special: SpecialTokens) -> list[Any]:
-    return [*[fill] * len(special.prefix), *values, *[fill] * len(special.suffix)]
 
 
 def tokenize_table(
@@ -295,7 +275,12 @@ def tokenize_table(
             found = BadRows(skip=bad_rows.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
-                batches = _batches(documents, maker.name)
+                batches = batches_of(
+                    numbered_rows(documents, maker.name),
+                    _characters,
+                    size=BATCH_CHARACTERS,
+                    count=BATCH_DOCUMENTS,
+                )
                 for rows, bad in _made(batches, maker, found.skip, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
@@ -347,18 +332,8 @@ def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row],
     return maker(documents, bad_rows), bad_rows
 
 
-def _batches(documents: datasets.Dataset | FileRows, name: str) -> Iterator[list[Row]]:
-    """Put documents together, fewer where they are long."""
-    batch: list[Row] = []
-    characters = 0
-    for row in numbered_rows(documents, name):
-        batch.append(row)
-        characters += sum(len(value) for value in row.values() if isinstance(value, str))
-        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _characters(row: Row) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str))
 
 
 def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
@@ -379,11 +354,10 @@ def row_lengths(rows: datasets.Dataset) -> np.ndarray:
     )
 
 
-def document_starts(rows: datasets.Dataset) -> np.ndarray:
-    """Tell which rows begin a document, `[rows]` bool; the rows of one stand together."""
+def document_numbers(rows: datasets.Dataset) -> np.ndarray:
+    """Number the documents of rows from 0, `[rows]`; the rows of one stand together."""
     names = document_names(rows)  # [2, rows]
-    is_other = names[:, 1:] != names[:, :-1]
-    return np.append(np.ones(min(1, len(rows)), dtype=bool), is_other.any(axis=0))
+    return np.append(0, (names[:, 1:] != names[:, :-1]).any(axis=0).cumsum())
 
 
 def document_traces(rows: datasets.Dataset) -> Iterator[tuple[str, np.ndarray]]:

@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BadRow
-from harmonic_sft.data.formats import encode, reader
+from harmonic_sft.data.encoding import SpecialTokens, encode_pieces
+from harmonic_sft.data.formats import reader
 
 WORDS = [f"word{index}" for index in range(200)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -13,16 +14,17 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 def encode_rows(rows, row_format, *, tokenizer, loss_on="all", word_ids=False, column="text"):
     """What every row becomes: its tokens, or the reason why it is a bad one."""
-    settings = {"tokenizer": tokenizer, "loss_on": loss_on, "word_ids": word_ids}
-    read = reader(row_format, column=column, **settings)
+    settings = {"loss_on": loss_on, "word_ids": word_ids, "column": column}
+    read = reader(row_format, tokenizer=tokenizer, **settings)
     found = []
     for row in rows:
         try:
             found.append(read(row))
         except BadRow as error:
             found.append(str(error))
-    drafts = [draft for draft in found if not isinstance(draft, str)]
-    encoded = iter(encode(drafts, row_format, **settings))
+    contents = [draft.content for draft in found if not isinstance(draft, str)]
+    prefix = SpecialTokens.of(tokenizer).prefix
+    encoded = iter(encode_pieces(contents, tokenizer=tokenizer, word_ids=word_ids, prefix=prefix))
     return [draft if isinstance(draft, str) else next(encoded) for draft in found]
 
 

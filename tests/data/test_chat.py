@@ -19,6 +19,7 @@ from harmonic_sft.data import chat
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
+from harmonic_sft.data.formats import reader
 from harmonic_sft.data.row_maker import RowMaker
 from tests.data.conftest import encode_rows
 
@@ -175,8 +176,7 @@ def test_own_form_scores_what_is_written_by_hand(bert, messages, tools, expected
     assert starred(bert, encoded) == " ".join(expected)
     bare = [turn.replace("*", "") for turn in expected]
     everything = encode_one(bert, messages, "all", tools=tools)
-    assert everything.scored is None
-    assert starred(bert, everything) == " ".join(bare)
+    assert everything == encoded._replace(scored=[True] * len(encoded.scored))
     bare[last] = expected[last]
     encoded = encode_one(bert, messages, "completion", tools=tools)
     assert starred(bert, encoded) == " ".join(bare)
@@ -205,7 +205,7 @@ def test_chat_template_scores_what_is_written_by_hand(merges, template):
     last = CHATML_CHAT.rindex("[[")
     expected = re.sub(r"\[\[|\]\]", "", CHATML_CHAT[:last]) + CHATML_CHAT[last:]
     assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "completion")) == expected
-    assert encode_one(tokenizer, CHAT, "all").scored is None
+    assert all(encode_one(tokenizer, CHAT, "all").scored)
 
 
 def test_chat_template_writes_tools_and_several_calls(merges):
@@ -395,8 +395,11 @@ def test_conversation_without_an_assistant_has_nothing_to_score(bert):
 
 def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
     tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
-    settings = {"name": "s", "source": 0, "column": "text", "context_length": 8}
-    maker = RowMaker(**settings, row_format="messages", tokenizer=tokenizer, loss_on="assistant")
+    settings = {"tokenizer": tokenizer, "loss_on": "assistant"}
+    read = reader("messages", **settings)
+    maker = RowMaker(
+        name="s", source=0, row_format="messages", read=read, context_length=8, **settings
+    )
     with pytest.raises(
         ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
     ):

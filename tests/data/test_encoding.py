@@ -9,7 +9,7 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
     texts = ["word1 ab", "word2 " * 30, "word3", "word4 [MASK]", "xyz " * 20]
     drafts = [[Piece(text, False, [(2, 9)])] for text in texts]
     settings = {"tokenizer": tokenizer, "word_ids": True}
-    known = Encoded([1], None, None)
+    known = Encoded([1], [True], [], [])
     whole = encode_pieces([known, *drafts, drafts[0]], **settings)
     groups = []
     call = type(tokenizer).__call__
@@ -21,7 +21,7 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 20)
     assert encode_pieces([known, *drafts, drafts[0]], **settings) == whole
-    assert groups == [texts[:1], texts[1:2], texts[2:4], texts[4:]]
+    assert groups == [texts[:2], texts[2:]]
     assert whole[0] is known
     assert whole[1] == whole[-1]
     assert tokenizer.convert_ids_to_tokens(whole[1].input_ids) == ["word1", "a", "##b"]

@@ -53,13 +53,17 @@ AS_MESSAGES = {
         }
     ],
 }
-NOTHING = Encoded([], None, None)
+NOTHING = Encoded([], [], [], [])
 WITH_INPUT = {"instruction": "word1 {x}", "input": "word2", "output": "word3"}
 
 
 def one(row, form, tokenizer, loss_on="all", **settings):
     (encoded,) = encode_rows([row], form, tokenizer=tokenizer, loss_on=loss_on, **settings)
     return encoded
+
+
+def of_tokens(input_ids, scored=None):
+    return Encoded(input_ids, scored or [True] * len(input_ids), [], [])
 
 
 def scored_text(tokenizer, encoded):
@@ -99,7 +103,7 @@ def test_text_is_tokenized_without_the_wrapping_and_without_special_tokens(token
     encoded = encode_rows(rows, "text", tokenizer=tokenizer, loss_on="all")
     tokens = [tokenizer.convert_ids_to_tokens(row.input_ids) for row in encoded]
     assert tokens == [["word1", "[", "m", "##a", "##s", "##k", "]", "word2"], ["a", "##b"]]
-    assert all(row.scored is None and row.word_ids is None for row in encoded)
+    assert all(all(row.scored) and not row.word_ids for row in encoded)
 
 
 def test_text_may_stand_in_another_column(tokenizer):
@@ -274,16 +278,16 @@ def test_bad_conversations_say_what_was_found(tokenizer, row, form, reason):
 
 def test_pretokenized_rows_lose_the_wrapping_that_every_row_gets(tokenizer):
     wrapped = tokenizer("word1 word2")["input_ids"]
-    assert one({"input_ids": wrapped}, "tokens", tokenizer) == Encoded(wrapped[1:-1], None, None)
+    assert one({"input_ids": wrapped}, "tokens", tokenizer) == of_tokens(wrapped[1:-1])
     bare = {"input_ids": np.asarray(wrapped[1:-1])}
-    assert one(bare, "tokens", tokenizer) == Encoded(wrapped[1:-1], None, None)
+    assert one(bare, "tokens", tokenizer) == of_tokens(wrapped[1:-1])
 
 
 def test_scored_wrapping_of_pretokenized_rows_is_kept(tokenizer):
     row = {"input_ids": [2, 10, 11, 3], "labels": [-100, -100, 11, 3]}
-    assert one(row, "tokens", tokenizer) == Encoded([10, 11, 3], [False, True, True], None)
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11, 3], [False, True, True])
     row = {"input_ids": [2, 10, 11, 3], "labels": [2, -100, 11, -100]}
-    assert one(row, "tokens", tokenizer) == Encoded([2, 10, 11], [True, False, True], None)
+    assert one(row, "tokens", tokenizer) == of_tokens([2, 10, 11], [True, False, True])
 
 
 def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
@@ -300,9 +304,9 @@ def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
     }
     for loss_on, scored in expected.items():
         encoded = one(row, "tokens", tokenizer, loss_on)
-        assert encoded == Encoded([10, 11, 12, 13], scored, None)
+        assert encoded == of_tokens([10, 11, 12, 13], scored)
     del row["labels"]
-    assert one(row, "tokens", tokenizer).scored is None
+    assert all(one(row, "tokens", tokenizer).scored)
     assert one(row, "tokens", tokenizer, "completion").scored == [False, False, True, True]
 
 
@@ -362,9 +366,9 @@ def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
         return [filler] * 3 + values if left else values + [filler] * 3
 
     row = {"input_ids": padded([2, 10, 11, 3], 0), "attention_mask": padded([1] * 4, 0)}
-    assert one(row, "tokens", tokenizer) == Encoded([10, 11], None, None)
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11])
     row["labels"] = padded([-100, -100, 11, -100], -100)
-    assert one(row, "tokens", tokenizer) == Encoded([10, 11], [False, True], None)
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11], [False, True])
     row["attention_mask"] = [0] * 7
     assert "more than the special tokens" in one(row, "tokens", tokenizer)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.files import BAD, PLACE, FileRows, file_shards
+from harmonic_sft.data.formats import reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
 
@@ -29,10 +30,12 @@ def row_maker(tokenizer, **settings):
         "name": "data.sources[1]",
         "source": 1,
         "row_format": "text",
-        "column": "text",
         "context_length": 8,
     }
-    return RowMaker(tokenizer=tokenizer, **(defaults | settings))
+    settings = defaults | settings
+    shared = {key: settings[key] for key in ("loss_on", "word_ids") if key in settings}
+    read = reader(settings["row_format"], tokenizer=tokenizer, **({"loss_on": "all"} | shared))
+    return RowMaker(tokenizer=tokenizer, read=read, **settings)
 
 
 def make(maker, documents, skip=False):

@@ -88,17 +88,17 @@ def test_glob_that_matches_nothing_is_refused(folder):
     refused("path: expected files that match, got none", path=f"{folder}/*.jsonl.gz")
 
 
-@pytest.mark.parametrize("name", ["empty.txt", "empty.parquet"])
-def test_empty_file_is_refused(tmp_path, name):
-    (tmp_path / name).touch()
-    refused("path: expected documents, got the empty file", path=f"{tmp_path}/{name}")
-
-
 @pytest.mark.parametrize("streaming", [False, True])
-def test_table_without_rows_is_refused(tmp_path, streaming):
-    Dataset.from_dict({"text": []}).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"expected documents, got none|corresponds to no data"):
-        load(path=f"{tmp_path}/a.parquet", streaming=streaming)
+@pytest.mark.parametrize("name", ["empty.txt", "empty.parquet", "header.parquet", "bad.jsonl"])
+def test_files_without_a_single_row_are_refused(tmp_path, name, streaming):
+    (tmp_path / name).touch()
+    if name == "header.parquet":
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
+    if name == "bad.jsonl":
+        (tmp_path / name).write_text("[]\n")
+    found = "the empty file" if "empty" in name else "none in"
+    settings = {"path": f"{tmp_path}/{name}", "skip": True, "streaming": streaming}
+    refused(f"path: expected documents, got {found}", **settings)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -233,23 +233,6 @@ def test_failure_of_a_library_is_named_by_source_and_place():
     assert document_name((2 << 40) + 7) == "document 7 of logical stream 2"
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_file_of_bad_rows_only_is_refused(tmp_path, streaming):
-    (tmp_path / "a.jsonl").write_text("[]\n")
-    refused(
-        "path: expected documents, got none in",
-        path=f"{tmp_path}/a.jsonl",
-        skip=True,
-        streaming=streaming,
-    )
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_weight_that_is_no_share_is_refused(weight):
-    with pytest.raises(ValidationError, match="weight"):
-        Source(path="a.txt", weight=weight)
-
-
 @pytest.mark.parametrize("name", ["script.py", "table.tsv", "noending", "a.parquet.gz"])
 def test_file_of_another_kind_is_never_read(tmp_path, name, monkeypatch):
     monkeypatch.setattr(sources, "load_dataset", None)
@@ -294,6 +277,10 @@ def test_settings_of_the_hub_are_refused_for_a_file(folder, monkeypatch, path, f
     refused(f"{field}: expected nothing for the path '{path}'", path=path, **{field: "x"})
 
 
-def test_unknown_key_of_a_source_is_refused():
-    with pytest.raises(ValidationError, match="colum"):
-        TypeAdapter(Source).validate_python({"path": "a.txt", "colum": "text"})
+@pytest.mark.parametrize(
+    "key",
+    [{"colum": "text"}, *({"weight": bad} for bad in (0.0, -1.0, float("nan"), float("inf")))],
+)
+def test_unknown_keys_and_weights_that_are_no_share_are_refused(key):
+    with pytest.raises(ValidationError, match=next(iter(key))):
+        TypeAdapter(Source).validate_python({"path": "a.txt", **key})
