@@ -7,6 +7,7 @@ DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
 QUANTIZED := .venv/quantized
 ECOSYSTEM := .venv/ecosystem
+UPSTREAM := .venv/upstream
 
 # One process, on the first GPU if there is one: several GPUs would need several processes.
 # Without the number of threads, accelerate would allow PyTorch a single CPU core.
@@ -19,8 +20,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # "All" leaves out what needs a GPU, the network, or packages of its own.
 ALL := not cuda and not network and not quantized and not ecosystem and not browser
 
-.PHONY: demo demo-compare test test-all test-quantized test-ecosystem test-browser wheel-test check \
-	audit docs size clean
+.PHONY: demo demo-compare test test-all test-quantized test-ecosystem test-upstream test-browser wheel-test \
+	check audit docs size clean
 
 demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_base.yaml resume=true
@@ -45,6 +46,13 @@ test-quantized: $(INSTALLED) $(QUANTIZED)/.installed
 # Other people's tools, in an environment that sees .venv: imported there, they would slow every test.
 test-ecosystem: $(ECOSYSTEM)/.installed
 	$(ECOSYSTEM)/bin/python -m pytest -m ecosystem
+
+# transformers' own model tests, from its source distribution. Those of generation and export are in its
+# repository alone: make test-upstream TRANSFORMERS_SOURCE=/path/to/checkout
+test-upstream: $(UPSTREAM)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(UPSTREAM)/bin/python contrib/transformers/run_tests.py \
+		$(UPSTREAM)/source $(if $(TRANSFORMERS_SOURCE),--checkout "$(TRANSFORMERS_SOURCE)") \
+		--numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Opens the HTML report in a real browser. On Debian: sudo apt-get install --no-install-recommends chromium
 test-browser: $(INSTALLED)
@@ -99,9 +107,9 @@ $(QUANTIZED)/.installed: requirements-quantized.txt $(DEMO_INSTALLED)
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(QUANTIZED) -r $<
 	@touch $@
 
-$(ECOSYSTEM)/.installed: $(INSTALLED)
-	$(BIN)/python -m venv $(ECOSYSTEM)
+$(ECOSYSTEM)/.installed $(UPSTREAM)/.installed: .venv/%/.installed: $(INSTALLED)
+	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(ECOSYSTEM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
-	$(ECOSYSTEM)/bin/python -m pip install -c constraints.txt -e '.[ecosystem]'
+		"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[$*]'
 	@touch $@

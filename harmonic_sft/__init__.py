@@ -133,7 +133,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-AutoConfig.register("neobert", NeoBERTConfig)
+AutoConfig.register("neobert", NeoBERTConfig, exist_ok=True)  # transformers may get its own
 AutoModel.register(NeoBERTConfig, NeoBERTModel)
 AutoModelForMaskedLM.register(NeoBERTConfig, NeoBERTForMaskedLM)
 AutoConfig.register("harmonic", HarmonicConfig)

@@ -56,12 +56,12 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _auto_map: ClassVar[dict[str, str]] = {}  # beside AutoConfig and AutoModel
-    _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^dist_head\."]  # noqa: RUF012
 
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
-        self._keep_in_fp32_modules_strict = {"dist_head", *(config.float32_modules or [])}
+        kept = (*(self._keep_in_fp32_modules_strict or ()), *(config.float32_modules or ()))
+        self._keep_in_fp32_modules_strict = set(kept)
 
     @classmethod
     def from_pretrained(
@@ -219,6 +219,8 @@ class HarmonicModel(HarmonicPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """Return the backbone's output.
@@ -231,8 +233,12 @@ class HarmonicModel(HarmonicPreTrainedModel):
             position_ids: `[B, T]` or `[1, T]`, counted from 0 whatever the backbone. A position
                 that does not continue the one before it starts a new document (at 0), and tokens
                 attend only to their own document.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
+        given = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
         is_causal = self.config.is_causal
         if is_causal:
             kwargs = {"use_cache": False, **kwargs}
@@ -267,6 +273,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     """
 
     is_causal: ClassVar[bool] = False
+    _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
     _auto_map: ClassVar[dict[str, str]] = {  # every backbone can be fine-tuned for these tasks
         "AutoModelForQuestionAnswering": "modeling_harmonic.HarmonicForQuestionAnswering",
         "AutoModelForSequenceClassification": "modeling_harmonic.HarmonicForSequenceClassification",

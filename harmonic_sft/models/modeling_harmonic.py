@@ -135,6 +135,8 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict masked tokens.
@@ -147,6 +149,8 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
                 further arguments (`position_ids`, ...).
 
@@ -154,7 +158,13 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         of_labels = self._take_label_options(kwargs)
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            **kwargs,
+        )
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
@@ -409,6 +419,8 @@ class HarmonicClassifier(HarmonicHeadModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | TokenClassifierOutput:
         """Predict the class of each text or token.
@@ -419,6 +431,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
                 several classes at once: as the logits, floating.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
                 further arguments.
 
@@ -427,7 +441,13 @@ class HarmonicClassifier(HarmonicHeadModel):
             texts or `[B, T, V]` of tokens.
         """
         of_labels = self._take_label_options(kwargs)
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            **kwargs,
+        )
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         logits = self._logits(states)
         loss = None
@@ -534,6 +554,8 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
         attention_mask: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """Predict the span of the answer.
@@ -543,13 +565,21 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
             attention_mask: `[B, T]`, 1 = attend.
             start_positions: `[B]`; one outside the row is not scored.
             end_positions: `[B]`.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: The backbone's further arguments.
 
         Returns:
             `start_logits` and `end_logits` `[B, T]`, and with positions `loss`, the mean
             cross-entropy of both in nats.
         """
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            **kwargs,
+        )
         start_logits, end_logits = self._logits(outputs.last_hidden_state).unbind(-1)  # [B, T]
         loss = None
         if start_positions is not None and end_positions is not None:

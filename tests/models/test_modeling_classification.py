@@ -1,5 +1,6 @@
 """Classifiers of texts and words: what the head sees, losses, saving, loading elsewhere."""
 
+import inspect
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -16,6 +18,8 @@ from transformers import (
     BertTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 from harmonic_sft.models import (
@@ -123,6 +127,26 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(base, task, head):
     output.loss.backward()
     assert model.dist_head.weight.grad.abs().sum() > 0
     assert isinstance(model(**inputs, return_dict=False), tuple)
+
+
+def test_the_trainer_of_transformers_keeps_token_types(base, tmp_path):
+    """It drops every column that is no named parameter of `forward`."""
+    model = HarmonicForSequenceClassification.from_base(base, labels=LABELS)
+    columns = {"input_ids": [[2, 5, 6]], "token_type_ids": [[0, 0, 1]], "labels": [1]}
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    trainer = Trainer(model, arguments, train_dataset=Dataset.from_dict(columns))
+    [batch] = trainer.get_train_dataloader()
+    assert batch["token_type_ids"].tolist() == columns["token_type_ids"]
+    for class_ in (HarmonicForMaskedLM, *TASKS.values(), HarmonicForQuestionAnswering):
+        names = inspect.signature(class_.forward).parameters
+        assert {"token_type_ids", "inputs_embeds"} <= set(names)
+    del batch["labels"]
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(batch.pop("input_ids"))
+        by_embeddings = model(inputs_embeds=embeddings, **batch).logits
+        ids = torch.tensor(columns["input_ids"])
+        assert torch.equal(by_embeddings, model(ids, **batch).logits)
+        assert not torch.equal(by_embeddings, model(ids).logits)
 
 
 def test_the_loss_function_is_the_one_that_was_set(base):
