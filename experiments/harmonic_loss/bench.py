@@ -242,10 +242,10 @@ def _trainer(
 
     It is compiled code where that is written: MLPs and the negative log-likelihood.
     """
-    cell = network.cell
-    if cell.model == "mlp" and cell.loss == "nll" and (code := library()):
-        return CompiledTrainer(code, network, examples.inputs, examples.labels).train
-    embedding = network.body.embedding
+    cell, body = network.cell, network.body
+    if isinstance(body, StackedMLP) and cell.loss == "nll" and (code := library()):
+        return CompiledTrainer(code, cell, body, network.bias, examples).train
+    embedding = body.embedding
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=cell.learning_rate, weight_decay=cell.weight_decay, fused=True
     )

@@ -267,8 +267,9 @@ def compare_heads(rows: Sequence[Row]) -> list[Row]:
             found = {"task": linear["cell"]["task"], "model": linear["cell"]["model"]}
             means = [fmean(one) for one in values]
             lines.append({**found, "means": means, "p": float(mannwhitneyu(*values).pvalue)})
-    missing = [1.0] * (len(pairs) - len(lines))
-    corrected = holm([line["p"] for line in lines] + missing)
+    p_values: list[float | None] = [1.0] * len(pairs)
+    p_values[: len(lines)] = [line["p"] for line in lines]
+    corrected = holm(p_values)
     return [{**line, "p_holm": p} for line, p in zip(lines, corrected, strict=False)]
 
 

@@ -7,9 +7,16 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from experiments.harmonic_loss.data import Examples
+from experiments.stacked import StackedMLP
+
+if TYPE_CHECKING:
+    from experiments.harmonic_loss.bench import Cell
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("mlp.cpp")
@@ -38,25 +45,32 @@ class CompiledTrainer:
 
     Args:
         code: See `library`.
-        network: A `bench.Network` of MLPs, which follows the training.
-        inputs: `[S, N, T]`, token ids.
-        labels: `[S, N]`.
+        cell: What to train.
+        body: Its MLPs, which follow the training.
+        bias: `[S, 1, V]` of the linear head, which does too.
+        examples: Of every seed.
     """
 
-    def __init__(self, code: ctypes.CDLL, network: nn.Module, inputs: Tensor, labels: Tensor):
-        self.code, self.network, self.num_steps = code, network, 0
-        self.inputs, self.labels = inputs.contiguous(), labels.contiguous()
-        body = network.body
+    def __init__(
+        self,
+        code: ctypes.CDLL,
+        cell: "Cell",
+        body: StackedMLP,
+        bias: Tensor | None,
+        examples: Examples,
+    ):
+        self.code, self.cell, self.num_steps = code, cell, 0
+        self.inputs, self.labels = examples.inputs.contiguous(), examples.labels.contiguous()
         num_seeds, self.vocab_size, hidden_size = body.embedding.shape
         self.padded_size = -(-self.vocab_size // MULTIPLE) * MULTIPLE
-        self.shapes = {
+        self.shapes: dict[Tensor, tuple[int, int]] = {
             body.embedding: (self.padded_size, hidden_size),
             body.weight_in: (body.weight_in.shape[1], WIDTH),
             body.bias_in: (1, WIDTH),
             body.weight_out: (WIDTH, hidden_size),
             body.bias_out: (1, hidden_size),
         }
-        bias = torch.zeros(num_seeds, 1, self.vocab_size) if network.bias is None else network.bias
+        bias = torch.zeros(num_seeds, 1, self.vocab_size) if bias is None else bias
         self.shapes[bias] = (1, self.padded_size)
         flat = []
         for parameter, shape in self.shapes.items():
@@ -69,7 +83,7 @@ class CompiledTrainer:
     @torch.no_grad()
     def train(self, orders: Tensor) -> None:
         """Train for the epochs of `orders` `[S, epochs, N']`, rows of the examples."""
-        cell, orders = self.network.cell, orders.contiguous()
+        cell, orders = self.cell, orders.contiguous()
         arrays = (self.parameters, self.means, self.squares, self.inputs, self.labels, orders)
         _, num_epochs, num_training = orders.shape
         self.code.train(
