@@ -247,31 +247,43 @@ def summary(found: Row) -> Row:
     }
 
 
-def compare_heads(rows: Sequence[Row]) -> list[Row]:
-    """Compare harmonic and linear variances over seeds, as registered: the ten published pairs.
+def pairs_of(figure: str) -> list[tuple[Cell, Cell]]:
+    """Return the pairs of cells whose variances are compared, as registered; often none.
+
+    Figures 2 and 7: the linear and the harmonic head of the ten published pairs. Figure 6: every
+    alternative and the full harmonic head.
+    """
+    if figure in ("2", "7"):
+        fours = [list(models(task)) for task in TASKS]
+        return [(four[place], four[place + 1]) for four in fours for place in (0, 2)]
+    if figure == "6":
+        chosen = list(ablations())
+        return [(cell, replace(cell, head="dist")) for cell in chosen if cell.head != "dist"]
+    return []
+
+
+def compare(rows: Sequence[Row], pairs: Sequence[tuple[Cell, Cell]]) -> list[Row]:
+    """Compare the variances of two cells over their seeds.
 
     Args:
         rows: See `summary`.
+        pairs: See `pairs_of`.
 
     Returns:
-        `task`, `model`, `means` (linear, harmonic, in percent), `p` of the two-sided Mann-Whitney
-        test and `p_holm`, corrected for ten pairs, of which one that was not trained has p = 1.
+        `names` and `means` (in percent) of both cells, `p` of the two-sided Mann-Whitney test and
+        `p_holm`, corrected for all pairs, of which one that was not trained has p = 1.
     """
-    chosen = {row["name"]: row for row in rows if row["published"]}
-    names = [[cell_name(cell) for cell in models(task)] for task in TASKS]
-    pairs = [(four[place], four[place + 1]) for four in names for place in (0, 2)]
+    variances = {row["name"]: row["variance_percent"] for row in rows}
     lines: list[Row] = []
     for pair in pairs:
-        linear, dist = (chosen.get(name) for name in pair)
-        if linear and dist:
-            values = linear["variance_percent"], dist["variance_percent"]
-            found = {"task": linear["cell"]["task"], "model": linear["cell"]["model"]}
-            means = [fmean(one) for one in values]
-            lines.append({**found, "means": means, "p": float(mannwhitneyu(*values).pvalue)})
+        names = [cell_name(cell) for cell in pair]
+        if all(name in variances for name in names):
+            values = [variances[name] for name in names]
+            means, p = [fmean(one) for one in values], float(mannwhitneyu(*values).pvalue)
+            lines.append({"names": names, "means": means, "p": p})
     p_values: list[float | None] = [1.0] * len(pairs)
     p_values[: len(lines)] = [line["p"] for line in lines]
-    corrected = holm(p_values)
-    return [{**line, "p_holm": p} for line, p in zip(lines, corrected, strict=False)]
+    return [{**line, "p_holm": p} for line, p in zip(lines, holm(p_values), strict=False)]
 
 
 def _train(cell: Cell, seeds: range, folder: Path) -> str:

@@ -13,7 +13,8 @@ from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
     cell_name,
-    compare_heads,
+    compare,
+    pairs_of,
     read_cell,
     summary,
     train_cells,
@@ -100,13 +101,12 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
         return payload
     rows = _cells(options)
-    if options.figure not in ("2", "7"):
-        return {"rows": rows}
-    pairs = compare_heads(rows)
-    columns = ["task", "model", "linear (%)", "harmonic (%)", "p", "p (Holm)"]
-    lines = [[p["task"], p["model"], *p["means"], p["p"], p["p_holm"]] for p in pairs]
-    show_table("Mann-Whitney test of the two heads over seeds", columns, lines)
-    return {"rows": rows, "pairs": pairs}
+    found = compare(rows, pairs_of(options.figure))
+    if found:
+        columns = ["cell", "and", "variances (%)", "", "p", "p (Holm)"]
+        lines = [[*one["names"], *one["means"], one["p"], one["p_holm"]] for one in found]
+        show_table("Mann-Whitney tests over seeds", columns, lines)
+    return {"rows": rows, "pairs": found}
 
 
 def _cells(options: argparse.Namespace) -> list[Row]:

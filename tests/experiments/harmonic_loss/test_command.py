@@ -13,9 +13,10 @@ from experiments.harmonic_loss.cells import (
     CELLS,
     PUBLISHED,
     cell_name,
-    compare_heads,
+    compare,
     main_cells,
     models,
+    pairs_of,
     read_cell,
     seed_groups,
     summary,
@@ -172,18 +173,18 @@ def test_a_summary_counts_seeds_that_never_converge():
     )
 
 
-def test_heads_are_compared_by_ranks_and_corrected_for_ten_pairs():
+def test_cells_are_compared_by_ranks_and_corrected_for_all_pairs():
+    pairs = pairs_of("2")
+    assert len(pairs) == 10
     rows = [
-        {
-            "name": cell_name(cell),
-            "cell": cells.asdict(cell),
-            "published": PUBLISHED["genealogy", "mlp", cell.head],
-            "variance_percent": [start + seed for seed in range(4)],
-        }
-        for cell, start in zip(models("genealogy"), (30, 50), strict=False)
+        {"name": cell_name(cell), "variance_percent": [start + seed for seed in range(4)]}
+        for cell, start in zip(pairs[3], (30, 50), strict=True)
     ]
-    [pair] = compare_heads(rows)
-    assert (pair["task"], pair["model"], pair["means"]) == ("genealogy", "mlp", [31.5, 51.5])
-    assert pair["p"] == pytest.approx(2 / 70)  # 2 of the 8! / (4! 4!) orders are as extreme
-    assert pair["p_holm"] == pytest.approx(20 / 70)
-    assert compare_heads([{**row, "published": None} for row in rows]) == []
+    [found] = compare(rows, pairs)
+    assert found["names"] == [row["name"] for row in rows]
+    assert found["means"] == [31.5, 51.5]
+    assert found["p"] == pytest.approx(2 / 70)  # 2 of the 8! / (4! 4!) orders are as extreme
+    assert found["p_holm"] == pytest.approx(20 / 70)
+    assert compare(rows[1:], pairs) == []
+    assert pairs_of("12") == []
+    assert {other.head for _, other in pairs_of("6")} == {"dist"}
