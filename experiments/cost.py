@@ -46,6 +46,9 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Let steps take turns, in changing order, so that a busy machine slows all of them.
 
+    Without a GPU the time is the process's own, of all threads: on a busy machine a step of 2 ms
+    may wait ten times as long for its turn.
+
     Args:
         steps: By name.
         baseline: The name of the one that the others are divided by.
@@ -58,15 +61,16 @@ def measure(
     """
     peaks = {name: allocated_peak(step, device) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    clock = time.perf_counter if _is_gpu(device) else time.process_time
     names = list(steps)
     for index in range(rounds):
         start = index % len(names)
         for name in names[start:] + names[:start]:
             _wait(device)
-            began = time.perf_counter()
+            began = clock()
             steps[name]()
             _wait(device)
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return {
         name: {
             "seconds": median(times),
@@ -87,7 +91,7 @@ def allocated_peak(step: Step, device: torch.device | None = None) -> int:
         step: Called once.
         device: Where it works; None is the CPU.
     """
-    if device is not None and device.type == "cuda":
+    if _is_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
@@ -112,5 +116,9 @@ def allocated_peak(step: Step, device: torch.device | None = None) -> int:
 
 
 def _wait(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
+    if _is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def _is_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"

@@ -31,7 +31,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
-    rounds, vocab_size, steps = (3, 500, 3) if options.quick else (10, 30_522, 2_000)
+    rounds, vocab_size, steps = (3, 500, 3) if options.quick else (20, 30_522, 2_000)
     rows = [
         overhead(rounds, vocab_size),
         memory(256 if options.quick else 2_000),
@@ -45,28 +45,45 @@ def main(name: str, arguments: Sequence[str]) -> None:
 
 
 def overhead(rounds: int, vocab_size: int) -> dict[str, Any]:
-    """Compare whole steps with a distance head and a linear one, which take turns."""
+    """Compare steps with a linear head, with plain distances and with ours, which take turns."""
     torch.manual_seed(0)
     ratios = {}
     nets = (("their net", 64, 10, 128), (f"V {vocab_size:,}", 384, vocab_size, 256))
     for name, width, classes, count in nets:
         steps: dict[str, Callable[[], None]] = {}
-        for head in (LinearHead(width, classes), DistLayer(width, classes, unit_sphere=False)):
+        heads: dict[str, Head] = {
+            "linear": LinearHead(width, classes),
+            "plain": PlainDistance(width, classes),
+            "dist": DistLayer(width, classes, unit_sphere=False),
+        }
+        for key, head in heads.items():
             labels = torch.randint(classes, (count,))
             if name == "their net":
-                steps[head.settings()["name"]] = _net_step(head, torch.rand(count, 784), labels)
+                steps[key] = _net_step(head, torch.rand(count, 784), labels)
             else:
                 states = torch.randn(count, width, requires_grad=True)
-                steps[head.settings()["name"]] = HeadStep(head, DENSE, states, labels)
+                steps[key] = HeadStep(head, DENSE, states, labels)
         for step in steps.values():
             step()
-        ratios[name] = measure(steps, baseline="linear", rounds=rounds)["dist"]["time_ratio"]
+        found = measure(steps, baseline="linear", rounds=rounds)
+        ratios[name] = {key: found[key]["time_ratio"] for key in ("plain", "dist")}
+    shown = [f"{r['plain']:.2f} x, ours {r['dist']:.2f} x ({name})" for name, r in ratios.items()]
     return {
         "claim": "dense overhead below 5 %",
         "ratios": ratios,
-        "measured": ", ".join(f"{ratio:.2f} x ({name})" for name, ratio in ratios.items()),
-        "holds": max(ratios.values()) < 1.05,
+        "measured": ", ".join(shown),
+        "holds": max(ratio["plain"] for ratio in ratios.values()) < 1.05,
     }
+
+
+class PlainDistance(LinearHead):
+    """Distances as in their notebook, -28 log d: norms less twice the dots, clamped."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]` for hidden states `[N, D]`."""
+        norms = hidden_states.square().sum(-1, keepdim=True) + self.weight.square().sum(-1)
+        squared = norms - 2 * hidden_states @ self.weight.T
+        return -14 * squared.clamp_min(1e-6).log()
 
 
 def _net_step(head: Head, images: Tensor, labels: Tensor) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
+from experiments.harmonic_loss.compiled import BATCH_SIZE, CompiledTrainer, library
 from experiments.harmonic_loss.data import TASKS, Examples, Task, draw_examples, share_seen
 from experiments.harmonic_loss.transformer import StackedTransformer
 from experiments.multi_head_modular_addition import evaluated_epochs, first_stable_epoch
 from experiments.stacked import StackedMLP, seeded_generators
 
 HIDDEN_SIZE = 16
-BATCH_SIZE = 32
 EPS = 1e-4
 MARGIN = 1.0  # of the contrastive loss
 TEMPERATURE = 0.1  # of the soft nearest neighbor loss
@@ -219,26 +219,49 @@ def train(cell: Cell, seeds: Sequence[int]) -> tuple[Network, Examples, Tensor, 
     task, generators = TASKS[cell.task](), seeded_generators(seeds)
     examples = draw_examples(task, cell.split, cell.train_fraction, generators)
     network = Network(cell, task, generators)
-    embedding = network.body.embedding
+    advance = _trainer(network, examples, generators)
+    history, before = [], 0
+    for epoch in evaluated_epochs(cell.num_epochs):
+        draws = [
+            torch.stack(
+                [torch.randperm(examples.num_training, generator=g) for _ in range(before, epoch)]
+            )
+            for g in generators
+        ]
+        advance(torch.stack(draws))  # [S, epochs, examples]
+        before = epoch
+        history.append(accuracies(network, examples, generators).tolist())
+    at_the_end = accuracies(network, examples, None)
+    return network, examples, torch.tensor(history, dtype=torch.float64), at_the_end
+
+
+def _trainer(
+    network: Network, examples: Examples, generators: Sequence[torch.Generator]
+) -> Callable[[Tensor], None]:
+    """Return what trains for the epochs of `[S, epochs, N']`, rows of the examples.
+
+    It is compiled code where that is written: MLPs and the negative log-likelihood.
+    """
+    cell, body = network.cell, network.body
+    if isinstance(body, StackedMLP) and cell.loss == "nll" and (code := library()):
+        return CompiledTrainer(code, cell, body, network.bias, examples).train
+    embedding = body.embedding
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=cell.learning_rate, weight_decay=cell.weight_decay, fused=True
     )
-    seed_axis = torch.arange(len(seeds)).unsqueeze(-1)
-    evaluated = set(evaluated_epochs(cell.num_epochs))
-    history = []
-    for epoch in range(1, cell.num_epochs + 1):
-        orders = [torch.randperm(examples.num_training, generator=g) for g in generators]
-        for rows in torch.stack(orders).split(BATCH_SIZE, dim=-1):
-            outputs = network(examples.inputs[seed_axis, rows], generators)
-            loss = losses(outputs, examples.labels[seed_axis, rows], cell.loss)  # [S]
-            penalties = embedding.square().mean(1).sqrt().mean(-1)  # [S]
-            optimizer.zero_grad()
-            (loss + cell.penalty * penalties).sum().backward()
-            optimizer.step()
-        if epoch in evaluated:
-            history.append(accuracies(network, examples, generators).tolist())
-    at_the_end = accuracies(network, examples, None)
-    return network, examples, torch.tensor(history, dtype=torch.float64), at_the_end
+    seed_axis = torch.arange(len(generators)).unsqueeze(-1)
+
+    def advance(orders: Tensor) -> None:
+        for order in orders.unbind(1):
+            for rows in order.split(BATCH_SIZE, dim=-1):
+                outputs = network(examples.inputs[seed_axis, rows], generators)
+                loss = losses(outputs, examples.labels[seed_axis, rows], cell.loss)  # [S]
+                penalties = embedding.square().mean(1).sqrt().mean(-1)  # [S]
+                optimizer.zero_grad()
+                (loss + cell.penalty * penalties).sum().backward()
+                optimizer.step()
+
+    return advance
 
 
 def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:

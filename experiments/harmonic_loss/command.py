@@ -13,6 +13,8 @@ from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
     cell_name,
+    compare,
+    pairs_of,
     read_cell,
     summary,
     train_cells,
@@ -23,7 +25,8 @@ from harmonic_sft.results import environment, read_results, show_table, write_re
 logger = logging.getLogger(__name__)
 FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "6", "7", "10", "12", "B")
 COLUMNS = ["cell", "variance (%)", "+-", "least", "median", "most", ">= 98", "chance"]
-COLUMNS += ["published", "accuracy", "no dropout", "chance", "converged", "epoch", "gap"]
+COLUMNS += ["published", "reproduced", "accuracy", "no dropout", "chance"]
+COLUMNS += ["converged", "epoch", "gap"]
 
 
 def main(name: str, arguments: Sequence[str]) -> None:
@@ -37,6 +40,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
     parser.add_argument("--figure", required=True, choices=FIGURES, help="of the paper")
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
+    parser.add_argument("--epochs", type=int, help="other than the paper's, of every cell")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
@@ -45,9 +49,12 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--draw", action="store_true", help="draw the results file again")
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
-    options.seeds = 2 if options.quick else options.seeds
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
+    if options.quick:
+        options.seeds, options.epochs = 2, 1
+    for key in ("seeds", "epochs"):
+        value = vars(options)[key]
+        if value is not None and value < 1:
+            raise ValueError(f"{key}: expected at least 1, got {value}")
     figure = f"figure_{options.figure}"
     path = options.out / f"{figure}.json"
     if not options.draw:
@@ -93,7 +100,13 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         lines = [[row[key] for key in keys] for row in payload["rows"]]
         show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
         return payload
-    return {"rows": _cells(options)}
+    rows = _cells(options)
+    found = compare(rows, pairs_of(options.figure))
+    if found:
+        columns = ["cell", "and", "variances (%)", "", "p", "p (Holm)"]
+        lines = [[*one["names"], *one["means"], one["p"], one["p_holm"]] for one in found]
+        show_table("Mann-Whitney tests over seeds", columns, lines)
+    return {"rows": rows, "pairs": found}
 
 
 def _cells(options: argparse.Namespace) -> list[Row]:
@@ -101,8 +114,8 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     cells = [cell for cell in CELLS[options.figure]() if options.only in cell_name(cell)]
     if not cells:
         raise ValueError(f"only: expected a part of a cell's name, got {options.only!r}")
-    if options.quick:
-        cells = [replace(cell, num_epochs=1) for cell in cells]
+    if options.epochs:
+        cells = [replace(cell, num_epochs=options.epochs) for cell in cells]
     if not options.tabulate:
         train_cells(cells, options.seeds, options.out, options.workers)
     found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]
@@ -133,6 +146,7 @@ def _line(row: Row) -> list[object]:
         row["num_above_98"],
         row["chance_percent"],
         published and published[0],
+        row["reproduced"],
         row["test_accuracy"],
         row["test_accuracy_without_dropout"],
         row["chance_accuracy"],

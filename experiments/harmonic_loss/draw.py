@@ -95,8 +95,7 @@ def draw_cumulative(rows: Sequence[Row], out_png: Path) -> Path:
             curves = 100 * np.asarray(row["cumulative"])  # [S, components]
             components = range(1, curves.shape[1] + 1)
             low, middle, high = np.quantile(curves, (0.25, 0.5, 0.75), axis=0)
-            axes.plot(components, middle, "o-", color=color, ms=3, label=label)
-            axes.fill_between(components, low, high, color=color, alpha=0.2, linewidth=0)
+            _band(axes, components, (low, middle, high), color, label)
         axes.set_xlabel("components")
     next(iter(panels)).set_ylabel("explained variance (%)")
     _legend_of(figure, list(panels))
@@ -111,11 +110,8 @@ def draw_efficiency(rows: Sequence[Row], out_png: Path) -> Path:
             chosen = [r for r in rows if r["cell"]["task"] == task and _model(r) == model]
             if chosen:
                 fractions = [row["cell"]["train_fraction"] for row in chosen]
-                middles = [median(row["test_accuracies"]) for row in chosen]
-                least = [min(row["test_accuracies"]) for row in chosen]
-                most = [max(row["test_accuracies"]) for row in chosen]
-                axes.plot(fractions, middles, "o-", color=color, ms=3, label=label)
-                axes.fill_between(fractions, least, most, color=color, alpha=0.15, linewidth=0)
+                curves = [[f(r["test_accuracies"]) for r in chosen] for f in (min, median, max)]
+                _band(axes, fractions, curves, color, label)
         axes.set_xlabel("share of examples trained on")
     next(iter(panels)).set_ylabel("test accuracy")
     _legend_of(figure, list(panels))
@@ -312,6 +308,13 @@ def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", str],
     for axes, task in zip(panels, tasks, strict=True):
         axes.set_title(task.replace("_", " "), fontsize="medium")
     return dict(zip(panels, tasks, strict=True)), figure
+
+
+def _band(axes: "Axes", x: Sequence[float], curves: Sequence[Any], color: str, label: str) -> None:
+    """Draw a curve and the band about it: the lower edge, the curve, the upper edge."""
+    low, middle, high = curves
+    axes.plot(x, middle, "o-", color=color, ms=3, label=label)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _dots(axes: "Axes", place: float, values: Sequence[float], color: str, label: str) -> None:

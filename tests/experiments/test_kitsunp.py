@@ -1,9 +1,10 @@
 """The claims run small, and two of them have known answers."""
 
 import pytest
+import torch
 
 from experiments.__main__ import main
-from experiments.kitsunp import bfloat16, scale_invariance
+from experiments.kitsunp import PlainDistance, bfloat16, scale_invariance
 from harmonic_sft.results import read_results
 
 
@@ -33,3 +34,11 @@ def test_distances_in_bfloat16_get_worse_with_the_width():
 def test_no_seed_is_refused(capsys):
     assert main(["kitsunp", "--seeds", "0"]) == 1
     assert "seeds: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_plain_distances_are_their_formula():
+    head, states = PlainDistance(8, 5), torch.randn(3, 8)
+    logits = head(states)
+    for row, state in zip(logits, states, strict=True):
+        distances = (state - head.weight).norm(dim=-1)
+        torch.testing.assert_close(row, -28 * distances.log(), rtol=1e-4, atol=1e-4)

@@ -13,8 +13,10 @@ from experiments.harmonic_loss.cells import (
     CELLS,
     PUBLISHED,
     cell_name,
+    compare,
     main_cells,
     models,
+    pairs_of,
     read_cell,
     seed_groups,
     summary,
@@ -74,6 +76,7 @@ def test_a_cell_that_has_its_file_is_not_trained_again(folder, monkeypatch):
         (["--figure", "2", "--only", "xyz"], "only: expected a part of a cell's name, got 'xyz'"),
         (["--figure", "2", "--tabulate"], "out: expected results in "),
         (["--figure", "2", "--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["--figure", "2", "--epochs", "0"], "epochs: expected at least 1, got 0"),
         (["--figure", "2", "--workers", "0"], "workers: expected at least 1, got 0"),
         (["--figure", "4-mnist"], "mnist: expected the folder of the digits, got nothing"),
         (["--figure", "1", "--draw"], "results: expected an existing JSON file"),
@@ -159,9 +162,29 @@ def test_a_summary_counts_seeds_that_never_converge():
     assert row["shown_percent"] == 60
     assert (row["median_test_epoch"], row["median_gap"]) == (17.5, 10)
     assert row["test_accuracy"] == pytest.approx(0.65)
+    assert row["reproduced"]  # published 90.3, and four seeds that far apart tell little
+    near = [[0.5, 0.835], [0.5, 0.84], [0.5, 0.84], [0.5, 0.845]]
+    assert not summary({**found, "variance": near})["reproduced"]
     never = summary({**found, "test_epochs": [None] * 4})
     assert (never["num_converged"], never["median_test_epoch"], never["median_gap"]) == (
         0,
         None,
         None,
     )
+
+
+def test_cells_are_compared_by_ranks_and_corrected_for_all_pairs():
+    pairs = pairs_of("2")
+    assert len(pairs) == 10
+    rows = [
+        {"name": cell_name(cell), "variance_percent": [start + seed for seed in range(4)]}
+        for cell, start in zip(pairs[3], (30, 50), strict=True)
+    ]
+    [found] = compare(rows, pairs)
+    assert found["names"] == [row["name"] for row in rows]
+    assert found["means"] == [31.5, 51.5]
+    assert found["p"] == pytest.approx(2 / 70)  # 2 of the 8! / (4! 4!) orders are as extreme
+    assert found["p_holm"] == pytest.approx(20 / 70)
+    assert compare(rows[1:], pairs) == []
+    assert pairs_of("12") == []
+    assert {other.head for _, other in pairs_of("6")} == {"dist"}
