@@ -39,6 +39,7 @@ from harmonic_sft.training.output_folder import (
     check_output_folder,
     claim_output_folder,
     is_finished,
+    read_verdicts,
     release_output_folder,
     results_path,
 )
@@ -325,6 +326,7 @@ def _results(
         "history": _history(before["before"], trainer.state.log_history),
         "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
+        "verified": read_verdicts(run.output_dir),
         "config": to_plain(run),
         "environment": environment(),
     }

@@ -68,6 +68,7 @@ from harmonic_sft.training.master_weights import (
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
+from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig, RunConfig
@@ -240,7 +241,8 @@ class HarmonicTrainer(Trainer):
         Raises:
             ValueError: The output folder holds another run, no whole checkpoint, or one of steps
                 with another number of rows; or another process trains in it.
-            StoppedError: Loss or gradients are not finite, or one row does not fit into memory.
+            StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
+                another process does not answer.
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         self.old_head = None  # as large as the new one
@@ -252,7 +254,11 @@ class HarmonicTrainer(Trainer):
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
         listening = self._termination.listening() if self.args.enable_jit_checkpoint else None
-        with self.folder_lock.hold(), listening or nullcontext():
+        with (
+            self.folder_lock.hold(),
+            listening or nullcontext(),
+            naming_silent_peers(self.args),
+        ):
             resumed = str(checkpoint) if checkpoint else None
             output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
@@ -545,6 +551,8 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
+        if self.stream_place is not None:  # which knows what was left out
+            self.stream_place.load(checkpoint)
         if self._head_callback.h_exp is not None:
             self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:

@@ -31,9 +31,10 @@ from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
 from harmonic_sft.losses import refresh_intervals
 from harmonic_sft.models.backbones import set_dropout_
-from harmonic_sft.results import environment, read_results, show_table, write_results
+from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data
+from harmonic_sft.training.output_folder import verify_path
 from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -145,13 +146,13 @@ def verify(run: RunConfig) -> dict[str, Any]:
     check_launch(run.training_arguments())
     path = verify_path(run.output_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{run.output_dir.name}-") as scratch:
-        with _quiet():
-            tokenizer, data = load_run_data(_short_data(run))
-            base = _check_base(run, data, Path(scratch, "base"))
-            material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
-            taken: dict[Way, list[dict[str, float]]] = {}
-            pairs = [_compare(pair, run, material, taken, Path(scratch)) for pair in PAIRS]
+    beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{run.output_dir.name}-")
+    with beside as scratch, _quiet():
+        tokenizer, data = load_run_data(_short_data(run))
+        base = _check_base(run, data, Path(scratch, "base"))
+        material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
+        taken: dict[Way, list[dict[str, float]]] = {}
+        pairs = [_compare(pair, run, material, taken, Path(scratch)) for pair in PAIRS]
     results = {
         "run": run.output_dir.name,
         "base": base,
@@ -169,19 +170,6 @@ def verify(run: RunConfig) -> dict[str, Any]:
             f"training.use_cpu=true, and report {path.name} if they stay"
         )
     return results
-
-
-def verify_path(output_dir: Path) -> Path:
-    """Return where the results of `verify` are: beside a run's folder, which may not exist yet."""
-    return output_dir.with_name(f"{output_dir.name}.verify.json")
-
-
-def read_verdicts(output_dir: Path) -> dict[str, str] | None:
-    """Return the verdict on every pair of ways, None where `verify` was not run."""
-    path = verify_path(output_dir)
-    if not path.is_file():
-        return None
-    return {pair["name"]: pair["verdict"] for pair in read_results(path)["pairs"]}
 
 
 @contextmanager
@@ -223,8 +211,9 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
             counts[label] += 1
             rows.append({key: row[key] for key in row if key not in ("document", PLACE)})
     table = Dataset.from_list(rows, features=documents.features or None)
-    kept = {"format": source.format, "column": source.column}
-    return GivenSource(path=source.path, documents=table, **kept)
+    return GivenSource(
+        path=source.path, format=source.format, column=source.column, documents=table
+    )
 
 
 def _check_base(

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
+from harmonic_sft.training.output_folder import read_verdicts
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
@@ -38,7 +39,7 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
     nothing = {"largest": 0, "mean_signed": 0}
     assert (resumed["loss"], resumed["grad_norm"], resumed["tolerance"]) == (nothing, nothing, 0)
     assert all(0 < pair["loss"]["largest"] < 1e-5 for pair in others)
-    assert set(verify.read_verdicts(tmp_path / "run").values()) == {"agrees"}
+    assert set(read_verdicts(tmp_path / "run").values()) == {"agrees"}
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
     assert [line.split("  ")[1] for line in lines if "agrees" in line] == [
