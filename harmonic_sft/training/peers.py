@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import _get_default_store  # has no public name
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # not public
 from transformers import TrainingArguments
 
 from harmonic_sft.training.callbacks import StoppedError
@@ -26,6 +26,8 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     Raises:
         StoppedError: Some did not answer.
     """
+    if args.world_size > 1:  # transformers 5.23 forgets it on CPUs
+        _set_pg_timeout(args.ddp_timeout_delta)
     try:
         yield
     except RuntimeError as error:
