@@ -82,7 +82,7 @@ class StreamPlace:
             ValueError: An earlier version wrote it.
         """
         paths = sorted(checkpoint.glob(STATE_NAME.format("*")))
-        states = [{"left_out": {}, **json.loads(path.read_text())} for path in paths]
+        states: list[Any] = [{"left_out": {}, **json.loads(path.read_text())} for path in paths]
         snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
         if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
             raise ValueError(
