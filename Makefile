@@ -68,6 +68,16 @@ wheel-test: $(INSTALLED)
 check: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
+# Kills runs and feeds damaged input, hours on two cores; started again it continues. Fewer of them:
+# make faults FAULTS="--kills 20 --inputs 1000 --seed 1".
+FAULTS ?= --kills 200 --inputs 10000 --jobs 2
+faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults $(FAULTS)
+
+# 20,000 steps of a tiny model: memory and the time of a step stay flat.
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.faults.soak
+
 # Whether anything installed has a known vulnerability; asks the network.
 audit: $(INSTALLED)
 	$(BIN)/python -m venv .venv/audit

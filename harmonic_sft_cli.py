@@ -56,6 +56,10 @@ EXAMPLES = {
         harmonic-sft compare runs/demo runs/demo_linear
         harmonic-sft compare runs/demo runs/demo_linear --figure comparison.png
     """,
+    "verify": """
+        harmonic-sft verify my.yaml
+        harmonic-sft verify my.yaml training.use_cpu=true
+    """,
     "push": """
         harmonic-sft push runs/mine --repo-id me/mine
         harmonic-sft push runs/mine --repo-id me/mine --form head --private
@@ -260,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
         "folders", nargs="+", type=Path, metavar="RUN", help="the output folder of a finished run"
     )
     command.add_argument("--figure", type=Path, help="also draw the comparison into this file")
+
+    command = _command(commands, "verify", "compare ways of training that have to agree")
+    _add_config(command)
 
     _add_push(_command(commands, "push", "publish a run on the Hub"))
 

@@ -166,6 +166,15 @@ def _data(options: argparse.Namespace) -> None:
     show_data(run, row=options.row)
 
 
+def _verify(options: argparse.Namespace) -> None:
+    from harmonic_sft.training.run_config import load_run_config
+
+    run = load_run_config(options.config, options.overrides)
+    from harmonic_sft.training.verify import verify
+
+    verify(run)
+
+
 def _config(options: argparse.Namespace) -> None:
     from harmonic_sft.training.key_help import explain
 
@@ -234,6 +243,7 @@ COMMANDS = {
     "config": _config,
     "data": _data,
     "eval": _eval,
+    "verify": _verify,
     "explain": _explain,
     "compare": _compare,
     "push": _push,

@@ -267,7 +267,10 @@ def _without_none(value: Any) -> Any:
 def _message(turn: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not turn.get("tool_calls"):
         return {key: entry for key, entry in turn.items() if key != "tool_calls"}
-    calls = [_call(call, f"messages[{index}].tool_calls") for call in turn["tool_calls"]]
+    name, calls = f"messages[{index}].tool_calls", turn["tool_calls"]
+    if not _is_list(calls):
+        raise BadRow(f"{name}: expected a list of calls, got {_short(calls)}")
+    calls = [_call(call, name) for call in calls]
     if turn.get("role") != "assistant":
         raise BadRow(
             f"messages[{index}].tool_calls: expected none but the assistant's, "
@@ -281,7 +284,7 @@ def _parsed(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise BadRow(f"{name}: expected JSON, got {_short(value)}") from error
     if value is None:
         return []
@@ -316,7 +319,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for index, turn in enumerate(_turns(row, column)):
         name = f"{column}[{index}]"
         speaker, value = turn.get("from"), turn.get("value")
-        if speaker not in SHAREGPT_ROLES:
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             raise BadRow(f"{name}.from: expected one of {list(SHAREGPT_ROLES)}, got {speaker!r}")
         message: dict[str, Any] = {"role": SHAREGPT_ROLES[speaker], "content": value}
         if speaker == "function_call":

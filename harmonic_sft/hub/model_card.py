@@ -150,6 +150,7 @@ def model_card(
         "evaluation": _evaluation(results, has_h_exp=config.h_exp is not None),
         "figure": figure,
         "environment": results.get("environment") or {},
+        "verified": results.get("verified") or {},
         "minutes": (results.get("train_seconds") or 0) / 60,
         "needs": [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())],
         "license": license.get("license_name") or license.get("license"),

@@ -167,8 +167,8 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
         batches: Of training data, as the model takes them; read until there are tokens enough.
 
     Raises:
-        ValueError: The head has no exponent that its logits are proportional to, or no token is
-            labelled.
+        ValueError: The head has no exponent that its logits are proportional to, no token is
+            labelled, or nothing fits better than a uniform distribution.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
@@ -179,14 +179,22 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
             f"h_exp.calibrate: expected logits proportional to h_exp, got {head.settings()}"
         )
     hidden_states, labels = _labelled_states(model, batches)
-    if not isinstance(head, SphereHead) or head.unit_sphere or model.config.tie_word_embeddings:
-        return _fit_at(head, 1.0, hidden_states, labels)
+    is_tied = model.config.tie_word_embeddings
 
     def loss_at(log_scale: float) -> float:
         return _fit_at(head, math.exp(log_scale), hidden_states, labels).loss
 
-    scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
-    return _fit_at(head, scale, hidden_states, labels)
+    scale = 1.0
+    if isinstance(head, SphereHead) and not head.unit_sphere and not is_tied:
+        scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
+    fit = _fit_at(head, scale, hidden_states, labels)
+    if -fit.h_exp < 1.01 * STEEPNESS[0]:
+        raise ValueError(
+            "h_exp.calibrate: expected prototypes of which the label's is nearer than others on "
+            f"average, got a best h_exp of {fit.h_exp:.3g}, at which all are alike. Was the base "
+            "loaded with its weights? Set h_exp.calibrate: false to train in spite of it"
+        )
+    return fit
 
 
 def first_batches(

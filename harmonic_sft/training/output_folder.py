@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
-from harmonic_sft.results import read_results
+from harmonic_sft.results import read_results, without_secrets
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -134,8 +134,11 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return the keys in which two runs differ, as far as training goes."""
-    before, after = _leaves(to_plain(old)), _leaves(to_plain(new))
+    """Return the keys in which two runs differ, as far as training goes.
+
+    An address that is signed again is the same one.
+    """
+    before, after = (_leaves(without_secrets(to_plain(run))) for run in (old, new))
     return sorted(
         key
         for key in before.keys() | after.keys()
@@ -181,10 +184,10 @@ def claim_output_folder(run: RunConfig) -> None:
     with locked(run.output_dir):
         if path.exists() and not run.resume:
             _start_again(run.output_dir)
-        if path.exists() and changed_keys(parse(RunConfig, read_run(path.parent)), run) != [
-            MAX_STEPS
-        ]:
-            return
+        if path.exists():
+            old = parse(RunConfig, read_run(path.parent))
+            if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data:
+                return  # else there are more steps, or an address that was signed again
         draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
         draft.write_text(to_yaml(run))
         os.replace(draft, path)
@@ -294,3 +297,16 @@ def is_finished(run: RunConfig) -> bool:
 def results_path(run: RunConfig) -> Path:
     """Where the numbers of the run are."""
     return run.output_dir / "results" / f"{RESULTS_NAME}.json"
+
+
+def verify_path(output_dir: Path) -> Path:
+    """Where the results of `verify` are: beside a run's folder, which may not exist yet."""
+    return output_dir.with_name(f"{output_dir.name}.verify.json")
+
+
+def read_verdicts(output_dir: Path) -> dict[str, str] | None:
+    """Return the verdict of `verify` on every pair of ways to train, None where it was not run."""
+    path = verify_path(output_dir)
+    if not path.is_file():
+        return None
+    return {pair["name"]: pair["verdict"] for pair in read_results(path)["pairs"]}

@@ -37,6 +37,7 @@ from harmonic_sft.training.output_folder import (
     check_output_folder,
     claim_output_folder,
     is_finished,
+    read_verdicts,
     release_output_folder,
     results_path,
 )
@@ -327,6 +328,7 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
         "history": _history(before["before"], trainer.state.log_history),
         "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
+        "verified": read_verdicts(run.output_dir),
         "config": to_plain(run),
         "environment": environment(),
     }

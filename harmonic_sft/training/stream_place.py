@@ -73,7 +73,7 @@ class StreamPlace:
     def save(self, checkpoint: Path) -> None:
         """Write what this process knows."""
         path = checkpoint / STATE_NAME.format(self._args.process_index)
-        path.write_text(json.dumps(self._state))
+        path.write_text(json.dumps({**self._state, "left_out": self._left_out}))
 
     def load(self, checkpoint: Path) -> None:
         """Continue where the run of a checkpoint stood.
@@ -82,7 +82,7 @@ class StreamPlace:
             ValueError: An earlier version wrote it.
         """
         paths = sorted(checkpoint.glob(STATE_NAME.format("*")))
-        states: list[StreamState] = [json.loads(path.read_text()) for path in paths]
+        states: list[Any] = [{"left_out": {}, **json.loads(path.read_text())} for path in paths]
         snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
         if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
             raise ValueError(
@@ -91,3 +91,6 @@ class StreamPlace:
                 "An earlier version wrote this checkpoint; start a new run"
             )
         self._rows.state = self._state = merge(states)
+        for state in states:
+            known = {int(stream): tuple(counts) for stream, counts in state["left_out"].items()}
+            self._left_out |= {s: max(self._left_out.get(s, c), c) for s, c in known.items()}

@@ -65,6 +65,7 @@ from harmonic_sft.training.master_weights import (
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
+from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
@@ -230,7 +231,8 @@ class HarmonicTrainer(Trainer):
         Raises:
             ValueError: The output folder holds another run, no whole checkpoint, or one of steps
                 with another number of rows; or another process trains in it.
-            StoppedError: Loss or gradients are not finite, or one row does not fit into memory.
+            StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
+                another process does not answer.
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
@@ -251,7 +253,7 @@ class HarmonicTrainer(Trainer):
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
         listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
-        with self.folder_lock.hold(), listening:
+        with self.folder_lock.hold(), listening, naming_silent_peers(self.args):
             resumed = str(checkpoint) if checkpoint else None
             output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
@@ -538,6 +540,8 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
+        if self.stream_place is not None:  # which knows what was left out
+            self.stream_place.load(checkpoint)
         if self._head_callback.h_exp is not None:
             self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:

@@ -248,6 +248,17 @@ def turn(speaker, value):
             "messages",
             "messages[1].tool_calls: expected the name and arguments of a function, got dict",
         ),
+        (
+            {"messages": [ASSISTANT | {"tool_calls": 3}]},
+            "messages",
+            "messages[0].tool_calls: expected a list of calls, got int 3",
+        ),
+        (turn(["gpt"], "b"), "sharegpt", "conversations[1].from: expected one of ['system', 'hum"),
+        (
+            turn("function_call", "[" * 100_000),
+            "sharegpt",
+            "conversations[1].value: expected JSON, got",
+        ),
         (turn("bing", "b"), "sharegpt", "conversations[1].from: expected one of ['system', 'hum"),
         (turn("gpt", " "), "sharegpt", "messages[1].content: expected text, got ' '"),
         (turn("gpt", 3), "sharegpt", "messages[1].content: expected text, got int"),

@@ -520,3 +520,13 @@ def held_out_of_32(lineage):
         "near_duplicates_left_out": False,
         "lineage": lineage,
     }
+
+
+def test_the_card_says_what_verify_found():
+    results = make_results()
+    row = (
+        "- Ways of training that `harmonic-sft verify` compared: `a = b` agrees; `c = d` skipped\n"
+    )
+    assert "harmonic-sft verify" not in make_card(results=results)
+    verified = {"a = b": "agrees", "c = d": "skipped"}
+    assert row in make_card(results={**results, "verified": verified})

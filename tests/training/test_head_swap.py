@@ -101,6 +101,16 @@ def test_heads_without_an_exponent_and_rows_without_labels_are_errors(base):
         fit_h_exp(make(base), [empty])
 
 
+def test_a_fit_that_makes_all_classes_alike_is_refused(base):
+    """The label is always the prototype farthest away."""
+    model = make(base)
+    with torch.no_grad():
+        farthest = model(input_ids=ROWS).logits.argmin(-1)
+    labels = torch.cat([ROWS[:, :1], farthest[:, :-1]], 1)
+    with pytest.raises(ValueError, match=r"got a best h_exp of -0.0156, at which all are alike"):
+        fit_h_exp(model, [{**BATCH, "labels": labels}])
+
+
 def test_a_table_is_sampled_evenly():
     rows = [{"x": torch.tensor(index)} for index in range(5000)]
 

@@ -7,7 +7,11 @@ import threading
 import pytest
 
 from harmonic_sft.training import output_folder
-from harmonic_sft.training.output_folder import claim_output_folder, locked
+from harmonic_sft.training.output_folder import (
+    check_output_folder,
+    claim_output_folder,
+    locked,
+)
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import StopAt
@@ -70,3 +74,18 @@ def test_the_lock_of_a_killed_process_is_waited_for(tmp_path):
     threading.Timer(0.3, os.close, [worker]).start()
     with locked(tmp_path):
         pass
+
+
+def test_an_address_that_is_signed_again_continues_a_run(make_yaml, tmp_path):
+    def run_on(address, *words):
+        sources = f'data.sources=[{{path: "https://files.org/{address}"}}]'
+        return load_run_config(path, [sources, *words])
+
+    path = make_yaml()
+    claim_output_folder(run_on("a.jsonl?X-Signature=old"))
+    again = run_on("a.jsonl?X-Signature=new", "resume=true")
+    check_output_folder(again)
+    claim_output_folder(again)
+    assert "X-Signature=new" in (tmp_path / "run" / "run.yaml").read_text()  # `eval` reads it
+    with pytest.raises(ValueError, match=r"got other values for data.sources"):
+        check_output_folder(run_on("b.jsonl?X-Signature=new", "resume=true"))

@@ -123,6 +123,15 @@ def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path):
         place.load(tmp_path)
 
 
+def test_a_stream_that_is_killed_after_its_last_step_knows_what_it_left_out(stream_yaml, tmp_path):
+    path = stream_yaml(max_steps=3, save_steps=3)
+    whole = train(load_run_config(path))
+    assert whole["data"]["rows_left_out"] > 0
+    (tmp_path / "run" / "results" / "train.json").unlink()
+    again = train(load_run_config(path, ["resume=true"]))
+    assert again["data"] == whole["data"]
+
+
 def test_the_share_of_waiting_for_data_is_reported(stream_yaml):
     results = train(load_run_config(stream_yaml(max_steps=3)))
     assert 0 < results["data_wait_share"] < 1

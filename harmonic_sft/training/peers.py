@@ -1,0 +1,57 @@
+"""Which of several processes did not answer the others."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # not public
+from transformers import TrainingArguments
+
+from harmonic_sft.training.callbacks import StoppedError
+
+KEY = "harmonic_sft/waited_in_vain/{}"  # of a process
+PATIENCE = 10.0  # seconds: the others notice at about the same time
+
+
+@contextmanager
+def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
+    """Say which processes did not answer, when this one has waited for `ddp_timeout` seconds.
+
+    That error comes with gloo, on CPUs. NCCL ends a process that waited, and names none.
+
+    Args:
+        args: Of the trainer.
+
+    Raises:
+        StoppedError: Some did not answer.
+    """
+    if args.world_size > 1:  # transformers 5.23 forgets it on CPUs
+        _set_pg_timeout(args.ddp_timeout_delta)
+    try:
+        yield
+    except RuntimeError as error:
+        if args.world_size == 1 or "imed out" not in str(error):
+            raise
+        raise StoppedError(
+            f"training: expected every process to answer within training.ddp_timeout, "
+            f"{args.ddp_timeout} seconds, got no answer from {_silent(args)} of {args.world_size}, "
+            "counted from 0. Look what became of it; resume=true continues from the last checkpoint"
+        ) from error
+
+
+def _silent(args: TrainingArguments) -> list[int]:
+    """Return the processes that have not waited in vain as this one has."""
+    store = _get_default_store()
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    try:
+        store.set(KEY.format(args.process_index), "")
+        end = time.monotonic() + PATIENCE
+        while True:
+            keys = [KEY.format(rank) for rank in range(args.world_size)]
+            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not silent or time.monotonic() > end:
+                return silent
+            time.sleep(0.1)
+    except RuntimeError:  # the store lives in process 0, unless torchrun holds it
+        return [0]

@@ -1,0 +1,452 @@
+"""`harmonic-sft verify`: ways to train that have to agree, compared on your machine and data."""
+
+import copy
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback, TrainerState
+
+from harmonic_sft.config import to_plain
+from harmonic_sft.data.batches import MaskedRows, pack
+from harmonic_sft.data.encoding import SpecialTokens
+from harmonic_sft.data.files import BAD, PLACE, Row
+from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
+from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
+from harmonic_sft.losses import refresh_intervals
+from harmonic_sft.models.backbones import set_dropout_
+from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.head_swap import check_base, measure_swap
+from harmonic_sft.training.loading import load_base_config, load_run_data
+from harmonic_sft.training.output_folder import verify_path
+from harmonic_sft.training.run import check_launch
+from harmonic_sft.training.run_config import HubConfig, RunConfig
+from harmonic_sft.training.trainer import HarmonicTrainer
+
+logger = logging.getLogger(__name__)
+STEPS, ROWS, LENGTH = 12, 4, 128  # optimizer steps, rows of a step, most tokens of a row
+STOPPED_AFTER = 5  # steps: in the middle of an epoch, which has three
+DOCUMENTS, PER_CLASS = 128, 8  # that are read, and of each class of a classifier
+CHECKED_ROWS = 64  # of which the load check takes the loss
+# Largest relative difference of a loss where sums are taken in another order; of a gradient norm,
+# which is a difference of large sums, ten times as much.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+QUANTITIES = {"loss": 1, "grad_norm": 10}  # of a log entry, and how many tolerances each may take
+SHORT: dict[str, Any] = {  # arguments of every training here
+    "max_steps": STEPS,
+    "warmup_steps": 0,  # a long warmup would hide what a step does
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How to take the same short training.
+
+    Attributes:
+        micro_batches: That an optimizer step accumulates over.
+        num_processes: That share a step.
+        is_whole: Every step reads all rows there are, so that their order does not matter.
+        packing: The rows are packed.
+        streaming: The rows are read while training.
+        has_dropout: Keep that of the file; other micro-batches draw other masks.
+        is_stopped: A checkpoint is saved after some steps, and another trainer continues from it.
+    """
+
+    micro_batches: int = 1
+    num_processes: int = 1
+    is_whole: bool = False
+    packing: bool = False
+    streaming: bool = False
+    has_dropout: bool = False
+    is_stopped: bool = False
+
+
+class Pair(NamedTuple):
+    """Two ways that have to agree; to the last bit where nothing is summed in another order."""
+
+    name: str
+    first: Way
+    second: Way
+    is_exact: bool = False
+
+
+PAIRS = (
+    Pair(
+        "uninterrupted = resumed",
+        Way(has_dropout=True),
+        Way(has_dropout=True, is_stopped=True),
+        is_exact=True,
+    ),
+    Pair("big batch = accumulation", Way(), Way(micro_batches=2)),
+    Pair("one process = two", Way(), Way(num_processes=2)),
+    Pair("padded = packed", Way(is_whole=True), Way(is_whole=True, packing=True)),
+    Pair("table = stream", Way(is_whole=True), Way(is_whole=True, streaming=True)),
+)
+
+
+class Material(NamedTuple):
+    """What is trained on: rows of many lengths, and what makes batches of them if they have one."""
+
+    rows: Any
+    collator: Any = None
+
+
+class StopAfter(TrainerCallback):
+    """Ends training after a step, with a checkpoint."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Stop there."""
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def verify(run: RunConfig) -> dict[str, Any]:
+    """Compare ways of training that have to agree, with the model and the data of a run.
+
+    Every way is the same short training with one thing changed. Its folder is a temporary one
+    beside the run's, which stays as it is.
+
+    Args:
+        run: The checked configuration.
+
+    Returns:
+        The content of the file at `verify_path`: `pairs`, each with the largest and the mean signed
+        relative difference of its losses and gradient norms, and a verdict.
+
+    Raises:
+        ValueError: The base was not loaded as it was trained, the data are too few, or two ways
+            differ by more than the tolerance.
+    """
+    check_launch(run.training_arguments())
+    path = verify_path(run.output_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{run.output_dir.name}-")
+    with beside as scratch, _quiet():
+        tokenizer, data = load_run_data(_short_data(run))
+        base = _check_base(run, data, Path(scratch, "base"))
+        material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
+        taken: dict[Way, list[dict[str, float]]] = {}
+        pairs = [_compare(pair, run, material, taken, Path(scratch)) for pair in PAIRS]
+    results = {
+        "run": run.output_dir.name,
+        "base": base,
+        "pairs": pairs,
+        "config": to_plain(run),
+        "environment": environment(),
+    }
+    write_results(path.parent, path.stem, results)
+    _show(run, pairs)
+    logger.info("Written: %s", path)
+    different = [pair["name"] for pair in pairs if pair["verdict"] == "differs"]
+    if different:
+        raise ValueError(
+            f"verify: expected ways of training that agree, got {different}, which differ. Try "
+            f"training.use_cpu=true, and report {path.name} if they stay"
+        )
+    return results
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Leave out what every short training would say again."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _short_data(run: RunConfig) -> RunConfig:
+    """Return the run on its first documents, cut to `LENGTH`."""
+    data = replace(
+        run.data,
+        sources=[_first_documents(run, index) for index in range(len(run.data.sources))],
+        context_length=min(LENGTH, run.data.context_length),
+        packing=False,
+        mask=replace(run.data.mask, whole_word=False),  # rows of tokens do not know their words
+        eval=replace(run.data.eval, documents=0, source=None),
+    )
+    return replace(run, data=data)
+
+
+def _first_documents(run: RunConfig, index: int) -> GivenSource:
+    source, label_column = run.data.sources[index], run.data.label_column
+    name = f"data.sources[{index}]"
+    documents, _ = load_documents(source, name=name, skip=run.data.on_bad_row == "skip")
+    rows: list[Row] = []
+    counts: Counter[str] = Counter()
+    for row in numbered_rows(documents, name):  # ty: ignore[invalid-argument-type]
+        label = "" if label_column is None else str(row.get(label_column))
+        if label_column is None and len(rows) == DOCUMENTS:
+            break
+        # Rows may be sorted by class; some of every class are taken, then.
+        if BAD not in row and (label_column is None or counts[label] < PER_CLASS):
+            counts[label] += 1
+            rows.append({key: row[key] for key in row if key not in ("document", PLACE)})
+    table = Dataset.from_list(rows, features=documents.features or None)
+    return GivenSource(
+        path=source.path, format=source.format, column=source.column, documents=table
+    )
+
+
+def _check_base(run: RunConfig, data: LoadedData, folder: Path) -> dict[str, float] | None:
+    """Return how well the base's own head predicts the text, None if it has none.
+
+    Raises:
+        ValueError: No better than the frequencies of the tokens.
+    """
+    if data.labels is not None:
+        return None
+    assert isinstance(data.train, MaskedRows), "nothing is streamed"
+    rows = data.train.rows.select(range(min(CHECKED_ROWS, len(data.train.rows))))
+    data = replace(data, eval=MaskedRows(rows, data.train.masker, fixed_epoch=EVAL_EPOCH))
+    held = None if run.h_exp is None else replace(run.h_exp, calibrate=False)
+    run = replace(_settings(run, Way(), Material(()), folder), h_exp=held)
+    trainer = _trainer(run, Material(data.train, data.collator), data.eval)
+    swap, _ = measure_swap(trainer, data)
+    check_base(run, data, swap, None)
+    return swap.get("old_head")
+
+
+def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
+    """Return rows of many lengths; of text as tokens, which can be packed and streamed.
+
+    Raises:
+        ValueError: There are fewer than a step takes.
+    """
+    if data.labels is not None:
+        material = Material(data.train, data.collator)
+    else:
+        assert isinstance(data.train, MaskedRows), "nothing is streamed"
+        prefix, found = SpecialTokens.of(tokenizer).prefix, []
+        for row in data.train.rows:
+            # Every fourth row keeps its length; of the others the end stays, where completions are.
+            start, kept = len(prefix), length * (1 + len(found) % 4) // 4
+            ends = range(start, len(row["input_ids"]))[-max(1, kept - start) :]
+            input_ids = [*prefix, *row["input_ids"][ends].tolist()]
+            is_scored = (
+                np.ones(len(row["input_ids"]), bool) if "scored" not in row else row["scored"]
+            )
+            labels = np.where([False] * start + is_scored[ends].tolist(), input_ids, IGNORE_INDEX)
+            weight = {"weight": float(row["weight"])} if "weight" in row else {}
+            if is_scored[ends].any():
+                found.append({"input_ids": input_ids, "labels": labels, **weight})
+            if len(found) == ROWS * STEPS // 4:
+                break
+        material = Material(Dataset.from_list(found))
+    if len(material.rows) < ROWS:
+        raise ValueError(
+            f"data.sources: expected {ROWS} rows or more to verify, got {len(material.rows)}"
+        )
+    return material
+
+
+def _compare(
+    pair: Pair,
+    run: RunConfig,
+    material: Material,
+    taken: dict[Way, list[dict[str, float]]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Train both ways, unless one was taken before, and return how far they differ."""
+    result: dict[str, Any] = {"name": pair.name}
+    if reason := _why_not(pair.second, run, material):
+        return {**result, "verdict": "skipped", "reason": reason}
+    for way in (pair.first, pair.second):
+        if way not in taken:
+            place = folder / str(len(taken))
+            train = _take if way.num_processes == 1 else _take_in_processes
+            taken[way] = train(run, way, material, place)
+    is_16_bit = "bfloat16" in (run.model.dtype, run.model.unfreeze.dtype)
+    on_cpu = run.training_arguments().device.type == "cpu"
+    tolerance = TOLERANCES["bfloat16" if is_16_bit else "float32"]
+    tolerance = 0.0 if pair.is_exact and on_cpu else tolerance  # a GPU adds in any order
+    verdict = "agrees"
+    for quantity, factor in QUANTITIES.items():
+        found = residuals(taken[pair.first], taken[pair.second], quantity)
+        result[quantity] = found
+        if found is None or not found["largest"] <= factor * tolerance:
+            verdict = "differs"
+    return {**result, "tolerance": tolerance, "verdict": verdict}
+
+
+def residuals(
+    first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]], quantity: str
+) -> dict[str, float] | None:
+    """Return the largest and the mean signed relative difference of a quantity over the steps.
+
+    Args:
+        first: Log entries of the steps.
+        second: Of the other training; None is returned where it has another number of steps.
+        quantity: A key of the entries.
+    """
+    pairs = [(a[quantity], b[quantity]) for a, b in zip(first, second, strict=False)]
+    if not pairs or len(first) != len(second):
+        return None
+    found = [(b - a) / max(abs(a), 1e-12) for a, b in pairs]
+    return {"largest": max(map(abs, found)), "mean_signed": fmean(found)}
+
+
+def _why_not(way: Way, run: RunConfig, material: Material) -> str | None:
+    """Say why a way cannot be taken here."""
+    if (way.packing or way.streaming) and isinstance(material.rows, MaskedRows):
+        return "a classifier's rows are neither packed nor streamed"
+    if way.num_processes > 1 and run.training_arguments().device.type != "cpu":
+        return "two processes need two GPUs; training.use_cpu=true compares them"
+    return None
+
+
+def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> RunConfig:
+    """Return the run as one way to take it, in a folder."""
+    length = min(LENGTH, run.data.context_length)
+    size = ROWS // way.micro_batches // way.num_processes
+    if way.packing:
+        size = len(pack(np.array([len(row["input_ids"]) for row in material.rows]), length))
+    training = {
+        **run.training,
+        **SHORT,
+        "output_dir": str(folder),
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": way.micro_batches,
+    }
+    data = replace(
+        run.data,
+        context_length=length,
+        mask=replace(run.data.mask, whole_word=False),
+        loss_on="all",  # the labels say
+        weight_column=None if run.data.weight_column is None else "weight",
+        packing=way.packing,
+        padding_free=run.data.padding_free and way.packing,
+    )
+    run = replace(run, training=training, data=data, hub=HubConfig(), resume=False)
+    return run if way.has_dropout else _without_dropout(run)
+
+
+def _without_dropout(run: RunConfig) -> RunConfig:
+    peft = None if run.peft is None else replace(run.peft, lora_dropout=0.0)
+    try:
+        set_dropout_(copy.deepcopy(load_base_config(run.model).get_text_config()), 0.0)
+    except ValueError:  # the model has none
+        return replace(run, peft=peft)
+    return replace(run, peft=peft, model=replace(run.model, dropout=0.0))
+
+
+def _take(run: RunConfig, way: Way, material: Material, folder: Path) -> list[dict[str, float]]:
+    """Train and return the log entries of the steps."""
+    if way.is_whole:
+        material = Material(material.rows.select(range(ROWS)))
+    settings = _settings(run, way, material, folder)
+    if way.streaming:
+        material = Material(material.rows.to_iterable_dataset())
+    if way.is_stopped:
+        intervals = refresh_intervals(run.loss)  # whose neighbors are those of a checkpoint
+        stop = StopAfter(min([STOPPED_AFTER, *intervals]))
+        trainer = _trainer(settings, material)
+        trainer.add_callback(stop)
+        trainer.train()
+    trainer = _trainer(settings, material)
+    trainer.train(resume_from_checkpoint=way.is_stopped or None)
+    log = [{key: entry[key] for key in QUANTITIES} for entry in trainer.state.log_history[:-1]]
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return log
+
+
+def _trainer(run: RunConfig, material: Material, eval_rows: Any = None) -> HarmonicTrainer:
+    trainer = HarmonicTrainer(
+        run.model.base,
+        run.training_arguments(),
+        data_collator=material.collator,
+        train_dataset=material.rows,
+        eval_dataset=eval_rows,
+        peft_config=run.peft,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _take_in_processes(
+    run: RunConfig, way: Way, material: Material, folder: Path
+) -> list[dict[str, float]]:
+    """Train in processes that work together, as torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    folder.mkdir()
+    log = folder.with_suffix(".json")
+    context = multiprocessing.get_context("spawn")
+    started = []
+    world = {
+        "WORLD_SIZE": str(way.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // way.num_processes)),
+    }
+    for rank in range(way.num_processes):
+        member = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments = (member, run, way, material, folder, log)
+        started.append(context.Process(target=_one_process, args=arguments))
+        started[-1].start()
+    for process in started:
+        process.join()
+    if not log.is_file():
+        raise ValueError(
+            f"verify: expected {way.num_processes} processes that train, got exit statuses "
+            f"{[process.exitcode for process in started]}. Their errors are above"
+        )
+    return json.loads(log.read_text())
+
+
+def _one_process(
+    world: dict[str, str], run: RunConfig, way: Way, material: Material, folder: Path, log: Path
+) -> None:
+    os.environ.update(world)
+    torch.set_num_threads(int(world["OMP_NUM_THREADS"]))
+    with _quiet():
+        found = _take(run, way, material, folder)
+    if world["RANK"] == "0":
+        log.write_text(json.dumps(found))
+
+
+def _show(run: RunConfig, pairs: Sequence[Mapping[str, Any]]) -> None:
+    """Print the pairs, and why some were left out."""
+    rows = []
+    for pair in pairs:
+        found = [(pair.get(quantity) or {}) for quantity in QUANTITIES]
+        numbers = [_signed(f.get(key)) for f in found for key in ("largest", "mean_signed")]
+        rows.append((pair["name"], *numbers, pair["verdict"]))
+    columns = ["pair", "loss: largest", "mean", "norm: largest", "mean", "verdict"]
+    show_table(f"{run.output_dir.name}: relative differences over {STEPS} steps", columns, rows)
+    for pair in pairs:
+        if "reason" in pair:
+            logger.info("%s: skipped, %s.", pair["name"], pair["reason"])
+
+
+def _signed(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1e}" if value else "0"

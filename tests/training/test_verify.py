@@ -1,0 +1,113 @@
+"""What `harmonic-sft verify` compares, that it can fail, and that it leaves a run alone."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training import verify
+from harmonic_sft.training.output_folder import read_verdicts
+from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
+from harmonic_sft_cli import main
+
+NAMES = [pair.name for pair in verify.PAIRS]
+PROCESSES = "one process = two"
+
+
+@pytest.fixture
+def only(monkeypatch):
+    def choose(*names):
+        pairs = [pair for pair in verify.PAIRS if pair.name in names]
+        monkeypatch.setattr(verify, "PAIRS", pairs)
+
+    return choose
+
+
+def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, only, capsys):
+    only(*(name for name in NAMES if name != PROCESSES))
+    path = make_yaml(check_base=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    before = set(tmp_path.rglob("*"))
+    assert main(["verify", str(path)]) == 0
+    assert set(tmp_path.rglob("*")) - before == {tmp_path / "run.verify.json"}
+    results = json.loads((tmp_path / "run.verify.json").read_text())
+    resumed, *others = results["pairs"]
+    assert [pair["verdict"] for pair in results["pairs"]] == ["agrees"] * 4
+    nothing = {"largest": 0, "mean_signed": 0}
+    assert (resumed["loss"], resumed["grad_norm"], resumed["tolerance"]) == (nothing, nothing, 0)
+    assert all(0 < pair["loss"]["largest"] < 1e-5 for pair in others)
+    assert set(read_verdicts(tmp_path / "run").values()) == {"agrees"}
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert [line.split("  ")[1] for line in lines if "agrees" in line] == [
+        name for name in NAMES if name != PROCESSES
+    ]
+
+
+def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
+    """A resumed run whose dropout draws other numbers."""
+    only(NAMES[0])
+    monkeypatch.setattr(HarmonicTrainer, "_load_rng_state", lambda *_: None)
+    path = make_yaml(check_base=False, model={"dropout": 0.2})
+    assert main(["verify", str(path)]) == 1
+    assert (
+        f"verify: expected ways of training that agree, got {NAMES[:1]}" in capsys.readouterr().err
+    )
+
+
+def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_base, capsys):
+    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})  # of random weights
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("aa aa aa ab aa aa ac aa aa\n" * 20)
+    sources = [{"path": str(tmp_path / "text.txt")}]
+    path = make_yaml(model={"base": str(tmp_path / "base")}, data={"sources": sources})
+    assert main(["verify", str(path)]) == 1
+    assert "model.base: expected a base whose own head does better" in capsys.readouterr().err
+
+
+def test_what_cannot_be_compared_is_skipped_with_the_reason(make_yaml, tmp_path, only, caplog):
+    only("padded = packed", "table = stream")
+    rows = [{"text": f"aa b{c}", "label": c} for c in "abcd" * 3]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = make_yaml(
+        model={"task": "sequence_classification"},
+        head={"name": "dist", "init": "class_means"},
+        data={
+            "sources": [{"path": str(tmp_path / "rows.jsonl")}],
+            "label_column": "label",
+            "eval": {"documents": 2},
+        },
+    )
+    caplog.set_level("INFO")
+    results = verify.verify(load_run_config(path))
+    assert [pair["verdict"] for pair in results["pairs"]] == ["skipped"] * 2
+    assert "padded = packed: skipped, a classifier's rows are neither packed nor" in caplog.text
+
+
+def test_too_few_rows_are_refused(make_yaml, tmp_path):
+    (tmp_path / "short.txt").write_text("aa bb\nbb cc\n")
+    data = {"sources": [{"path": str(tmp_path / "short.txt")}]}
+    with pytest.raises(ValueError, match=r"expected 4 rows or more to verify, got 2"):
+        verify.verify(load_run_config(make_yaml(data=data, check_base=False)))
+
+
+def test_residuals_are_relative_and_keep_their_sign():
+    first, second = ([{"loss": value} for value in values] for values in ((2.0, 4.0), (2.2, 3.8)))
+    found = verify.residuals(first, second, "loss")
+    assert found["largest"] == pytest.approx(0.1)
+    assert found["mean_signed"] == pytest.approx((0.1 - 0.05) / 2)
+    assert verify.residuals(first, second[:1], "loss") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_agree_with_one(make_yaml, tmp_path, only, dtype):
+    only(PROCESSES)
+    words = [f"model.dtype={dtype}", f"model.unfreeze.dtype={dtype}", "check_base=false"]
+    assert main(["verify", str(make_yaml()), *words]) == 0
+    (pair,) = json.loads((tmp_path / "run.verify.json").read_text())["pairs"]
+    assert 0 < pair["loss"]["largest"] <= verify.TOLERANCES[dtype]
