@@ -201,7 +201,7 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
     documents, _ = load_documents(source, name=name, skip=run.data.on_bad_row == "skip")
     rows: list[Row] = []
     counts: Counter[str] = Counter()
-    for row in numbered_rows(documents, name):  # ty: ignore[invalid-argument-type]
+    for row in numbered_rows(documents, name):
         label = "" if label_column is None else str(row.get(label_column))
         if label_column is None and len(rows) == DOCUMENTS:
             break
