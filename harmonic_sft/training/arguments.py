@@ -174,10 +174,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         default=None,
         metadata=_key(
             "h_exp",
-            "Exponent on the squared distance: a number holds it, {'start': -12, 'end': -4} "
-            "anneals it. Default: that, or nothing for a head without an exponent; a model that "
-            "keeps its head keeps its exponent. Source: Baek et al. 2025, arXiv:2502.01628, and "
-            "NeoBERT recipe.",
+            "A number holds it, {'start': -12, 'end': -4} anneals it. Default: that, or nothing "
+            "for a head without an exponent; a model that keeps its head keeps its exponent. "
+            "Source: Baek et al. 2025, arXiv:2502.01628, and NeoBERT recipe.",
         ),
     )
     loss: dict[str, Any] | str | None = field(

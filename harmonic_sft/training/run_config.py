@@ -285,7 +285,9 @@ class RunConfig:
 
     model: ModelConfig
     head: HeadConfig
-    h_exp: HExpConfig | None = Field(None, description="For dist heads, which need it")
+    h_exp: HExpConfig | None = Field(
+        None, description="Exponent on the squared distance of dist heads, which need it"
+    )
     peft: PeftConfig | None = Field(None, description="LoRA on the frozen blocks")
     loss: LossSection
     data: DataConfig

@@ -1,5 +1,6 @@
 """What a run checks before it trains when it is to be pushed."""
 
+import threading
 import time
 
 import pytest
@@ -52,13 +53,15 @@ def evaluate_once(then):
 
 
 def test_a_push_on_its_way_is_waited_for_when_training_stops(make_yaml, monkeypatch):
-    sent = []
+    sent, stopped = [], threading.Event()
 
-    def upload(_, trained, __):
-        time.sleep(1)
+    def upload(_, trained, __):  # of step 3; step 6 finds it on its way
+        stopped.wait()
+        time.sleep(0.2)
         sent.append(trained.step)
 
     def stop(*_, **__):
+        stopped.set()
         raise StoppedError("stopped after training")
 
     monkeypatch.setattr("harmonic_sft.training.publishing.upload", upload)
