@@ -273,7 +273,7 @@ def test_json_and_categories_of_a_parquet_file_are_decoded(tmp_path):
 
 
 def test_row_group_is_read_in_flat_memory(tmp_path):
-    table = pa.table({"text": [f"{index} " + "x" * 200 for index in range(25_000)]})
+    table = pa.table({"text": [f"{index} " + "x" * 2000 for index in range(10_000)]})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
     del table
     before, peak = pa.total_allocated_bytes(), 0
@@ -283,7 +283,7 @@ def test_row_group_is_read_in_flat_memory(tmp_path):
             peak = max(peak, pa.total_allocated_bytes() - before)
     python_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak + python_peak < 4e6  # the column is 5 MB
+    assert peak + python_peak < 16e6  # the column is 20 MB
 
 
 def test_long_rows_come_in_small_batches(tmp_path, monkeypatch):
