@@ -60,7 +60,6 @@ class Repo:
     branches: dict[str, Commit] = field(default_factory=dict)
     fixed: dict[str, Commit] = field(default_factory=dict)  # by sha
     objects: dict[str, bytes] = field(default_factory=dict)  # LFS, by sha256
-    announced: dict[str, int] = field(default_factory=dict)  # sizes of the uploads a batch allowed
 
     def at(self, revision: str) -> Commit:
         found = self.branches.get(revision) or self.fixed.get(revision)
@@ -196,28 +195,15 @@ class Handler(BaseHTTPRequestHandler):
         repo, objects = self.repo(write=True), json.loads(self.body)["objects"]
         base = f"{self.server.endpoint}/{repo.repo_id}.git/info/lfs/objects"
         for wanted in objects:
-            if (oid := wanted["oid"]) not in repo.objects:
-                repo.announced[oid] = wanted["size"]
-                links = {"upload": {"href": f"{base}/{oid}"}, "verify": {"href": f"{base}/verify"}}
-                wanted["actions"] = links
+            if wanted["oid"] not in repo.objects:
+                wanted["actions"] = {"upload": {"href": f"{base}/{wanted['oid']}"}}
         self.reply({"transfer": "basic", "objects": objects})
 
     def lfs_put(self) -> None:
-        # The real address is signed for one object and carries no token; the batch stands for it.
-        repo, oid = self.server.repos[self.parts["repo_id"]], self.parts["oid"]
-        if oid not in repo.announced:
-            raise Refusal(403, "SignatureDoesNotMatch")
-        if len(self.body) != repo.announced[oid]:
-            raise Refusal(400, f"expected {repo.announced[oid]} bytes, got {len(self.body)}")
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise Refusal(422, f"expected content with sha256 {oid}")
-        repo.objects[oid] = self.body
-        self.reply({})
-
-    def lfs_verify(self) -> None:
-        repo, wanted = self.repo(write=True), json.loads(self.body)
-        if len(repo.objects.get(wanted["oid"], b"")) != wanted["size"]:
-            raise Refusal(422, f"expected an uploaded object, got {wanted}")
+        # The real address is signed for one object and carries no token.
+        if hashlib.sha256(self.body).hexdigest() != self.parts["oid"]:
+            raise Refusal(422, f"expected content with sha256 {self.parts['oid']}")
+        self.server.repos[self.parts["repo_id"]].objects[self.parts["oid"]] = self.body
         self.reply({})
 
     def commit(self) -> None:
@@ -295,7 +281,6 @@ ROUTES = (
     ("POST", f"{API}/preupload{REVISION}", Handler.preupload),
     ("POST", rf"{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     ("PUT", rf"{REPO}\.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})", Handler.lfs_put),
-    ("POST", rf"{REPO}\.git/info/lfs/objects/verify", Handler.lfs_verify),
     ("POST", f"{API}/commit{REVISION}", Handler.commit),
     ("POST", f"{API}/branch{REVISION}", Handler.create_branch),
     ("GET", f"{API}(/revision{REVISION})?", Handler.info),

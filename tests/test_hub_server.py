@@ -4,7 +4,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -212,47 +211,16 @@ def test_an_interrupted_upload_leaves_the_previous_commit_and_can_be_repeated(hu
     assert not any(TOKEN.encode() in data for _, data in hub.everything())
 
 
-def test_uploads_are_checked_against_the_announced_size_and_hash(hub):
-    hub.add_repo("alice/model", {})
-    data = b"some weights"
-    wanted = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data)}
-    objects = "/alice/model.git/info/lfs/objects"
-    put = f"{objects}/{wanted['oid']}"
-    assert ask(hub, "PUT", put, data)[0].status == 403  # no batch allowed it
-    _, answer = ask(hub, "POST", f"{objects}/batch", {"objects": [wanted]})
-    assert json.loads(answer)["objects"][0]["actions"]["upload"]["href"] == hub.endpoint + put
-    pointer = ("lfsFile", {"path": "model.safetensors", "algo": "sha256", **wanted})
-
-    assert ask(hub, "PUT", put, data[:-1])[0].status == 400
-    assert ask(hub, "PUT", put, data[::-1])[0].status == 422
-    assert ask(hub, "POST", f"{objects}/verify", wanted)[0].status == 422
-    response, answer = commit(hub, regular("config.json", b"{}"), pointer)
-    assert response.status == 400
-    assert "LFS pointer pointed to a file that does not exist" in json.loads(answer)["error"]
-    assert hub.files("alice/model") == {}  # not even the file before it: a commit is whole
-
-    assert ask(hub, "PUT", put, data, Authorization="")[0].status == 200
-    assert ask(hub, "POST", f"{objects}/verify", wanted)[0].status == 200
-    assert commit(hub, pointer)[0].status == 200
-    assert hub.files("alice/model") == {"model.safetensors": data}
-    _, answer = ask(hub, "POST", f"{objects}/batch", {"objects": [wanted]})
-    assert json.loads(answer)["objects"] == [wanted]  # no actions: it is there already
-
-
 def test_commits_are_whole_and_their_parent_is_checked(hub):
     first = hub.add_repo("alice/model", {"a.txt": b"a"})
     changes = (regular("b.txt", b"b"), ("deletedFile", {"path": "a.txt"}))
+    pointer = ("lfsFile", {"path": "c.bin", "algo": "sha256", "oid": "0" * 64, "size": 1})
     assert commit(hub, *changes, parentCommit="f" * 40)[0].status == 412
     assert commit(hub, *changes, ("deletedFile", {"path": "none"}))[0].status == 404
-    assert commit(hub, *changes, ("renamedFile", {"path": "b.txt"}))[0].status == 400
-    assert commit(hub, ("file", {"path": "b.txt", "content": "%%"}))[0].status == 400
+    assert commit(hub, *changes, pointer)[0].status == 400  # nobody has uploaded it
+    put = f"/alice/model.git/info/lfs/objects/{'0' * 64}"
+    assert ask(hub, "PUT", put, b"other content")[0].status == 422
     assert commit(hub, *changes, branch=first)[0].status == 404  # a commit never changes
-    head = f"POST /api/models/alice/model/commit/main HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n"
-    with socket.create_connection(hub.server_address) as half:  # ends where a line ends
-        half.sendall(head.encode() + b"Content-Length: 999\r\n\r\n")
-        half.sendall(b'{"key": "header", "value": {"summary": "half"}}\n')
-        half.shutdown(socket.SHUT_WR)
-        assert half.recv(1) == b""
     assert hub.commits("alice/model") == [first]
 
     _, answer = commit(hub, *changes, parentCommit=first)
@@ -261,18 +229,6 @@ def test_commits_are_whole_and_their_parent_is_checked(hub):
     third = json.loads(commit(hub)[1])["commitOid"]  # nothing in it, and still a commit
     assert hub.commits("alice/model") == [first, second, third]
     assert hub.files("alice/model", third) == hub.files("alice/model", second)
-    assert all(len(sha) == 40 and int(sha, 16) for sha in hub.commits("alice/model"))
-
-
-def test_injected_faults_end_after_the_given_number(hub):
-    hub.fail("GET", "whoami", status=401)
-    hub.fail("GET", "whoami", status=503, times=2)
-    got = [ask(hub, "GET", "/api/whoami-v2")[0].status for _ in range(4)]
-    assert got == [401, 503, 503, 200]
-    with pytest.raises(ValueError, match=r"fail: expected a status or drop=True, got status=None"):
-        hub.fail("GET", "whoami")
-    with pytest.raises(ValueError, match=r"got status=500, drop=True"):
-        hub.fail("GET", "whoami", status=500, drop=True)
 
 
 def test_the_environment_of_a_client_holds_nothing_of_the_parent_s_hub(hub, tmp_path, monkeypatch):

@@ -4,46 +4,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base
-from harmonic_sft.models import HarmonicConfig
+from harmonic_sft.hub.run_folder import public_base
 
-WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before every name
 BACKBONE = "model.backbone"
 HEAD = "dist_head"
-
-
-def write_adapter(
-    folder: Path, target: Path, config: HarmonicConfig, metadata: dict[str, str]
-) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` of a LoRA run.
-
-    `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
-    head settings. Where parts trained in float32 on a bfloat16 body it needs
-    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
-    target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
-    finds none of them and says so.
-
-    Args:
-        folder: A saved harmonic model with an `adapter/`.
-        target: Where the two files go; made if it does not exist.
-        config: The model's configuration, with the base's name and revision.
-        metadata: Goes into the header of the weights' file.
-    """
-    adapter = folder / ADAPTER_FOLDER
-    settings = LoraConfig.from_pretrained(str(adapter))
-    settings.target_modules = sorted(settings.target_modules or [])
-    save_peft(
-        settings,
-        load_file(adapter / WEIGHTS_NAME),
-        target,
-        base=config.base_model,
-        revision=config.base_revision,
-        metadata=metadata,
-    )
 
 
 def save_peft(
@@ -53,9 +22,14 @@ def save_peft(
     *,
     base: str | None,
     revision: str | None,
-    metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write the two files of a PEFT adapter.
+    """Write the two files of a PEFT adapter, ready to be published.
+
+    `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
+    head settings. Where parts trained in float32 on a bfloat16 body it needs
+    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
+    target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
+    finds none of them and says so.
 
     Args:
         config: The adapter's; its base and revision are set.
@@ -63,7 +37,6 @@ def save_peft(
         folder: Made if it does not exist.
         base: Name of the base. Of a local path only the last component is written.
         revision: The base's revision on the Hub.
-        metadata: Goes into the header of the weights' file.
     """
     config.base_model_name_or_path = public_base(base, revision)
     config.revision = revision
@@ -71,7 +44,7 @@ def save_peft(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / WEIGHTS_NAME, metadata=metadata or {"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def covering_modules(trained: Iterable[str]) -> list[str]:

@@ -14,9 +14,10 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from harmonic_sft.hub.adapter import write_adapter
+from harmonic_sft.hub.adapter import CONFIG_NAME, WEIGHTS_NAME
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
+    ADAPTER_FOLDER,
     INDEX,
     TrainedFolder,
     is_on_hub,
@@ -76,7 +77,9 @@ def stage(
     check_weights(trained)
     metadata = {"format": "pt"} | ({} if trained.step is None else {"step": str(trained.step)})
     if form == "peft":
-        write_adapter(trained.path, target, trained.config, metadata)
+        adapter = trained.path / ADAPTER_FOLDER
+        copy_weights(adapter / WEIGHTS_NAME, target / WEIGHTS_NAME, metadata)
+        _copy(adapter, target, (CONFIG_NAME,))
     else:
         write = _write_full if form == "full" else _write_trained
         write(trained, target, metadata)

@@ -1,12 +1,11 @@
 """Training losses: frozen values, called with a head, hidden states and labels."""
 
-from harmonic_sft.losses.arcface import ArcFaceLoss
-from harmonic_sft.losses.cosface import CosFaceLoss
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.losses.distill import Distillation, DistillLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
+from harmonic_sft.losses.margins import ArcFaceLoss, CosFaceLoss
 from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables, refresh_intervals
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 

@@ -73,6 +73,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Load a model as transformers does; a partial checkpoint is completed from its base.
 
+        Of another class's checkpoint a classifier takes the backbone alone, under a new head.
+
         Args:
             pretrained_model_name_or_path: A folder or a name on the Hub.
             model_args: Passed on.
@@ -87,8 +89,14 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
-        partial = cls._published(name, config, **where, **hub).get("partial", False)
-        if not partial:
+        fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
+        if fields is None:
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
+        if not cls._is_trained(fields.get("architectures")):
+            return cls._with_new_head(
+                HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
+            )
+        if not fields.get("partial", False):
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             settle_quantized_(model)
@@ -115,12 +123,15 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         _report_prototypes(model)
         return loaded
 
-    @staticmethod
-    def _published(name: Any, config: Any, **where: Any) -> dict[str, Any]:
-        """Return the fields of a configuration, of a checkpoint's own by default."""
-        if isinstance(config, PreTrainedConfig):
-            return config.to_dict()
-        return PreTrainedConfig.get_config_dict(config or name, **where)[0]
+    @classmethod
+    def _is_trained(cls, architectures: list[str] | None) -> bool:
+        """Whether a checkpoint, whose class transformers writes, has all weights of this class."""
+        return True
+
+    @classmethod
+    def _with_new_head(cls, loaded: Any) -> Any:
+        """Return this model on a loaded `HarmonicModel`; with its report if there is one."""
+        raise AssertionError("only a classifier takes other checkpoints")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save weights, configuration and the code that loads them without this package."""

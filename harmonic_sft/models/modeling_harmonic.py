@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple, logging
 
 from .backbones import Base, load_base
 from .configuration_harmonic import HarmonicConfig
-from .modeling_backbone import HUB_OPTIONS, PLACE_OPTIONS, HarmonicHeadModel, HarmonicModel
+from .modeling_backbone import HarmonicHeadModel
 
 logger = logging.get_logger(__name__)
 INITS = ("input_embeddings", "output_embeddings", "base_head")
@@ -307,28 +307,8 @@ class HarmonicClassifier(HarmonicHeadModel):
         return not architectures or not names.isdisjoint(architectures)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        config: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a model; of another class's checkpoint the backbone alone, under a new head.
-
-        Args:
-            pretrained_model_name_or_path: A folder or a name on the Hub.
-            model_args: Passed on.
-            config: A configuration, or where to find it.
-            kwargs: All options of `PreTrainedModel.from_pretrained`.
-        """
-        name = pretrained_model_name_or_path
-        if name is None or kwargs.get("state_dict") is not None:
-            return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        where = {k: kwargs[k] for k in (*HUB_OPTIONS, *PLACE_OPTIONS) if k in kwargs}
-        if cls._is_trained(cls._published(name, config, **where).get("architectures")):
-            return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        loaded = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
+    def _with_new_head(cls, loaded: Any) -> Any:
+        """Return this model on a loaded `HarmonicModel`; with its report if there is one."""
         found = loaded[0] if isinstance(loaded, tuple) else loaded
         model = cls._assemble(found.config, found.backbone).eval()
         logger.warning("dist_head: new in a %s: %s. Train it", cls.__name__, model.config.head)

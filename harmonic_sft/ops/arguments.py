@@ -81,9 +81,6 @@ class Results(NamedTuple):
 
     Attributes:
         loss: `[N]`.
-        log_normalizers: `[N, M]`, of each softmax, distances in `Chunk.unit`.
-        label_log_probs: `[N, K]`; `[N, M]` of a mixture.
-        saved: `[N]`, see `Chunk`.
         log_probs: `[N]`, metric.
         log_normalizer: `[N]`, metric.
         entropy: `[N]`, metric.
@@ -96,9 +93,6 @@ class Results(NamedTuple):
     """
 
     loss: Tensor
-    log_normalizers: Tensor
-    label_log_probs: Tensor
-    saved: Tensor
     log_probs: Tensor
     log_normalizer: Tensor
     entropy: Tensor

@@ -186,16 +186,14 @@ class Softmax:
 
 
 def forward(*flat: Any) -> Results:
-    """Return the losses, and beside them their gradients if `Arguments.early`."""
+    """Return the losses, and beside them the gradients of their sum if `Arguments.early`."""
     arguments = Arguments(*flat)
     keep, learns = arguments.early, arguments.needs_gradient("h_exp")
     with _arithmetic(arguments) as workers:
-        stage, gradients, heads = _build(arguments, workers, wanted=keep)
-        loss, saved, exponent = (stage.target.new_zeros(len(stage.labels)) for _ in range(3))
-        log_normalizers = loss.new_empty(len(loss), len(heads))
-        log_probs = loss.new_empty(len(loss), stage.labels.shape[1] * len(heads))
+        stage, gradients, heads = _build(arguments, workers)
+        loss, exponent = (stage.target.new_zeros(len(stage.labels)) for _ in range(2))
         measured: list[TokenMetrics] = []
-        for tokens in _slices(arguments, heads, kept=keep):
+        for tokens in _slices(arguments, heads):
             outer = _token_weights(arguments, tokens, loss.dtype)
             chunks = [head.place(tokens) for head in heads]
             for head, chunk in zip(heads, chunks, strict=True):
@@ -204,9 +202,6 @@ def forward(*flat: Any) -> Results:
                 head.measure_pairs(chunk, near)
                 chunk.normalize()
             loss[tokens] = stage.losses(chunks) * outer
-            log_normalizers[tokens] = torch.stack([chunk.log_normalizer for chunk in chunks], 1)
-            log_probs[tokens] = torch.cat([chunk.log_probs for chunk in chunks], 1)
-            saved[tokens] = chunks[0].saved
             if arguments.with_metrics:
                 normalizer = stage.normalizer(chunks[0])
                 measured.append(chunks[0].metrics(stage.target[tokens], normalizer))
@@ -223,36 +218,7 @@ def forward(*flat: Any) -> Results:
     nothing = [loss.new_empty(0), loss.new_empty(0), loss.new_empty(0), stage.labels.new_empty(0)]
     metrics = map(torch.cat, zip(*measured, strict=True)) if measured else nothing
     exponent = exponent if learns else loss.new_empty(0)
-    found = _finished(arguments, gradients)
-    return Results(loss, log_normalizers, log_probs, saved, *metrics, exponent, *found)
-
-
-def backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return the gradients for any upstream gradients of the losses, computed again.
-
-    Args:
-        flat: The arguments as in `forward`; of its `Results` the log-normalizers, the labels'
-            log-probabilities and what was saved; and the upstream gradients `[N]`.
-    """
-    arguments, (log_normalizers, log_probs, saved, upstream) = Arguments(*flat[:-4]), flat[-4:]
-    with _arithmetic(arguments) as workers:
-        stage, gradients, heads = _build(arguments, workers, wanted=True)
-        shares = log_probs.chunk(len(heads), 1)
-        for tokens in _slices(arguments, heads, kept=False):
-            outer = _token_weights(arguments, tokens, saved.dtype) * upstream[tokens]
-            chunks = [head.place(tokens) for head in heads]
-            for m, chunk in enumerate(chunks):
-                chunk.log_normalizer, chunk.saved = log_normalizers[tokens, m], saved[tokens]
-                chunk.log_probs = shares[m][tokens]
-            stage.set_factors(chunks, outer.to(saved.dtype))
-            for head, chunk in zip(heads, chunks, strict=True):
-                head.start(chunk)
-                near, class_sums = head.tiles.recompute(chunk)
-                head.measure_pairs(chunk, near)
-                head.finish(chunk, stage.slopes(chunk), class_sums)
-        for head in heads:
-            head.complete()
-    return _finished(arguments, gradients)
+    return Results(loss, *metrics, exponent, *_finished(arguments, gradients))
 
 
 def multiplies_bfloat16() -> bool:
@@ -281,13 +247,13 @@ def chunk_slices(num_tokens: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def _slices(arguments: Arguments, heads: list[Softmax], *, kept: bool) -> Iterator[slice]:
+def _slices(arguments: Arguments, heads: list[Softmax]) -> Iterator[slice]:
     num_tokens, hidden_size = arguments.hidden_states.shape
     device = arguments.hidden_states.device.type
+    if device == "cpu" and not arguments.early:
+        return chunk_slices(num_tokens, LOOSE_ROWS)
     num_kept = sum(head.tiles.num_kept for head in heads)
-    rows = LOOSE_ROWS
-    if kept or device != "cpu":
-        rows = _kept_rows(len(arguments.prototypes), hidden_size, num_kept, device)
+    rows = _kept_rows(len(arguments.prototypes), hidden_size, num_kept, device)
     return chunk_slices(num_tokens, rows)
 
 
@@ -309,12 +275,12 @@ def _arithmetic(arguments: Arguments) -> Generator[Workers]:
 
 
 def _build(
-    arguments: Arguments, workers: Workers, *, wanted: bool
+    arguments: Arguments, workers: Workers
 ) -> tuple[CrossEntropy, dict[str, Tensor], list[Softmax]]:
-    """Return the stage, where the gradients are summed if they are wanted, and each softmax."""
+    """Return the stage, where the gradients are summed that are made, and each softmax."""
     stage, gradients = STAGES[arguments.stage](arguments), {}
     for name, leaf, needed in arguments.leaves:
-        if wanted and needed and leaf is not None:
+        if arguments.early and needed and leaf is not None:
             # The first chunk writes these two, the others add; with no token nobody writes.
             written = name in ("hidden_states", "prototypes") and len(arguments.hidden_states)
             make = torch.empty if written else torch.zeros

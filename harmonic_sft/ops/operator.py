@@ -18,18 +18,14 @@ _ARGUMENTS = (
     "float label_smoothing, float z_loss, int num_heads, bool[] needs, bool early, "
     "bool with_metrics, ScalarType? gradient_dtype, str impl"
 )
-_FORWARD = f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 13)})"
-_BACKWARD = (
-    f"({_ARGUMENTS}, Tensor log_normalizers, Tensor log_probs, Tensor saved, Tensor upstream) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
+_SCHEMA = f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * len(Results._fields))})"
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     arguments, results = Arguments(*inputs), Results(*output)
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*arguments[:NUM_TENSORS], *results[1:4])
+    ctx.save_for_backward(*arguments[:NUM_TENSORS])
     ctx.settings = arguments[NUM_TENSORS:]
     ctx.exponent, ctx.h_exp = results.exponent, arguments.h_exp.new_empty(0)
     ctx.ready = list(results[-4:]) if arguments.early else None
@@ -51,18 +47,30 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
         raise RuntimeError(
             "fused loss: expected one derivative, got create_graph=True. Use impl='reference'"
         )
-    needs = ctx.settings[Arguments._fields.index("needs") - NUM_TENSORS]
+    arguments = Arguments(*ctx.saved_tensors, *ctx.settings)
+    needs = arguments.needs
     ready, ctx.ready = ctx.ready, None
     if ready is not None and is_uniform(upstream):
         factor = upstream[:1].sum()
         found = [gradient.mul_(factor.to(gradient.dtype)) for gradient in ready]
-    else:  # also for a second backward pass
-        tensors = ctx.saved_tensors
-        found = backward_op(*tensors[:NUM_TENSORS], *ctx.settings, *tensors[NUM_TENSORS:], upstream)
+    else:  # also for a second backward pass: the call again, weighted by the upstream gradients
+        found = chunked_op(*_weighted(arguments, upstream))[-4:]
     exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None
     leaves = [found[0], found[1], found[2], exponent, found[3]]
     wanted = [leaf if need else None for leaf, need in zip(leaves, needs, strict=True)]
     return (*wanted, *nothing[NUM_LEAVES:])
+
+
+def _weighted(arguments: Arguments, upstream: Tensor) -> Arguments:
+    """Return the arguments that make the gradients of the sum of losses times `upstream` `[N]`."""
+    weights, exponent = arguments.token_weights, Arguments._fields.index("h_exp")
+    needs = tuple(need and k != exponent for k, need in enumerate(arguments.needs))
+    return arguments._replace(
+        token_weights=upstream if weights is None else weights * upstream,
+        needs=needs,  # the exponent's is made with the losses
+        early=True,
+        with_metrics=False,
+    )
 
 
 def _fake_forward(*flat: Any) -> Results:
@@ -71,39 +79,24 @@ def _fake_forward(*flat: Any) -> Results:
     dtype = torch.promote_types(hidden_states.dtype, arguments.prototypes.dtype)
     num_tokens = hidden_states.shape[0]
     tokens = hidden_states.new_empty(num_tokens, dtype=torch.promote_types(dtype, torch.float32))
-    num_labels = 1 if arguments.target_weights is None else arguments.labels.shape[1]
     num_measured = num_tokens if arguments.with_metrics else 0
+    gradients = [
+        torch.empty_like(leaf, memory_format=torch.contiguous_format)
+        if arguments.early and needed and leaf is not None
+        else arguments.empty_gradient(leaf)
+        for _, leaf, needed in arguments.leaves
+    ]
     return Results(
         tokens,
-        tokens.new_empty(num_tokens, arguments.num_heads),
-        tokens.new_empty(num_tokens, num_labels * arguments.num_heads),
-        torch.empty_like(tokens),
         *(tokens.new_empty(num_measured) for _ in range(3)),
         arguments.labels.new_empty(num_measured),
         torch.empty_like(tokens) if arguments.needs[3] else tokens.new_empty(0),
-        *_fake_gradients(arguments, made=arguments.early),
+        *gradients,
     )
-
-
-def _fake_gradients(arguments: Arguments, *, made: bool) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(leaf, memory_format=torch.contiguous_format)
-        if made and needed and leaf is not None
-        else arguments.empty_gradient(leaf)
-        for _, leaf, needed in arguments.leaves
-    )
-
-
-def _fake_backward(*flat: Any) -> tuple[Tensor, ...]:
-    return _fake_gradients(Arguments(*flat[:-4]), made=True)
 
 
 chunked_op = custom_op(
-    "harmonic_sft::chunked_loss", engine.forward, mutates_args=(), schema=_FORWARD
+    "harmonic_sft::chunked_loss", engine.forward, mutates_args=(), schema=_SCHEMA
 )
 chunked_op.register_fake(_fake_forward)
 chunked_op.register_autograd(_gradient, setup_context=_setup_context)
-backward_op = custom_op(
-    "harmonic_sft::chunked_loss_backward", engine.backward, mutates_args=(), schema=_BACKWARD
-)
-backward_op.register_fake(_fake_backward)

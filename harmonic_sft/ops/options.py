@@ -21,10 +21,10 @@ class LossOptions:
             differentiated. A weight of 0 with label -1 pads. Repeated labels add up.
         label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
-        gradients: "forward" makes them beside the loss with three matrix products and keeps
-            `[chunk, V]` weights; "recompute" makes them in the backward pass with a fourth product
-            and tile-sized memory. An upstream gradient that differs between tokens recomputes
-            anyway.
+        gradients: "forward" makes them beside the loss, with three matrix products in all;
+            "recompute" makes them in the backward pass, which starts again: a fourth product, and
+            no gradient is held in between. An upstream gradient that differs between tokens
+            recomputes anyway.
         gradient_dtype: `torch.bfloat16` multiplies the two gradient products in it, at an error of
             some 1e-4, where the processor has instructions for it; None keeps float32 or better.
     """

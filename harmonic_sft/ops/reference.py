@@ -33,24 +33,12 @@ def reference_cross_entropy(
     lazy = lazy._replace(hidden_states=states)
     labels = labels.unsqueeze(1) if options.target_weights is None else labels
     if isinstance(lazy, AffineLogits):
-        return loss_from_logits(dense_logits(lazy), labels, options)
-    value = lazy.h_exp.item() if isinstance(lazy.h_exp, Tensor) else lazy.h_exp
-    if not -math.inf < value < 0:
-        raise ValueError(f"h_exp: expected a number below 0, got {value}")
-    logits = distance_logits(lazy, labels if labels.shape[1] == 1 else None)
-    return loss_from_logits(logits, labels, options)
-
-
-def loss_from_logits(
-    logits: Tensor, labels: Tensor, options: LossOptions
-) -> tuple[Tensor, TokenMetrics]:
-    """Return the loss `[N]` and the metrics, from logits `[N, V]` without the class bias.
-
-    Args:
-        logits: `[N, V]`.
-        labels: `[N, K]`.
-        options: Weights of the target `[N, K]` (default: 1) and the other options.
-    """
+        logits = dense_logits(lazy)
+    else:
+        value = lazy.h_exp.item() if isinstance(lazy.h_exp, Tensor) else lazy.h_exp
+        if not -math.inf < value < 0:
+            raise ValueError(f"h_exp: expected a number below 0, got {value}")
+        logits = distance_logits(lazy, labels if labels.shape[1] == 1 else None)
     if options.class_bias is not None:
         logits = logits + options.class_bias.to(logits.dtype)
     weights = options.target_weights

@@ -1,6 +1,6 @@
 """The tiles of a chunk in plain PyTorch: scores, their row sums, weights for the gradients."""
 
-from collections.abc import Callable
+import functools
 
 import torch
 from torch import Tensor
@@ -78,16 +78,15 @@ class TorchTiles:
             keep: Keep the weights for `accumulate`.
             measure: Also sum moments and find the best columns.
         """
-        near = self._reserve(chunk, measure=measure)
+        num_sums = self.stage.num_sums
+        near: list[Tensor | None] = [None] * len(self.edges)
+        chunk.reserve(len(self.edges), measure=measure, smoothed=self.smoothed, num_sums=num_sums)
         if keep:
             size = self.num_kept * len(chunk.placed) * self.edges[-1].stop
             if self.buffer is None or len(self.buffer) < size:
                 self.buffer = chunk.placed.new_empty(size)
-
-        def weigh(_: int, k: int) -> None:
-            near[k] = self._weigh(chunk, k, self._kept(chunk, k) if keep else None)
-
-        self.workers.run(weigh, len(self.edges), fixed=False)  # results are per tile
+        work = functools.partial(self._weigh, chunk, near, keep)
+        self.workers.run(work, len(self.edges), fixed=False)  # results are per tile
         return self._joined(near)
 
     def accumulate(self, chunk: Chunk) -> Tensor | None:
@@ -96,26 +95,27 @@ class TorchTiles:
         Returns:
             `[V]`, the sums of dL/dlogit of each class; None if no bias learns.
         """
-        return self._multiply(chunk, lambda k: self._kept(chunk, k))
+        class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
+        linear = self.geometry.linear
 
-    def recompute(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        """Do what `score` and `accumulate` do, tile by tile, and return near columns and sums."""
-        near = self._reserve(chunk, measure=False)
+        def multiply(worker: int, k: int) -> None:
+            tile, kept = self.edges[k], self._kept(chunk, k)
+            share = torch.exp(chunk.log_scale[k] - chunk.log_normalizer)  # [T]
+            probs = kept[self.slots.get("probs", 0)]
+            if class_sums is not None and not linear:
+                torch.mv(probs.T, chunk.mass * share, out=class_sums[tile])
+                class_sums[tile].sub_(chunk.floor.sum())
+            if self.points is not None:
+                assert chunk.second is not None, "factors are set before"
+                factors = -2 * chunk.second * share
+                self.points.add(worker, tile, probs * factors.unsqueeze(1))
+            found = self._coefficients(chunk, k, share, kept)
+            if class_sums is not None and linear:
+                torch.sum(found, 0, out=class_sums[tile])
+            self.products.add(worker, tile, found)
 
-        def weigh(k: int) -> list[Tensor]:
-            shape = (self.num_kept, len(chunk.placed), self.edges[k].stop - self.edges[k].start)
-            kept = list(chunk.placed.new_empty(shape))
-            near[k] = self._weigh(chunk, k, kept)
-            return kept
-
-        sums = self._multiply(chunk, weigh)
-        return self._joined(near), sums
-
-    def _reserve(self, chunk: Chunk, *, measure: bool) -> list[Tensor | None]:
-        """Make room for the sums of a chunk and for the near columns of its tiles."""
-        num_sums = self.stage.num_sums
-        chunk.reserve(len(self.edges), measure=measure, smoothed=self.smoothed, num_sums=num_sums)
-        return [None] * len(self.edges)
+        self.workers.run(multiply, len(self.edges))
+        return class_sums
 
     def _kept(self, chunk: Chunk, k: int) -> list[Tensor]:
         """Return where tile `k` of a chunk keeps its weights: `[T, W]` for each slot."""
@@ -125,9 +125,12 @@ class TorchTiles:
         part = self.buffer[size * tile.start : size * tile.stop]
         return list(part.view(self.num_kept, num_rows, tile.stop - tile.start))
 
-    def _weigh(self, chunk: Chunk, k: int, kept: list[Tensor] | None) -> Tensor | None:
-        """Write the sums of tile `k` and its weights; return the columns of near pairs."""
+    def _weigh(
+        self, chunk: Chunk, found: list[Tensor | None], keep: bool, worker: int, k: int
+    ) -> None:
+        """Write the sums of tile `k`, its weights, and to `found` the columns of near pairs."""
         tile, geometry = self.edges[k], self.geometry
+        kept = self._kept(chunk, k) if keep else None
         scores = torch.mm(chunk.placed, geometry.tile(tile.start, tile.stop).T)  # [T, W]
         if self.columns is not None:  # squared distances with eps
             if geometry.scale is None:
@@ -136,7 +139,7 @@ class TorchTiles:
                 factors = geometry.scale[tile]
                 torch.addcmul(self.columns[tile], scores, factors, value=-2, out=scores)
             scores = scores if chunk.row is None else scores.add_(chunk.row)
-        near, nearest = self._leave_out(chunk, scores, tile)
+        found[k], nearest = self._leave_out(chunk, scores, tile)
         log_scale = chunk.log_scale[k].zero_()
         if nearest is not None:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
@@ -157,7 +160,6 @@ class TorchTiles:
         torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:
             self._keep(kept, scores, probs, second)
-        return near
 
     def _leave_out(
         self, chunk: Chunk, scores: Tensor, tile: slice
@@ -261,30 +263,6 @@ class TorchTiles:
             torch.div(probs, scores, out=kept[0])
         elif probs is not kept[0]:
             kept[0].copy_(probs)
-
-    def _multiply(self, chunk: Chunk, weights: Callable[[int], list[Tensor]]) -> Tensor | None:
-        """Make coefficients of the weights of each tile, and add their products."""
-        class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
-        linear = self.geometry.linear
-
-        def multiply(worker: int, k: int) -> None:
-            tile, kept = self.edges[k], weights(k)
-            share = torch.exp(chunk.log_scale[k] - chunk.log_normalizer)  # [T]
-            probs = kept[self.slots.get("probs", 0)]
-            if class_sums is not None and not linear:
-                torch.mv(probs.T, chunk.mass * share, out=class_sums[tile])
-                class_sums[tile].sub_(chunk.floor.sum())
-            if self.points is not None:
-                assert chunk.second is not None, "factors are set before"
-                factors = -2 * chunk.second * share
-                self.points.add(worker, tile, probs * factors.unsqueeze(1))
-            found = self._coefficients(chunk, k, share, kept)
-            if class_sums is not None and linear:
-                torch.sum(found, 0, out=class_sums[tile])
-            self.products.add(worker, tile, found)
-
-        self.workers.run(multiply, len(self.edges))
-        return class_sums
 
     def _coefficients(self, chunk: Chunk, k: int, share: Tensor, kept: list[Tensor]) -> Tensor:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""

@@ -121,11 +121,6 @@ class TritonTiles:
             gradients.multiply(0, block, values[:, block])
         return None if class_sums is None else class_sums.sum(0)
 
-    def recompute(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        """Do what `score` and `accumulate` do; return near columns and class sums."""
-        near = self.score(chunk, keep=True, measure=False)
-        return near, self.accumulate(chunk)
-
     def _products(self, chunk: Chunk) -> Tensor:
         """Return hidden states times prototypes, `[T, V]` in float32."""
         geometry, states = self.geometry, self.hidden_states[chunk.tokens]

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harmonic_sft.hub.adapter import (
-    ADAPTER_FOLDER,
     BACKBONE,
     PREFIX,
     WEIGHTS_NAME,
     covering_modules,
     save_peft,
 )
+from harmonic_sft.hub.run_folder import ADAPTER_FOLDER
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.configuration_harmonic import quantization_method

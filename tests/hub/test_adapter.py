@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from harmonic_sft.hub.adapter import covering_modules, write_adapter
+from harmonic_sft.hub.adapter import covering_modules
 from harmonic_sft.models import HarmonicForMaskedLM, NeoBERTConfig, NeoBERTForMaskedLM
 from harmonic_sft.training.adapters import add_lora_, lora_layers, merged_state, save_adapter
 from harmonic_sft.training.freezing import unfreeze_
@@ -64,9 +64,12 @@ def put_on_base(adapter, base, dtype):
     return PeftModel.from_pretrained(fresh(base, dtype), str(adapter), low_cpu_mem_usage=True)
 
 
-def write(folder, target, config):
-    config.base_model, config.base_revision = "me/base", "abc"
-    write_adapter(folder, target, config, {"format": "pt"})
+def save(model, folder):
+    """As a run saves it; the folder of its adapter."""
+    model.config.base_model, model.config.base_revision = "me/base", "abc"
+    model.save_pretrained(folder, state_dict=merged_state(model))
+    save_adapter(model, folder)
+    return folder / "adapter"
 
 
 def logits(model):
@@ -87,10 +90,8 @@ def test_lora_round_trip(bases, tmp_path, family, dtype, last_blocks):
     lora = PeftConfig(r=4, target_modules=LAYERS[family], layers_to_transform=[0, 1])
     model = trained(bases / family, dtype, UnfreezeConfig(last_blocks=last_blocks), lora)
     expected = logits(model)
-    model.save_pretrained(tmp_path / "run", state_dict=merged_state(model))
-    save_adapter(model, tmp_path / "run")
-    write(tmp_path / "run", tmp_path / "adapter", model.config)
-    wrapped = put_on_base(tmp_path / "adapter", bases / family, dtype)
+    adapter = save(model, tmp_path / "run")
+    wrapped = put_on_base(adapter, bases / family, dtype)
     assert torch.equal(logits(wrapped), expected)
     # On a bfloat16 body the merged weights are rounded once, the two terms apart otherwise.
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
@@ -102,7 +103,7 @@ def test_lora_round_trip(bases, tmp_path, family, dtype, last_blocks):
     for layer in lora_layers(model).values():
         layer.lora_B.requires_grad_(False)["default"].weight.zero_()
     assert (logits(model) - expected).abs().mean() > 0.05  # what merging must not lose
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", "abc")
     assert (config["r"], config["lora_alpha"]) == (4, 16)
     assert len(config["target_modules"]) == 2 * (3 if family == "bert" else 2)
@@ -138,13 +139,11 @@ def test_peft_refuses_the_base_as_others_load_it(tmp_path):
         lora = PeftConfig(r=2, target_modules="all-linear")
         model = trained(folder / "base", torch.float32, UnfreezeConfig(last_blocks=0), lora)
         assert len(lora_layers(model)) == 24
-        model.save_pretrained(folder / "run", state_dict=merged_state(model))
-        save_adapter(model, folder / "run")
-        write(folder / "run", folder / "adapter", model.config)
+        adapter = save(model, folder / "run")
         plain = AutoModelForMaskedLM.from_pretrained(folder / "base")
         with pytest.raises(ValueError, match=r"Target modules .* not found in the base model"):
-            PeftModel.from_pretrained(plain, str(folder / "adapter"))
-        wrapped = put_on_base(folder / "adapter", folder / "base", torch.float32)
+            PeftModel.from_pretrained(plain, str(adapter))
+        wrapped = put_on_base(adapter, folder / "base", torch.float32)
         assert torch.equal(logits(wrapped), logits(model))
 
 

@@ -183,22 +183,28 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
         ({"method": "PUT", "path_part": "", "drop": True}, "connection failed"),
     ],
 )
-def test_a_failed_push_leaves_repo_and_run_whole(hub, client, pushed, request, fault, message):
-    repo = f"alice/fault-{request.node.callspec.indices['fault']}"
-    client("push", pushed / "checkpoint-3", "--repo-id", repo)
-    commits, files = hub.commits(repo), sorted(pushed.rglob("*"))
+def test_a_failed_push_leaves_repo_and_run_whole(hub, client, pushed, fault, message):
+    hub.add_repo("alice/faulty", hub.files("alice/full"))
+    commits, files = hub.commits("alice/faulty"), sorted(pushed.rglob("*"))
     hub.fail(**fault, times=20)
-    done = client("push", pushed, "--repo-id", repo, "--form", "head")
+    # What no repo has seen yet is uploaded.
+    done = client("push", pushed / "checkpoint-3", "--repo-id", "alice/faulty", "--form", "head")
     hub.faults.clear()
     assert done["status"] == 1
-    assert hub.commits(repo) == commits
+    assert hub.commits("alice/faulty") == commits
     assert sorted(pushed.rglob("*")) == files
     said = done["err"].strip().splitlines()[-1]
     assert re.search(message, said), said
-    retry = said.split("Try again: harmonic-sft ")[1].split()
-    done = client(*retry)
+    assert "Try again: harmonic-sft push " in said
+
+
+def test_the_command_to_try_again_pushes(hub, client, pushed):
+    hub.fail("POST", "/commit/", status=403, times=20)
+    done = client("push", pushed, "--repo-id", "alice/again", "--form", "head")
+    hub.faults.clear()
+    done = client(*done["err"].split("Try again: harmonic-sft ")[1].split())
     assert done["status"] == 0, done["err"]
-    assert "dist_head.safetensors" in hub.files(repo)
+    assert "dist_head.safetensors" in hub.files("alice/again")
 
 
 def test_metadata_of_the_weights_name_the_step(hub, pushed, tmp_path):

@@ -243,13 +243,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("problem", CHANGES)
 @pytest.mark.parametrize(
-    ("family", "key"),
+    ("problem", "family", "key"),
     [
-        ("bert", "bert.encoder.layer.1.output.dense.weight"),
-        ("neobert", "model.transformer_encoder.1.wo.weight"),
-        ("modernbert", "model.layers.1.mlp.Wo.weight"),
+        ("missing", "bert", "bert.encoder.layer.1.output.dense.weight"),
+        ("of another shape", "neobert", "model.transformer_encoder.1.wo.weight"),
+        ("not used", "modernbert", "model.layers.1.mlp.Wo.weight"),
     ],
 )
 def test_a_base_that_does_not_fill_the_backbone_is_an_error(bases, tmp_path, problem, family, key):

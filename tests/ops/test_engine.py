@@ -99,7 +99,7 @@ def test_a_reduction_costs_no_second_pass(name, monkeypatch):
     def refused(*_):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(operator, "backward_op", refused)
+    monkeypatch.setattr(operator, "_weighted", refused)
     found = distance_cross_entropy(
         states, prototypes, labels, h_exp=-3.0, reduction=name, options=options
     )

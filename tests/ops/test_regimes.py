@@ -64,17 +64,15 @@ def truth(name, h_exp):
     return loss, gradient
 
 
-def measured(name, h_exp, gradients="forward"):
+def measured(name, h_exp):
     hidden_states, prototypes, labels, unit_sphere = setting(name)[:4]
     hidden_states = hidden_states.clone().requires_grad_()
-    options = LossOptions(gradients=gradients)
     loss = distance_cross_entropy(
         hidden_states,
         prototypes.clone().requires_grad_(),
         labels,
         h_exp=h_exp,
         unit_sphere=unit_sphere,
-        options=options,
         impl="chunked",
     )
     loss.sum().backward()
@@ -96,17 +94,11 @@ def test_the_truth_equals_the_loops_of_the_baseline(name):
     assert row_errors(gradient, expected_gradient[:2]).max() < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("name", "h_exp", "gradients"),
-    [
-        (name, h_exp, ("forward", "recompute")[(row + column) % 2])
-        for row, name in enumerate(REGIMES)
-        for column, h_exp in enumerate(EXPONENTS)
-    ],
-)
-def test_gradients_keep_their_digits(name, h_exp, gradients):
+@pytest.mark.parametrize("h_exp", EXPONENTS)
+@pytest.mark.parametrize("name", REGIMES)
+def test_gradients_keep_their_digits(name, h_exp):
     expected_loss, expected = truth(name, h_exp)
-    loss, gradient = measured(name, h_exp, gradients)
+    loss, gradient = measured(name, h_exp)
     assert row_errors(gradient, expected).median() <= TOLERANCE
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-4, atol=1e-30)
 
@@ -124,8 +116,8 @@ def test_errors_grow_no_faster_than_the_exponent(name):
 
 @pytest.mark.parametrize("name", REGIMES)
 def test_the_steepest_exponents_give_finite_numbers(name):
-    for h_exp, gradients in ((-768.0, "forward"), (-767.5, "recompute"), (-2000.0, "forward")):
-        loss, gradient = measured(name, h_exp, gradients)
+    for h_exp in (-768.0, -767.5, -2000.0):
+        loss, gradient = measured(name, h_exp)
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
 
@@ -154,36 +146,28 @@ def assert_as_in_float64(hidden_states, prototypes, labels, h_exp, tolerance, **
         )
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
 @pytest.mark.parametrize("unit_sphere", [False, True])
-def test_many_near_copies_of_one_prototype_stay_accurate(unit_sphere, gradients):
+def test_many_near_copies_of_one_prototype_stay_accurate(unit_sphere):
     generator = torch.Generator().manual_seed(0)
     prototypes = torch.randn(600, 40, generator=generator)
     shifts = torch.randn(12, 40, generator=generator)
     prototypes[100:112] = prototypes[100] + 0.1 * shifts  # more than a tile hands over
     hidden_states = prototypes[100] + 0.05 * torch.randn(9, 40, generator=generator)
     labels = torch.tensor([100, 101, 105, 111, 5, 599, 99, 112, 110])
-    options = LossOptions(gradients=gradients)
     inputs = (hidden_states, prototypes, labels)
-    assert_as_in_float64(*inputs, -3.0, 1e-3, unit_sphere=unit_sphere, options=options)
+    assert_as_in_float64(*inputs, -3.0, 1e-3, unit_sphere=unit_sphere)
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
 @pytest.mark.parametrize("h_exp", [-0.5, -14.0, -14.5])
 @pytest.mark.parametrize("unit_sphere", [False, True])
-def test_many_near_copies_that_rounding_swallows_stay_finite(unit_sphere, h_exp, gradients):
+def test_many_near_copies_that_rounding_swallows_stay_finite(unit_sphere, h_exp):
     generator = torch.Generator().manual_seed(0)
     prototypes = 4 * torch.randn(40, 40, generator=generator)
     prototypes[10:30] = prototypes[10] + 1e-5 * torch.randn(20, 40, generator=generator)
     hidden_states = prototypes[10] + 1e-5 * torch.randn(9, 40, generator=generator)
     leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
-    loss = distance_cross_entropy(
-        *leaves,
-        torch.arange(9) + 8,
-        h_exp=h_exp,
-        unit_sphere=unit_sphere,
-        options=LossOptions(gradients=gradients),
-    )
+    labels = torch.arange(9) + 8
+    loss = distance_cross_entropy(*leaves, labels, h_exp=h_exp, unit_sphere=unit_sphere)
     loss.sum().backward()
     assert all(found.isfinite().all() for found in (loss, *(leaf.grad for leaf in leaves)))
 
@@ -233,17 +217,9 @@ def test_a_hidden_state_or_prototype_of_zero_is_finite():
         assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-@pytest.mark.parametrize(
-    ("masked", "gradients", "learned"),
-    [
-        ((2,), "forward", False),
-        ((2, 5, 512), "recompute", False),  # 512 is a tile of its own
-        ((2,), "recompute", True),
-        ((2, 5, 512), "forward", True),
-    ],
-)
+@pytest.mark.parametrize(("masked", "learned"), [((2,), False), ((2, 5, 512), True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bias_of_minus_infinity_masks_a_class(kind, masked, gradients, learned):
+def test_a_bias_of_minus_infinity_masks_a_class(kind, masked, learned):
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(6, 5, generator=generator, dtype=torch.float64).requires_grad_()
     prototypes = torch.randn(513, 5, generator=generator, dtype=torch.float64)
@@ -254,7 +230,7 @@ def test_a_bias_of_minus_infinity_masks_a_class(kind, masked, gradients, learned
     bias = torch.zeros(513, dtype=torch.float64)
     bias[list(masked)] = -torch.inf
     bias.requires_grad_(learned)
-    options = LossOptions(class_bias=bias, gradients=gradients)
+    options = LossOptions(class_bias=bias)
     settings = {} if kind == "linear" else {"h_exp": -3.0, "unit_sphere": kind == "sphere"}
     call = distance_cross_entropy_with_metrics
     call = linear_cross_entropy_with_metrics if kind == "linear" else call

@@ -146,12 +146,11 @@ def test_two_runs_are_equal_to_the_last_bit(kind, settings):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_changes_nothing(kind, gradients):
-    expected = run(kind, gradients=gradients)
+def test_autocast_changes_nothing(kind):
+    expected = run(kind)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(kind, gradients=gradients)
+        found = run(kind)
     for actual, wanted in zip(found, expected, strict=True):
         assert actual.dtype == torch.float32
         assert torch.equal(actual, wanted)
@@ -171,21 +170,19 @@ def test_losses_are_the_same_where_no_gradient_is_wanted(kind, mode):
         torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(kind, frozen, gradients):
-    expected = run(kind, gradients=gradients)[1:]
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(kind, frozen):
+    expected = run(kind)[1:]
     *leaves, labels = make_inputs()
     leaves[1 - frozen].requires_grad_()
-    loss_of(*leaves, labels, kind, gradients=gradients).sum().backward()
+    loss_of(*leaves, labels, kind).sum().backward()
     assert leaves[frozen].grad is None
     torch.testing.assert_close(leaves[1 - frozen].grad, expected[1 - frozen])
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
-def test_gradients_on_the_sphere_are_tangent(gradients):
-    _, *found = run("sphere", gradients=gradients)
+def test_gradients_on_the_sphere_are_tangent():
+    _, *found = run("sphere")
     for leaf, gradient in zip(make_inputs(), found, strict=False):
         radial = torch.nn.functional.cosine_similarity(leaf, gradient, dim=-1)
         moved = gradient.norm(dim=-1) > 0
@@ -202,16 +199,16 @@ def test_strided_inputs_are_as_good_as_contiguous_ones(kind):
     for actual, wanted in zip(
         [loss, *torch.autograd.grad(loss.sum(), leaves)], expected, strict=True
     ):
-        torch.testing.assert_close(actual, wanted)
+        scale = wanted.abs().max().item()  # one thread sums in another order than two
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize("gradients", ["forward", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixed_dtypes_compute_in_the_better_one(kind, gradients):
+def test_mixed_dtypes_compute_in_the_better_one(kind):
     hidden_states, prototypes, labels = make_inputs()
     leaves = [hidden_states.bfloat16().requires_grad_(), prototypes.double().requires_grad_()]
     same = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    losses = [loss_of(*pair, labels, kind, gradients=gradients) for pair in (leaves, same)]
+    losses = [loss_of(*pair, labels, kind) for pair in (leaves, same)]
     assert losses[0].dtype == torch.float64
     assert torch.equal(*losses)
     gradients = [
@@ -242,11 +239,10 @@ def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
     prototypes[1234, 0] = torch.nan
     labels[labels == 1234] = 0
     leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
-    for gradients in ("forward", "recompute"):
-        loss = loss_of(*leaves, labels, kind, gradients=gradients)
-        found = torch.autograd.grad(loss.sum(), leaves)
-        assert loss.isnan().all()
-        assert found[0].isnan().any(1).all()
+    loss = loss_of(*leaves, labels, kind)
+    found = torch.autograd.grad(loss.sum(), leaves)
+    assert loss.isnan().all()
+    assert found[0].isnan().any(1).all()
 
 
 def test_metrics_of_what_is_not_a_number_end():

@@ -1,4 +1,4 @@
-"""ArcFace: cross-entropy of cosines with an angular margin on the label."""
+"""ArcFace and CosFace: cross-entropy of cosines with a margin on the label."""
 
 import math
 from typing import Literal, Self
@@ -9,7 +9,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.cosface import check_is_cosine
 from harmonic_sft.models import CosineHead, Head
 from harmonic_sft.models.head import label_nll
 from harmonic_sft.ops import by_chunks
@@ -38,7 +37,7 @@ class ArcFaceLoss:
         Raises:
             ValueError: It is another one.
         """
-        check_is_cosine(head, "arcface")
+        _check_is_cosine(head, self.name)
 
     def prepare(self, head: Head) -> Self:
         """Return this loss, after `check`: it needs nothing from the head."""
@@ -66,5 +65,47 @@ class ArcFaceLoss:
         turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
         beyond = cosines - self.margin * math.sin(self.margin)
         turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
-        own = head.scale * turned
+        return label_nll(logits, labels, head.scale * turned)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CosFaceLoss:
+    """Cross-entropy with the label's logit scale * cos(theta) made scale * (cos(theta) - margin).
+
+    The scale is the head's. The margin only trains: the head predicts without it.
+
+    Source:
+        Wang et al. 2018, CosFace, arXiv:1801.09414, Eq. 4, with a scale of 64 and a margin of 0.35.
+    """
+
+    name: Literal["cosface"] = "cosface"
+    margin: float = Field(0.35, ge=0, le=2, description="Taken from the label's cosine")
+
+    def check(self, head: Head) -> None:
+        """Refuse any head but cosine.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        _check_is_cosine(head, self.name)
+
+    def prepare(self, head: Head) -> Self:
+        """Return this loss, after `check`: it needs nothing from the head."""
+        self.check(head)
+        return self
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token `[N]`, in nats; see `ArcFaceLoss`."""
+        return by_chunks(self._dense, head, hidden_states, labels)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        assert isinstance(head, CosineHead), "prepare has checked it"
+        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
+        own = logits.gather(-1, labels) - head.scale * self.margin
         return label_nll(logits, labels, own)
+
+
+def _check_is_cosine(head: Head, loss: str) -> None:
+    """Refuse any head but cosine: a margin needs its angles and its scale."""
+    if not isinstance(head, CosineHead):
+        raise ValueError(f"loss {loss}: expected a cosine head, got {head.settings()['name']}")
