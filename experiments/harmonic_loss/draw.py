@@ -176,7 +176,7 @@ def draw_exponents(rows: Sequence[Row], out_png: Path) -> Path:
     """Draw explained variance and test accuracy over the exponent."""
     tasks = _tasks(rows)
     figure = new_figure(width=10.5, height=0.8 + 2.9 * len(tasks))
-    panels = figure.subplots(len(tasks), 2, squeeze=False)
+    panels = figure.subplots(len(tasks), 2, squeeze=False, sharex=True)
     for (left, right), task in zip(panels, tasks, strict=True):
         chosen = [row for row in rows if row["cell"]["task"] == task]
         for row in chosen:
@@ -185,9 +185,8 @@ def draw_exponents(rows: Sequence[Row], out_png: Path) -> Path:
             accuracies = [100 * value for value in row["test_accuracies"]]
             _dots(right, place, accuracies, CURRENT, "seeds, and their mean")
         published = PUBLISHED_EXPONENTS[task]
-        left.plot(
-            [-h for h in EXPONENTS[1:]], published, "D", color=POST_HOC, ms=5, label="published"
-        )
+        places = [0.25 - h for h in EXPONENTS[1:]]  # beside our seeds
+        left.plot(places, published, "D", color=POST_HOC, ms=5, label="published")
         left.axhline(chosen[0]["chance_percent"], color=REFERENCE, ls="--", label="chance")
         right.axhline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, ls="--", label="chance")
         left.set(ylabel="variance in two components (%)", title=task.replace("_", " "))
