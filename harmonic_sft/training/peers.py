@@ -1,9 +1,9 @@
 """Which of several processes did not answer the others."""
 
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # not public
 from transformers import TrainingArguments
@@ -42,16 +42,20 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
 def _silent(args: TrainingArguments) -> list[int]:
     """Return the processes that have not waited in vain as this one has."""
-    store = _get_default_store()
-    store.set_timeout(timedelta(seconds=PATIENCE))
-    try:
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        store = _get_default_store()
         store.set(KEY.format(args.process_index), "")
         end = time.monotonic() + PATIENCE
-        while True:
-            keys = [KEY.format(rank) for rank in range(args.world_size)]
-            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not silent or time.monotonic() > end:
-                return silent
+        silent = list(range(args.world_size))
+        while silent and time.monotonic() < end:
+            silent = [rank for rank in silent if not store.check([KEY.format(rank)])]
             time.sleep(0.1)
-    except RuntimeError:  # the store lives in process 0, unless torchrun holds it
-        return [0]
+        found.append(silent)
+
+    # The store lives in process 0 unless torchrun holds it, and has no timeout of its own.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(2 * PATIENCE)
+    return found[0] if found else [0]

@@ -244,18 +244,20 @@ def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
         material = Material(data.train, data.collator)
     else:
         assert isinstance(data.train, MaskedRows), "nothing is streamed"
-        prefix, found = SpecialTokens.of(tokenizer).prefix, []
+        special, found = SpecialTokens.of(tokenizer), []
+        around = len(special.prefix), len(special.suffix)  # of every row
         for row in data.train.rows:
             # Every fourth row keeps its length; of the others the end stays, where completions are.
-            start, kept = len(prefix), length * (1 + len(found) % 4) // 4
-            ends = range(start, len(row["input_ids"]))[-max(1, kept - start) :]
-            input_ids = [*prefix, *row["input_ids"][ends].tolist()]
-            is_scored = (
-                np.ones(len(row["input_ids"]), bool) if "scored" not in row else row["scored"]
+            kept = max(1, length * (1 + len(found) % 4) // 4 - sum(around))
+            inner = slice(around[0], len(row["input_ids"]) - around[1])
+            body = row["input_ids"][inner][-kept:]
+            scored = row["scored"][inner][-kept:] if "scored" in row else np.ones(len(body), bool)
+            labels = np.pad(
+                np.where(scored, body, IGNORE_INDEX), around, constant_values=IGNORE_INDEX
             )
-            labels = np.where([False] * start + is_scored[ends].tolist(), input_ids, IGNORE_INDEX)
             weight = {"weight": float(row["weight"])} if "weight" in row else {}
-            if is_scored[ends].any():
+            input_ids = [*special.prefix, *body.tolist(), *special.suffix]
+            if scored.any():
                 found.append({"input_ids": input_ids, "labels": labels, **weight})
             if len(found) == ROWS * STEPS // 4:
                 break
