@@ -1,5 +1,6 @@
 """transformers' own model tests over NeoBERT as this package has it and over harmonic models."""
 
+import copy
 import unittest
 from typing import Any, ClassVar
 
@@ -75,7 +76,7 @@ class Tester:
         self.vocab_size = sizes.vocab_size
 
     def get_config(self) -> PreTrainedConfig:
-        return type(self.config).from_dict(self.config.to_dict())
+        return copy.deepcopy(self.config)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, Any]]:
         shape = [self.batch_size, self.seq_length]
