@@ -9,7 +9,13 @@ CONTENTS = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 project = "Harmonic SFT"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "experiments/README.md", "experiments/*/README.md", "contrib/*/README.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "experiments/README.md",
+    "experiments/*/README.md",
+    "contrib/*/README.md",
+]
 exclude_patterns = [".*", "build", "runs", "tests"]
 myst_heading_anchors = 4
 html_theme = "furo"
