@@ -58,6 +58,7 @@ SMALL = {
 PROGRAMS = "harmonic-sft|accelerate|make|pip|hf|uv|python3?"
 LAUNCH = "accelerate launch (-q )?scripts/sft.py"  # the launcher has tests of its own
 CANNOT_RUN = {  # beginning of a command: why
+    "harmonic-sft verify": "minutes; tests/training/test_verify.py runs it in small",
     "hf auth login": "asks for a token",
     "make ": "installs packages; some targets take minutes",
     "pip install": "changes the environment of the tests",
