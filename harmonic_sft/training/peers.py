@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # not public
+from torch import distributed
 from transformers import TrainingArguments
 
 from harmonic_sft.training.callbacks import StoppedError
@@ -26,8 +26,9 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     Raises:
         StoppedError: Some did not answer.
     """
-    if args.world_size > 1:  # transformers 5.23 forgets it on CPUs
-        _set_pg_timeout(args.ddp_timeout_delta)
+    # transformers 5.23 forgets it on CPUs; torch has no public way to set it later.
+    if args.world_size > 1:
+        distributed.distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
     try:
         yield
     except RuntimeError as error:
@@ -45,7 +46,7 @@ def _silent(args: TrainingArguments) -> list[int]:
     found: list[list[int]] = []
 
     def ask() -> None:
-        store = _get_default_store()
+        store = distributed.distributed_c10d._get_default_store()
         store.set(KEY.format(args.process_index), "")
         end = time.monotonic() + PATIENCE
         silent = list(range(args.world_size))
