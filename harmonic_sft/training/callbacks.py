@@ -35,6 +35,12 @@ class HeadCallback(TrainerCallback):
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
 
+    def h_exp_of(self, step: int, state: TrainerState) -> float | None:
+        """Return the exponent of a step, counted from 0; None if none is annealed."""
+        if self.h_exp is None:
+            return None
+        return h_exp_at(step, state.max_steps, start=self.h_exp.start, end=self.h_exp.end)
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""
         kwargs["model"].renormalize_prototypes_()
@@ -42,8 +48,8 @@ class HeadCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prepare the next step; evaluation and checkpoints come later and see the same."""
         model, step, total = kwargs["model"], state.global_step, state.max_steps
-        if self.h_exp is not None:
-            model.h_exp = h_exp_at(step, total, start=self.h_exp.start, end=self.h_exp.end)
+        if (h_exp := self.h_exp_of(step, state)) is not None:
+            model.h_exp = h_exp
         if isinstance(model.loss_fn, Distillation):
             model.loss_fn.anneal(step / total)
         for table in neighbor_tables(model.loss_fn):

@@ -69,7 +69,7 @@ from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
-from harmonic_sft.training.schedules import h_exp_at, phase_schedule
+from harmonic_sft.training.schedules import phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
 
 
@@ -397,11 +397,9 @@ class HarmonicTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss."""
-        h_exp = self._head_callback.h_exp
-        if h_exp is not None and "loss" in logs:
-            start, end = h_exp.start, h_exp.end
-            step = self.state.global_step - 1
-            logs = {**logs, "h_exp": h_exp_at(step, self.state.max_steps, start=start, end=end)}
+        if "loss" in logs:
+            h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
+            logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
 
     def compute_loss(
