@@ -41,7 +41,9 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def measure_overhead(run: RunConfig) -> list[dict[str, Any]]:
+def measure_overhead(
+    run: RunConfig, *, vocab_sizes: Sequence[int] = VOCAB_SIZES, rounds: int = ROUNDS
+) -> list[dict[str, Any]]:
     """Let all arms take turns on the batches of a run, each on a copy of its model.
 
     Classes beyond the base's own have random prototypes and no labels; with fewer classes, labels
@@ -49,6 +51,8 @@ def measure_overhead(run: RunConfig) -> list[dict[str, Any]]:
 
     Args:
         run: Its head and loss are replaced; nothing is trained in its folder.
+        vocab_sizes: Numbers of classes.
+        rounds: Measured steps of each arm.
 
     Returns:
         One row for each vocabulary and arm: `vocab_size`, `name`, `seconds`, `overhead`, the median
@@ -57,9 +61,9 @@ def measure_overhead(run: RunConfig) -> list[dict[str, Any]]:
     """
     trainer = prepare(run).trainer
     model = trainer.model.train()
-    batches = list(islice(trainer.get_train_dataloader(), ROUNDS))
+    batches = list(islice(trainer.get_train_dataloader(), rounds))
     rows = []
-    for vocab_size in VOCAB_SIZES:
+    for vocab_size in vocab_sizes:
         numbered = [_with_labels_below(batch, vocab_size) for batch in batches]
         steps: dict[str, Step] = {}
         prepared: dict[str, float] = {}
@@ -70,7 +74,7 @@ def measure_overhead(run: RunConfig) -> list[dict[str, Any]]:
             prepared[name] = time.perf_counter() - start
             steps[name] = _stepper(model, built, loss_fn, numbered)
             steps[name]()  # makes the optimizer's state
-        costs = measure(steps, baseline=BASELINE, rounds=ROUNDS, device=model.device)
+        costs = measure(steps, baseline=BASELINE, rounds=rounds, device=model.device)
         rows += [
             {
                 "vocab_size": vocab_size,

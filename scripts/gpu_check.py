@@ -9,6 +9,9 @@
 | loss, loss_large | time and memory of the losses against their peers, by precision |
 | step | a step of configs/neobert.yaml against the plain Trainer with NeoBERT's own decoder |
 | job | configs/neobert.yaml at its true shape in 24 GB: peak, tokens a second, variants, a resume |
+| decoder | LoRA and head on a Llama of 1.3 billion weights, also in 4 bits, against its own loss |
+| note | a step of GPT-2 medium's shape with rotation, smoothing and W2 against the plain head |
+| blocks | the loss with other block sizes of our kernels |
 
 Every part prints its table last and writes JSON files into the output folder. NeoBERT has random
 weights in the published layout and reads the standard library's docstrings. `--small` runs a part
@@ -23,24 +26,32 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the scripts
 
+from experiments import decoder_cost
+from experiments.cost import measure
+from experiments.overhead import measure_overhead
 from harmonic_sft import load_run_config, train
+from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.ops import distance_cross_entropy
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import estimate_step
-from scripts import benchmark_ops, benchmark_step, make_neobert
+from scripts import benchmark_ops, benchmark_step, make_neobert, make_small_gpt
 from scripts.benchmark_ops_arms import Inputs, Sizes
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "neobert.yaml"
+NOTE = ROOT / "configs" / "geometry" / "gpt2_medium_wikitext103.yaml"
+BLOCKS = ("32x128x4", "16x128x4", "8x128x4", "16x256x4", "32x64x4", "32x128x8", "16x128x8")
 GIB = 2**30
 CARD = 24 * GIB  # of the GPU that the recipe is for
 LARGE = "8192x4096x151936,16384x2048x248320"
@@ -182,6 +193,81 @@ def job(options: argparse.Namespace) -> None:
     _write(options, "job", {"runs": found, "estimate_bytes": estimate, "resumed_equal": resumed})
 
 
+def decoder(options: argparse.Namespace) -> None:
+    """Measure a step of LoRA and head on a decoder of a billion weights, with their peers."""
+    shape = {"batch-size": 4, "length": 1024, "hidden-size": 2048, "layers": 16, "rounds": 15}
+    vocab_size = 128_256
+    if options.small:
+        shape = {"batch-size": 1, "length": 32, "hidden-size": 64, "layers": 2, "rounds": 1}
+        vocab_size = 700
+    arguments = [word for key, value in shape.items() for word in (f"--{key}", str(value))]
+    arguments += ["--vocab-sizes", str(vocab_size), "--dtype", "bfloat16", "--lora"]
+    decoder_cost.main("decoder", [*arguments, "--output", str(options.output)])
+
+
+def note(options: argparse.Namespace) -> None:
+    """Measure what the geometry note adds to a step: rotation, smoothing and W2."""
+    base = options.output / "gpt2"
+    if not base.exists():
+        text = options.output / "docstrings.txt"
+        lines = (" ".join(one.split()) for one in standard_library_docstrings())
+        text.write_text("\n".join(lines))
+        shape = ["--hidden-size", "64", "--layers", "2", "--vocab-size", "700"]
+        shape = shape if options.small else ["--hidden-size", "1024", "--layers", "24"]
+        make_small_gpt.main([str(text), str(base), *shape])
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        model.save_pretrained(base)
+    settings = [
+        f"model.base={base.resolve()}",
+        "data.sources=[{path: 'python:docstrings'}]",
+        f"data.context_length={32 if options.small else 256}",
+        "data.eval={documents: 8}",
+        "check_base=false",
+        "training.disable_tqdm=true",
+        f"training.output_dir={options.output / 'note'}",
+    ]
+    vocab_sizes = [700] if options.small else [50_257]
+    rounds = 1 if options.small else 15
+    run = load_run_config(NOTE, settings)
+    rows = measure_overhead(run, vocab_sizes=vocab_sizes, rounds=rounds)
+    keys = ("name", "seconds", "overhead", "peak_bytes")
+    show_table("A step of GPT-2 medium's shape", keys, [[row[key] for key in keys] for row in rows])
+    _write(options, "note", {"rows": rows})
+
+
+def blocks(options: argparse.Namespace) -> None:
+    """Measure the loss with other block sizes of our kernels than those in use."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text = "24x16x700" if options.small else "1638x768x30522,8192x4096x151936"
+    found = {}
+    for row in text.split(","):
+        inputs = Inputs.draw(
+            Sizes(*map(int, row.split("x"))), device, *benchmark_ops.DTYPES["mixed"]
+        )
+        steps = {block: partial(_step_with_blocks, inputs, block) for block in BLOCKS}
+        for _ in range(2):
+            for one in steps.values():
+                one()
+        rounds = 1 if options.small else 15
+        found[row] = measure(steps, baseline=BLOCKS[0], rounds=rounds, device=device)
+        table = [
+            (block, f"{1e3 * cost['seconds']:.2f}", f"{cost['time_ratio']:.3f}")
+            for block, cost in found[row].items()
+        ]
+        show_table(f"{row}: rows x classes x warps", ["block", "ms", "ratio"], table)
+    _write(options, "blocks", {"steps": found, "compiled": _compiled()})
+
+
+def _step_with_blocks(inputs: Inputs, block: str) -> None:
+    from harmonic_sft.ops import triton_tiles
+
+    tiles: Any = triton_tiles
+    rows, classes, warps = map(int, block.split("x"))
+    tiles.BLOCK_ROWS, tiles.BLOCK_CLASSES = rows, classes
+    tiles.OPTIONS["num_warps"] = warps
+    _loss_step(inputs)
+
+
 def _overrides(options: argparse.Namespace) -> list[str]:
     """Return what fits the recipe's file to what is at hand."""
     base = options.output / "neobert"
@@ -274,6 +360,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "loss_large": loss_large,
     "step": step,
     "job": job,
+    "decoder": decoder,
+    "note": note,
+    "blocks": blocks,
 }
 
 

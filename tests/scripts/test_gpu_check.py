@@ -19,6 +19,18 @@ def test_a_step_of_the_loss_is_profiled(tmp_path):
 
 
 @pytest.mark.slow
+def test_decoder_note_and_blocks_are_rehearsed(tmp_path):
+    for part in ("decoder", "note", "blocks"):
+        rehearse(part, tmp_path)
+    arms = json.loads((tmp_path / "decoder.json").read_text())["vocab_sizes"]["700"]
+    assert {"transformers, its own loss", "harmonic head"} <= set(arms)
+    rows = json.loads((tmp_path / "note.json").read_text())["rows"]
+    assert "rotation of dist, harmonic" in {row["name"] for row in rows}
+    steps = json.loads((tmp_path / "blocks.json").read_text())["steps"]["24x16x700"]
+    assert set(steps) == set(gpu_check.BLOCKS)
+
+
+@pytest.mark.slow
 def test_the_losses_are_measured_in_every_precision(tmp_path):
     rehearse("loss", tmp_path)
     names = {path.stem for path in tmp_path.glob("*.json")}
