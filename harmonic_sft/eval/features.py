@@ -3,29 +3,50 @@
 scikit-learn computes them; it is part of the extra `eval`.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from harmonic_sft.models import HarmonicHeadModel
+from torch import Tensor, nn
 
 NUM_NEIGHBORS = 5
+MLP_WIDTH, MLP_EPOCHS = 128, 200
 
 
-@torch.no_grad()
 def encode(
-    model: HarmonicHeadModel, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
+    body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
 ) -> np.ndarray:
     """Return the mean of the last hidden states of every text, `[N, D]` float32.
 
     Args:
-        model: Its backbone reads.
+        body: A model without a head.
         tokenizer: Of the model.
         texts: Cut to 128 tokens.
         batch_size: Changes nothing but speed and memory.
+
+    Raises:
+        ValueError: There is no text.
+    """
+    return encode_layers(body, tokenizer, texts, batch_size=batch_size, count=1)[0][1]
+
+
+@torch.no_grad()
+def encode_layers(
+    body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, count: int = 5
+) -> list[tuple[str, np.ndarray]]:
+    """Return the mean hidden states of every text after some of the layers.
+
+    Args:
+        body: A model without a head.
+        tokenizer: Of the model.
+        texts: Cut to 128 tokens.
+        batch_size: Changes nothing but speed and memory.
+        count: Of layers, evenly spread from the embeddings to the last; 1 is the last alone.
+
+    Returns:
+        For each layer its name, as in "layer 3 of 12", and `[N, D]` float32.
 
     Raises:
         ValueError: There is no text.
@@ -34,19 +55,27 @@ def encode(
         raise ValueError("texts: expected at least one, got none")
     encoded = tokenizer(list(texts), truncation=True, max_length=128)["input_ids"]
     order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
-    width = model.config.text_config.hidden_size
-    vectors = np.zeros((len(texts), width), dtype=np.float32)
+    device = next(body.parameters()).device
+    found: list[tuple[str, np.ndarray]] = []
     for start in range(0, len(texts), batch_size):
         chosen = order[start : start + batch_size]
         rows = [{"input_ids": encoded[index]} for index in chosen]
-        batch = tokenizer.pad(rows, return_tensors="pt").to(model.device)
-        states = model.model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        ).last_hidden_state.float()  # [B, T, D]
-        weights = batch["attention_mask"].unsqueeze(-1).to(states.dtype)
-        means = (states * weights).sum(1) / weights.sum(1).clamp_min(1)
-        vectors[chosen] = means.cpu().numpy()
-    return vectors
+        batch = tokenizer.pad(rows, return_tensors="pt").to(device)
+        mask = batch["attention_mask"]
+        output = body(
+            input_ids=batch["input_ids"], attention_mask=mask, output_hidden_states=count > 1
+        )
+        states = [output.last_hidden_state] if count == 1 else list(output.hidden_states)
+        last = len(states) - 1
+        places = sorted({round(place) for place in np.linspace(0, last, count)}) if last else [0]
+        if not found:
+            shape = (len(texts), output.last_hidden_state.shape[-1])
+            found = [(f"layer {n} of {last}", np.zeros(shape, np.float32)) for n in places]
+        weights = mask.unsqueeze(-1).float()
+        for place, (_, vectors) in zip(places, found, strict=True):
+            means = (states[place].float() * weights).sum(1) / weights.sum(1).clamp_min(1)
+            vectors[chosen] = means.cpu().numpy()
+    return found
 
 
 def probe(
@@ -63,14 +92,15 @@ def probe(
 
     Returns:
         One accuracy for each of the tests, of
-        `logistic` regression, the nearest of 5 `knn` neighbors and of `class_means`, both by
-        cosine.
+        `logistic` regression, of an `mlp` with one hidden layer, the nearest of 5 `knn` neighbors
+        and of `class_means`, both by cosine.
 
     Raises:
         ValueError: Training rows of one class only, or a class that stands in the test rows alone.
     """
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.neighbors import KNeighborsClassifier, NearestCentroid
+    from sklearn.neural_network import MLPClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import Normalizer, StandardScaler
 
@@ -78,21 +108,50 @@ def probe(
     if len(classes) < 2 or (unknown := sorted(set(labels) - set(classes))):
         got = f"only {classes}" if len(classes) < 2 else f"{unknown[:3]} in the test rows alone"
         raise ValueError(f"labels: expected at least two classes, all in training, got {got}")
+    mlp = MLPClassifier((MLP_WIDTH,), max_iter=MLP_EPOCHS, random_state=0)
     classifiers = {
-        "logistic": make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1000)),
+        "logistic": _logistic(),
+        "mlp": make_pipeline(StandardScaler(), mlp),
         "knn": make_pipeline(Normalizer(), KNeighborsClassifier(NUM_NEIGHBORS)),
         "class_means": make_pipeline(Normalizer(), NearestCentroid()),
     }
+    with warnings.catch_warnings():  # the number of epochs is part of the probe
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        fitted = {name: classifier.fit(*train) for name, classifier in classifiers.items()}
     return {
-        name: [float(fitted.score(test, labels)) for test in tests]
-        for name, fitted in ((name, one.fit(*train)) for name, one in classifiers.items())
+        name: [float(classifier.score(test, labels)) for test in tests]
+        for name, classifier in fitted.items()
     }
+
+
+def _logistic() -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1000))
+
+
+def few_shots(labels: Sequence[str], count: int, *, seed: int = 0) -> np.ndarray:
+    """Return the places of at most `count` examples of every class, drawn by the seed."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    names = np.asarray(labels)[order]
+    return np.sort(np.concatenate([order[names == name][:count] for name in np.unique(names)]))
+
+
+def wrong_labels(labels: Sequence[str], share: float, *, seed: int = 0) -> list[str]:
+    """Return the labels, a share of which is another class, drawn uniformly."""
+    generator = np.random.default_rng(seed)
+    names, numbers = np.unique(labels, return_inverse=True)
+    chosen = generator.permutation(len(labels))[: round(share * len(labels))]
+    numbers[chosen] += generator.integers(1, len(names), len(chosen))
+    return names[numbers % len(names)].tolist()
 
 
 def out_of_scope(
     train: tuple[np.ndarray, Sequence[str]], inside: np.ndarray, outside: np.ndarray
 ) -> dict[str, float]:
-    """Return how well distances tell texts of unknown classes from those of known ones.
+    """Return how well texts of unknown classes are told from those of known ones.
 
     Args:
         train: Features `[N, D]` and classes.
@@ -100,9 +159,16 @@ def out_of_scope(
         outside: Features of texts of others.
 
     Returns:
-        The AUROC, 0.5 by chance, of the cosine to the nearest class mean (`class_mean_cosine`), of
-        that to the nearest training text (`nearest`), and of the `mahalanobis` distance.
+        The AUROC, 0.5 by chance, of the highest probability of logistic regression
+        (`max_probability`) and of its `energy`, of the cosine to the nearest class mean
+        (`class_mean_cosine`), of that to the nearest training text (`nearest`), and of the
+        `mahalanobis` distance.
+
+    Source:
+        Hendrycks, Gimpel 2017, arXiv:1610.02136 (highest probability); Liu et al. 2020,
+        arXiv:2010.03759 (energy); Lee et al. 2018, arXiv:1807.03888 (Mahalanobis).
     """
+    from scipy.special import logsumexp
     from sklearn.covariance import LedoitWolf
     from sklearn.metrics import roc_auc_score
 
@@ -116,7 +182,13 @@ def out_of_scope(
     white, centers = queries @ whiten, means @ whiten
     distances = np.stack([np.square(white - center).sum(-1) for center in centers]).min(0)
     known = np.repeat([1, 0], [len(inside), len(outside)])
+    logits = _logistic().fit(*train).decision_function(np.concatenate([inside, outside]))
+    if logits.ndim == 1:  # of two classes it gives one number
+        logits = np.stack([np.zeros_like(logits), logits], 1)
+    energy = logsumexp(logits, axis=1)
     scores = {
+        "max_probability": logits.max(1) - energy,
+        "energy": energy,
         "class_mean_cosine": (queries @ _unit(means).T).max(-1),
         "nearest": (queries @ features.T).max(-1),
         "mahalanobis": -distances,

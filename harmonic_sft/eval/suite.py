@@ -35,6 +35,8 @@ LIMITS = {"quick": 500, "full": 5000}  # training texts of a probe; half as many
 CONTINUATIONS, NEW_TOKENS = 16, 64
 SPEARMAN = {"spearman_cosine": "Spearman, cosine", "spearman_l2": "Spearman, -L2"}
 TYPOS = ", typos in a tenth of the words"
+SHOTS, WRONG = 5, 0.3  # examples of a class, share of wrong labels
+BASE = "{}, base before training"
 
 
 class Subject(NamedTuple):
@@ -44,7 +46,7 @@ class Subject(NamedTuple):
         model: In evaluation mode.
         tokenizer: Of the model.
         states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
-        base_embeddings: `[V, D]` that it was trained from; None where they are unknown.
+        base: The body that it was trained from, as it was; None where that is unknown.
         texts: Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of
             every row.
     """
@@ -52,7 +54,7 @@ class Subject(NamedTuple):
     model: HarmonicHeadModel
     tokenizer: Any
     states: tuple[Tensor, Tensor]
-    base_embeddings: Tensor | None
+    base: Any
     texts: dict[str, tuple[TokenScores, np.ndarray]]
 
 
@@ -197,7 +199,9 @@ def _shape(subject: Subject) -> Rows:
     value = geometry.class_center_alignment(*subject.states, prototypes)
     count = len(subject.states[1])
     yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
-    base = subject.base_embeddings
+    base = None
+    if subject.base is not None:
+        base = subject.base.get_input_embeddings().weight.detach()
     if base is None or base.shape != prototypes.shape:
         yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
         return
@@ -247,6 +251,18 @@ def _relations(subject: Subject, folder: Path) -> Rows:
             better = "lower" if metric != "shuffled" else ""
             name = "parallelogram loss" + (", outputs shuffled" if metric == "shuffled" else "")
             yield _row("geometry", relation, name, value, better=better, n=len(ids))
+        # Of whole words, each read alone.
+        words = [item[key] for key in ("input", "output") for item in items]
+        numbers = range(len(items))
+        places = [(i, i + len(items)) for i in numbers if words[i] != words[i + len(items)]]
+        body = subject.model.model
+        for layer, vectors in features.encode_layers(body, subject.tokenizer, words, count=3):
+            losses = geometry.parallelograms(torch.from_numpy(vectors), places)
+            title = f"parallelogram loss, hidden states, {layer}"
+            value = losses["parallelogram_loss"]
+            yield _row("geometry", relation, title, value, better="lower", n=len(places))
+            title, value = f"{title}, outputs shuffled", losses["shuffled"]
+            yield _row("geometry", relation, title, value, n=len(places))
 
 
 def _minimal_pairs(subject: Subject, folder: Path, limit: int) -> Rows:
@@ -262,25 +278,36 @@ def _minimal_pairs(subject: Subject, folder: Path, limit: int) -> Rows:
         yield _row("language", path.stem, "minimal pairs", share, better="higher", n=len(pairs))
 
 
+def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
+    """Return the bodies whose hidden states are measured, by the name of the set in their rows."""
+    base = [] if subject.base is None else [(BASE.format(name), subject.base)]
+    return [(name, subject.model.model), *base]
+
+
 def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
-    """Yield similarity of sentences, as they are and with typos."""
+    """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
     if not path.is_file():
         yield _missing("hidden states", "STS", path)
         return
     rows = [row for row in _table(path) if row.get("sentence2")][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
-    texts = (first, second, features.typos(second))
-    encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
     more = {"better": "higher", "n": len(rows)}
-    for metric, value in similarity(encoded[0], encoded[1], ratings).items():
-        yield _row("hidden states", path.stem, SPEARMAN[metric], value, **more)
-    spoiled = similarity(encoded[0], encoded[2], ratings)["spearman_cosine"]
-    yield _row("robustness", path.stem, f"Spearman, cosine{TYPOS}", spoiled, **more)
+    for name, body in _bodies(subject, path.stem):
+        texts = (first, second, features.typos(second))
+        encoded = [features.encode(body, subject.tokenizer, part) for part in texts]
+        for metric, value in similarity(encoded[0], encoded[1], ratings).items():
+            yield _row("hidden states", name, SPEARMAN[metric], value, **more)
+        spoiled = similarity(encoded[0], encoded[2], ratings)["spearman_cosine"]
+        yield _row("robustness", name, f"Spearman, cosine{TYPOS}", spoiled, **more)
+    for layer, vectors in features.encode_layers(subject.model.model, subject.tokenizer, first):
+        shape = geometry.spectrum(torch.from_numpy(vectors))
+        titles = {f"{metric}, {layer}": value for metric, value in shape.items()}
+        yield from _rows("geometry", f"{path.stem}, hidden states", titles, n=len(rows))
 
 
 def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
-    """Yield probes of frozen features, with typos, and on texts of classes left out."""
+    """Yield probes of frozen features, also with typos, few examples and wrong labels."""
     for name, (files, columns) in CLASSES.items():
         paths = [folder / file for file in files]
         if not all(path.is_file() for path in paths):
@@ -293,13 +320,30 @@ def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
         known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
         test = tuple(zip(*known, strict=True))
         texts = (train[0], test[0], features.typos(test[0]))
-        encoded = [features.encode(subject.model, subject.tokenizer, part) for part in texts]
-        for metric, values in features.probe((encoded[0], train[1]), encoded[1:], test[1]).items():
-            title, more = f"accuracy, {metric.replace('_', ' ')}", {"n": len(test[1])}
-            yield _row("hidden states", name, title, values[0], better="higher", **more)
-            yield _row("robustness", name, f"{title}{TYPOS}", values[1], better="higher", **more)
-        if len(set(train[1])) > 7:
-            yield from _out_of_scope(name, encoded, train[1], test[1])
+        for title, body in _bodies(subject, name):
+            encoded = [features.encode(body, subject.tokenizer, part) for part in texts]
+            yield from _probes(title, encoded, train[1], test[1])
+            if len(set(train[1])) > 7:
+                yield from _out_of_scope(title, encoded, train[1], test[1])
+
+
+def _probes(
+    name: str, encoded: Sequence[np.ndarray], train: Sequence[str], test: Sequence[str]
+) -> Rows:
+    few = features.few_shots(train, SHOTS)
+    clean = features.probe((encoded[0], train), encoded[1:], test)
+    shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
+    noisy = features.probe((encoded[0], features.wrong_labels(train, WRONG)), encoded[1:2], test)
+    more = {"better": "higher", "n": len(test)}
+    for metric, values in clean.items():
+        title = f"accuracy, {metric.replace('_', ' ')}"
+        yield _row("hidden states", name, title, values[0], **more)
+        found = {
+            f"{title}{TYPOS}": values[1],
+            f"{title}, {SHOTS} examples a class": shots[metric][0],
+            f"{title}, {WRONG:.0%} wrong labels": noisy[metric][0],
+        }
+        yield from _rows("robustness", name, found, **more)
 
 
 def _out_of_scope(

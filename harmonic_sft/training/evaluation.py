@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
@@ -40,6 +40,7 @@ from harmonic_sft.models import (
     load_checked,
     max_positions,
 )
+from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, show_table, without_secrets, write_results
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
@@ -264,18 +265,21 @@ class Opened:
             found[path.stem] = self.score(rows)
         return found
 
-    def base(self) -> Tensor | None:
-        """Return the input embeddings of the base, where it is on this machine."""
+    def base(self) -> Any:
+        """Return the body of the base, where it is on this machine, else None."""
         name = self.model.config.base_model  # of a folder, the last part of its path
         if (self.folder / CONFIG_NAME).is_file():
             name = read_run(self.folder)["model"]["base"]
-        if name is None or self.task in CLASSIFIERS:
+        if name is None:
             return None
+        local = {"local_files_only": True}
         try:
-            base = AutoModel.from_pretrained(locate_base(name), local_files_only=True)
+            path = locate_base(name)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **local)
+            base = load_backbone(path, config, **local)
         except (OSError, ValueError):
             return None
-        return base.get_input_embeddings().weight.detach()
+        return base.to(self.model.device).eval()
 
 
 def _open(folder: Path, overrides: Sequence[str]) -> Opened:
