@@ -334,7 +334,7 @@ def _probes(
     clean = features.probe((encoded[0], train), encoded[1:], test)
     shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
     noisy = features.probe((encoded[0], features.wrong_labels(train, WRONG)), encoded[1:2], test)
-    more = {"better": "higher", "n": len(test)}
+    more: dict[str, Any] = {"better": "higher", "n": len(test)}
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"
         yield _row("hidden states", name, title, values[0], **more)
