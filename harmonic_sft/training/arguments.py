@@ -228,6 +228,9 @@ class HarmonicTrainingArguments(TrainingArguments):
             "help": "What is pushed: full, head (only what was trained) or peft (an adapter)."
         },
     )
+    hub_license: str | None = field(
+        default=None, metadata={"help": "Of the pushed weights. Default: that of the base."}
+    )
 
     def __post_init__(self) -> None:
         """Let transformers settle its fields; then check ours."""
@@ -338,6 +341,7 @@ class HarmonicTrainingArguments(TrainingArguments):
             "push": self.push_to_hub,
             "repo_id": self.hub_model_id,
             "form": self.hub_form,
+            "license": self.hub_license,
             "private": bool(self.hub_private_repo),
             "revision": self.hub_revision,
             "every_save": self.push_to_hub and strategy == "every_save",

@@ -334,13 +334,14 @@ def test_a_trainer_made_in_python_pushes_what_loads_elsewhere(
     client.program(
         PYTHON.format(
             folder=str(tmp_path / "run"),
-            hub="hub_model_id='alice/python', hub_form='head'",
+            hub="hub_model_id='alice/python', hub_form='head', hub_license='mit'",
             rest="trainer.push_to_hub('First try')",
             **fields,
         )
     )
     assert hub.repos["alice/python"].at("main").message == "First try"
     assert "dist_head.safetensors" in hub.files("alice/python")
+    assert b"\nlicense: mit\n" in hub.files("alice/python")["README.md"]
     elsewhere(READER, TEXT, tmp_path / "tensors", "online", "alice/python")
     model = HarmonicForMaskedLM.from_pretrained(tmp_path / "run")
     batch = AutoTokenizer.from_pretrained(tmp_path / "run")([TEXT], return_tensors="pt")
