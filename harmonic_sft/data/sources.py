@@ -79,6 +79,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
+    check_path(source, name)
     path = Path(source.path).expanduser()
     if isinstance(source, GivenSource):
         documents: Documents = source.documents
@@ -91,7 +92,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         documents = _load_saved(source, path, name)
     elif (splits := _find_files(source, path, name)) is not None:
         documents = _load_files(source, splits, name)
-    elif HUB_NAME.fullmatch(source.path):
+    else:
         with _explained(source, name):
             documents = load_dataset(
                 source.path,
@@ -101,17 +102,32 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
                 split=source.split,
                 streaming=source.streaming,
             )
-    else:
-        raise ValueError(
-            f"{name}.path: expected an existing file or folder, owner/name on the Hub or "
-            f"{DOCSTRINGS!r}, got {shown(source.path)}."
-        )
     # The first row of a stream is the first thing that has to be reachable and readable.
     with _explained(source, name):
         first = _first_row(documents, name, BadRows(skip=skip))
     if first is None:
         raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
     return documents, first
+
+
+def check_path(source: Source, name: str) -> None:
+    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
+    here = Path(source.path).expanduser().exists() or glob.has_magic(source.path)
+    if not (known or here or (HUB_NAME.fullmatch(source.path) and not _looks_local(source.path))):
+        others = f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
+        others = "" if _looks_local(source.path) else others
+        raise ValueError(
+            f"{name}.path: expected an existing file{others}, got {shown(source.path)}."
+        )
+
+
+def _looks_local(path: str) -> bool:
+    return file_kind(path) is not None or path.startswith((".", "/", "~"))
 
 
 def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None:
@@ -269,8 +285,7 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] |
         found = builder.config.data_files or {}
         return {str(split): [str(file) for file in found[split]] for split in found}
     is_glob = glob.has_magic(source.path) and not path.exists() and not is_url(source.path)
-    looks_local = file_kind(source.path) is not None or source.path.startswith((".", "/", "~"))
-    if not (is_url(source.path) or is_glob or looks_local or path.exists()):
+    if not (is_url(source.path) or is_glob or _looks_local(source.path) or path.exists()):
         return None
     _refuse_settings(source, name, allowed=())
     if is_url(source.path):

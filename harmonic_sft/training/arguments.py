@@ -238,6 +238,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         for name in SECTIONS:
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, load_text(value, name))
+        if not isinstance(self.head, str | Mapping | None):
+            raise ValueError(f"head: expected a name or a dictionary, got {self.head!r}")
         if self.loss is not None and not isinstance(self.loss, str | Mapping):
             self.loss = to_plain(self.loss)
         self.gradient_checkpointing = None
@@ -300,7 +302,9 @@ class HarmonicTrainingArguments(TrainingArguments):
             "unfreeze": unfreeze,
             "head": head,
             "h_exp": h_exp,
-            "context_length": self.context_length or context_length,
+            "context_length": (
+                context_length if self.context_length is None else self.context_length
+            ),
             "mask": {"probability": self.mask} if is_share else self.mask or {},
             "label_column": self.label_column or labels,
         }

@@ -1,6 +1,7 @@
 """From what `HarmonicTrainer` is given to what it trains: model, head, rows, collator."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -78,7 +79,7 @@ class Preparation:
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | os.PathLike | PreTrainedModel,
         args: HarmonicTrainingArguments,
         *,
         peft_config: PeftConfig | LoraConfig | None,
@@ -87,6 +88,8 @@ class Preparation:
         formatting_func: Callable[[dict[str, Any]], str] | None,
         is_stream: bool,
     ):
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        _check_given(model, tokenizer)
         self.model, self.args, self._is_stream = model, args, is_stream
         self._peft = _checked_lora(peft_config)
         self._format = formatting_func
@@ -158,6 +161,7 @@ class Preparation:
         Raises:
             ValueError: Bad rows, or columns that are not known.
         """
+        self._check_data(data, TRAIN_NAME)
         if isinstance(data, dict):
             raise ValueError(
                 f"train_dataset: expected one data set, got the splits {sorted(data)}. Name one: "
@@ -174,6 +178,8 @@ class Preparation:
 
         Every pass has the same masks, and rows are not packed; otherwise as `train_rows`.
         """
+        if not isinstance(data, str):  # transformers' way to name one of several
+            self._check_data(data, EVAL_NAME)
         if isinstance(data, dict):
             return {name: self.eval_rows(part) for name, part in data.items()}
         if not self._makes_rows or not isinstance(data, RAW):
@@ -181,6 +187,19 @@ class Preparation:
         if isinstance(data, datasets.IterableDataset):
             data = datasets.Dataset.from_list(list(data))
         return self._loaded(data, EVAL_NAME).eval
+
+    def _check_data(self, data: Any, name: str) -> None:
+        """Refuse what has no columns, unless a collator of the user's reads it."""
+        is_path = isinstance(data, str | os.PathLike)
+        if not self._makes_rows or not (is_path or isinstance(data, list | tuple) or data == {}):
+            return
+        how = 'Dataset.from_dict({"text": [...]})'
+        if is_path:
+            how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
+        raise ValueError(
+            f"{name}: expected a data set of the datasets library, got a {type(data).__name__}. "
+            f"Make one: {how}"
+        )
 
     def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
@@ -394,6 +413,28 @@ def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str
         f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
         "say which. Name it"
     )
+
+
+def _check_given(model: Any, tokenizer: Any) -> None:
+    """Refuse what is no model or no tokenizer.
+
+    Raises:
+        ValueError: It is something else, or the model has no weights yet.
+    """
+    if not isinstance(model, str | PreTrainedModel):
+        raise ValueError(
+            "model: expected a name, a folder or a model of transformers, got "
+            f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
+        )
+    if isinstance(model, PreTrainedModel) and model.device.type == "meta":
+        raise ValueError(
+            "model: expected one with weights, got one on the meta device. Load it, or name it"
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise ValueError(
+            f"processing_class: expected a tokenizer, got {tokenizer!r}. Load it: "
+            "AutoTokenizer.from_pretrained(...)"
+        )
 
 
 def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:

@@ -13,6 +13,7 @@ from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.sources import check_path
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
@@ -106,6 +107,8 @@ def _check(run: RunConfig) -> None:
     """
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
+    for number, source in enumerate(run.data.sources):
+        check_path(source, f"data.sources[{number}]")
     args = run.training_arguments()
     check_launch(args)
     check_reporters(args.report_to or [])

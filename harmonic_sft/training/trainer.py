@@ -1,6 +1,7 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -114,7 +115,7 @@ class HarmonicTrainer(Trainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | os.PathLike | PreTrainedModel,
         args: HarmonicTrainingArguments | None = None,
         data_collator: Callable[[Any], dict[str, Any]] | None = None,
         train_dataset: Any = None,

@@ -1,7 +1,6 @@
 """HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import optuna
@@ -56,7 +55,6 @@ def make(tiny_base, texts, arguments):
     """Return a function that makes a trainer, of the tiny base on the texts by default."""
 
     def trainer(args=None, model=tiny_base, **options):
-        model = str(model) if isinstance(model, Path) else model
         return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
 
     return trainer
@@ -466,3 +464,40 @@ def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments, make, 
     config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
     with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
         train(config)
+
+
+WRONG = {
+    "model: expected a name, a folder or a model of transformers, got NoneType": {"model": None},
+    "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": {
+        "model": BertForMaskedLM
+    },
+    "processing_class: expected a tokenizer, got 'bert'": {"processing_class": "bert"},
+    r"train_dataset: expected a data set of the datasets library, got a str. Make one: "
+    r"load_dataset\(\"text\", data_files='my.txt'": {"train_dataset": "my.txt"},
+    "train_dataset: expected a data set of the datasets library, got a list. Make one: "
+    "Dataset.from_dict": {"train_dataset": ["aa ab"]},
+    "eval_dataset: expected a data set of the datasets library, got a dict": {"eval_dataset": {}},
+    "eval_dataset: expected a data set of the datasets library, got a list": {
+        "eval_dataset": ["aa ab"]
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_no_model_tokenizer_or_data_set_is_refused(message, make):
+    with pytest.raises(ValueError, match=message):
+        make(**WRONG[message])
+
+
+def test_a_model_without_weights_is_refused(tiny_base, make, tokenizer):
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertForMaskedLM.config_class.from_pretrained(tiny_base))
+    with pytest.raises(ValueError, match="model: expected one with weights, got one on the meta"):
+        make(model=model, processing_class=tokenizer)
+
+
+def test_wrong_kinds_of_values_are_refused_by_the_arguments(arguments):
+    with pytest.raises(ValueError, match="head: expected a name or a dictionary, got 3"):
+        arguments(head=3)
+    with pytest.raises(ValueError, match=r"data.context_length: expected .*, got 0"):
+        arguments(context_length=0)

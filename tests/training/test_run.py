@@ -287,6 +287,12 @@ def test_bad_data_is_one_line(make_yaml, tmp_path):
         start(make_yaml(data={"sources": [{"path": "nobody/nothing"}]}))
 
 
+def test_missing_data_are_named_before_a_base_is_fetched(make_yaml):
+    words = ["model.base=nobody/none", "data.sources=[{path: missing.txt}]"]
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.path: expected an existing file, got"):
+        train(load_run_config(make_yaml(), words))
+
+
 def test_a_bad_base_is_one_line(make_yaml, tiny_base, tmp_path):
     cases = [
         (
