@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
-from harmonic_sft.models.modeling_backbone import HUB_NAME
+from harmonic_sft.models.modeling_backbone import HUB_NAME, check_not_partial
 from harmonic_sft.results import read_results
 
 WEIGHTS = "model.safetensors"
@@ -113,8 +113,9 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a saved model.
 
     Raises:
-        ValueError: There are none, or one of them is missing.
+        ValueError: There are none, or not all.
     """
+    check_not_partial(folder)
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())

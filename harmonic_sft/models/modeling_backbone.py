@@ -36,6 +36,7 @@ logger = logging.get_logger(__name__)
 # The files of a partial checkpoint, which holds only what was trained.
 HEAD_FILE = "dist_head.safetensors"
 BLOCKS_FILE = "trained_blocks.safetensors"  # left out where only the head was trained
+RESUME_FILE = "trained_weights.safetensors"  # from which a run continues, and nothing else can
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old ones have no owner
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BACKBONE = "model.backbone."  # of parameter names
@@ -82,11 +83,13 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             kwargs: All options of `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: The base of a partial checkpoint cannot be fetched or does not fit.
+            ValueError: The base of a partial checkpoint cannot be fetched or does not fit, or a
+                checkpoint is one that only its run can continue from.
         """
         name = pretrained_model_name_or_path
         if name is None or kwargs.get("state_dict") is not None:
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
+        check_not_partial(os.path.join(name, kwargs.get("subfolder", "")))
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
@@ -503,6 +506,19 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             return keep_precision(fn, tensor) if tied else fn(tensor)
 
         return super()._apply(move, recurse)
+
+
+def check_not_partial(folder: str | os.PathLike) -> None:
+    """Refuse a checkpoint from which only its run can continue.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if os.path.isfile(os.path.join(folder, RESUME_FILE)):
+        raise ValueError(
+            f"{folder}: expected a model, got a checkpoint that holds only what trains (save: "
+            "trainable). Continue its run with resume=true; the result is a whole model"
+        )
 
 
 def _report_prototypes(model: HarmonicPreTrainedModel) -> None:

@@ -25,6 +25,8 @@ from harmonic_sft.hub.run_folder import ADAPTER_FOLDER
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.training.checkpoints import load_trained_
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
@@ -142,7 +144,7 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
 
 
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
-    """Load what trains from a checkpoint whose body is merged or packed.
+    """Load what trains from a checkpoint whose body is merged, packed or left out.
 
     Args:
         model: As it was trained. Changed in place.
@@ -151,7 +153,9 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     Returns:
         Whether it is one; else nothing was loaded.
     """
-    if has_lora(model):
+    if (folder / RESUME_FILE).is_file():
+        load_trained_(model, folder)
+    elif has_lora(model):
         load_adapter_(model, folder)
     elif quantization_method(model.config) is not None:
         load_head_(model, folder)

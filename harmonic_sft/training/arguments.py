@@ -44,7 +44,7 @@ IN_DATA = (
     "weight_column",
     "on_bad_row",
 )
-TOP = ("head", "h_exp", "loss", "schedule", "oom_fallback", "skip_bad_steps")
+TOP = ("head", "h_exp", "loss", "schedule", "oom_fallback", "save", "skip_bad_steps")
 KEYS = {  # where the arguments stand in a YAML file
     **{name: f"model.{name}" for name in IN_MODEL},
     **{name: f"data.{name}" for name in IN_DATA},
@@ -221,6 +221,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     on_bad_row: str = field(default="error", metadata=_key("on_bad_row"))
     dataset_num_proc: int | None = field(default=None, metadata=_key("dataset_num_proc"))
     oom_fallback: bool = field(default=True, metadata=_key("oom_fallback"))
+    save: str = field(default="full", metadata=_key("save", "The result is a whole model."))
     skip_bad_steps: int = field(default=0, metadata=_key("skip_bad_steps"))
     hub_form: str = field(
         default="full",

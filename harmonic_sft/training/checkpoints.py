@@ -9,8 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from harmonic_sft.models import HarmonicHeadModel
+from harmonic_sft.models.modeling_backbone import RESUME_FILE
 
 logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
@@ -188,6 +195,69 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
     for path in others[: max(0, len(found) - max(keep, num_protected))]:
         remove_manifest(path)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def save_trained(model: HarmonicHeadModel, folder: Path, *, frozen: str) -> None:
+    """Save what training changes, and the configuration: enough to continue, and no model.
+
+    Args:
+        model: Trained parameters and buffers are saved.
+        folder: Of the checkpoint; made if needed.
+        frozen: `frozen_sha256` of the model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("model*.safetensors*"):  # saved otherwise before
+        path.unlink()
+    model.config.head = model.dist_head.settings()
+    model.config.to_json_file(folder / "config.json")
+    state = {name: value.contiguous() for name, value in _trained_state(model).items()}
+    save_file(state, folder / RESUME_FILE, metadata={"format": "pt", "frozen_sha256": frozen})
+
+
+def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
+    """Load what `save_trained` wrote over the weights of the base.
+
+    Args:
+        model: As it was before training. Changed in place.
+        folder: The checkpoint.
+
+    Raises:
+        ValueError: The model trains other tensors, or has other frozen weights.
+    """
+    with safe_open(folder / RESUME_FILE, "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        frozen = file.metadata()["frozen_sha256"]
+    different = sorted(saved.keys() ^ _trained_state(model).keys())
+    if different:
+        raise ValueError(
+            f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
+            f"such as {different[0]!r}. Resume with the settings of the run that saved it"
+        )
+    if frozen != frozen_sha256(model):
+        raise ValueError(
+            f"resume: expected the frozen weights that {str(folder)!r} was trained on, which it "
+            "does not hold (save: trainable), got others. Give the base as it was, on the Hub by "
+            "its commit in model.revision, or start a new run"
+        )
+    model.load_state_dict(saved, strict=False)
+
+
+def frozen_sha256(model: HarmonicHeadModel) -> str:
+    """Return the checksum of all weights that do not train, of their names and dtypes."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _trained_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
+    state = model.state_dict()
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {name: state[name] for name in names} | {
+        name: value for name, value in model.named_buffers() if name in state
+    }
 
 
 def _find_missing(folder: Path) -> str | None:

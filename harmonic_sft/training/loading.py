@@ -24,6 +24,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.modeling_backbone import check_not_partial
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def locate_base(base: str) -> str:
         base: A folder, a name on the Hub, or `package:NAME`.
 
     Raises:
-        ValueError: The folder or the package is missing.
+        ValueError: The folder or the package is missing, or a checkpoint holds only what trains.
     """
     if not base.startswith("package:"):
         if base.startswith((".", "/", "~")) or base.count("/") > 1 or base.startswith("runs/"):
@@ -59,6 +60,7 @@ def locate_base(base: str) -> str:
                     f"model.base: expected a folder with a config.json, got {base!r}. "
                     "If another run makes it, start that one first"
                 )
+            check_not_partial(Path(base).expanduser())
             return str(Path(base).expanduser())
         return base
     name = base.removeprefix("package:")
@@ -182,18 +184,24 @@ def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
 
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Refuse to train more than the head on a quantized base.
+    """Refuse to train more than the head on a quantized base, or to save only what trains.
 
     Args:
         run: The checked configuration.
         config: Of the base.
 
     Raises:
-        ValueError: Something else would train, or the base is quantized in another way.
+        ValueError: Something else would train, checkpoints would not be whole, or the base is
+            quantized in another way.
     """
     method = quantization_method(config)
     if method is None or run.model.from_scratch:
         return
+    if run.save == "trainable":
+        raise ValueError(
+            f"save: expected 'full' on a base quantized by {method}, got 'trainable'. A resumed "
+            "run could not tell whether the packed weights are those it was trained on"
+        )
     check_quantization(run.model.base, config, is_causal=run.model.task == "causal_lm")
     unfreeze = run.model.unfreeze
     if run.peft is not None:

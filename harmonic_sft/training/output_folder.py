@@ -38,6 +38,7 @@ FREE_KEYS = (
     "neighbors",
     "hub.",
     "oom_fallback",
+    "save",
     "skip_bad_steps",
     "check_base",
     "training.logging_",

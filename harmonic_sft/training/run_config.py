@@ -299,6 +299,9 @@ class RunConfig:
     oom_fallback: bool = Field(
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"
     )
+    save: Literal["full", "trainable"] = Field(
+        "full", description="What a checkpoint holds: the model, or only what trains of it"
+    )
     skip_bad_steps: int = Field(
         0, ge=0, description="Steps without a finite loss and gradient that a session leaves out"
     )
@@ -316,6 +319,11 @@ class RunConfig:
     def _check(self) -> Self:
         _check_task(self)
         _check_head(self)
+        if self.save == "trainable" and self.hub.every_save:
+            raise ValueError(
+                "hub.every_save: expected false with save: trainable, got true. What is pushed is "
+                "a whole model; set save: full"
+            )
         object.__setattr__(self, "schedule", _checked_schedule(self))
         # Last, because it imports much: a mistyped key of another section is found without.
         object.__setattr__(self, "training", _checked_training(self))

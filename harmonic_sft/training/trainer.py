@@ -34,6 +34,7 @@ from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
+from harmonic_sft.models.modeling_backbone import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, merged_state, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
 from harmonic_sft.training.batches import (
@@ -54,8 +55,10 @@ from harmonic_sft.training.callbacks import (
 from harmonic_sft.training.checkpoints import (
     check_whole,
     find_checkpoint,
+    frozen_sha256,
     remove_manifest,
     same_accumulation,
+    save_trained,
     seal,
 )
 from harmonic_sft.training.master_weights import (
@@ -247,6 +250,7 @@ class HarmonicTrainer(Trainer):
     ) -> TrainOutput:
         """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
         self.old_head = None  # as large as the new one
+        self._frozen: str | None = None  # checksum of what does not train, from the first save on
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
@@ -519,7 +523,7 @@ class HarmonicTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights; on a quantized body the head alone, of LoRA its own file."""
+        """Load weights; of some checkpoints only those that train."""
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -546,12 +550,23 @@ class HarmonicTrainer(Trainer):
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, whole; in a checkpoint only what trains, if `save` says so."""
+        is_checkpoint = _internal_call and output_dir is not None
+        if not is_checkpoint or self.args.save == "full":
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._frozen = self._frozen or frozen_sha256(model)
+            save_trained(model, Path(output_dir), frozen=self._frozen)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin.
 
         A model with LoRA is saved merged, with what trains beside it in `adapter/`.
         """
         folder = str(output_dir or self.args.output_dir)
+        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if has_lora(model):
             state_dict = merged_state(model)

@@ -4,14 +4,13 @@ import copy
 import gc
 import json
 import logging
-import multiprocessing
 import os
 import socket
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from datasets import Dataset
+from torch.multiprocessing.spawn import spawn
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from harmonic_sft.config import to_plain
@@ -60,50 +60,25 @@ SHORT: dict[str, Any] = {  # arguments of every training here
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How to take the same short training.
+class Way(NamedTuple):
+    """How to take the same short training."""
 
-    Attributes:
-        micro_batches: That an optimizer step accumulates over.
-        num_processes: That share a step.
-        is_whole: Every step reads all rows there are, so that their order does not matter.
-        packing: The rows are packed.
-        streaming: The rows are read while training.
-        has_dropout: Keep that of the file; other micro-batches draw other masks.
-        is_stopped: A checkpoint is saved after some steps, and another trainer continues from it.
-    """
-
-    micro_batches: int = 1
-    num_processes: int = 1
-    is_whole: bool = False
+    micro_batches: int = 1  # that an optimizer step accumulates over
+    num_processes: int = 1  # that share a step
+    is_whole: bool = False  # every step reads all rows, so that their order does not matter
     packing: bool = False
-    streaming: bool = False
-    has_dropout: bool = False
-    is_stopped: bool = False
+    streaming: bool = False  # the rows are read while training
+    has_dropout: bool = False  # that of the file; other micro-batches draw other masks
+    is_stopped: bool = False  # another trainer continues from a checkpoint, to the same bits
 
 
-class Pair(NamedTuple):
-    """Two ways that have to agree; to the last bit where nothing is summed in another order."""
-
-    name: str
-    first: Way
-    second: Way
-    is_exact: bool = False
-
-
-PAIRS = (
-    Pair(
-        "uninterrupted = resumed",
-        Way(has_dropout=True),
-        Way(has_dropout=True, is_stopped=True),
-        is_exact=True,
-    ),
-    Pair("big batch = accumulation", Way(), Way(micro_batches=2)),
-    Pair("one process = two", Way(), Way(num_processes=2)),
-    Pair("padded = packed", Way(is_whole=True), Way(is_whole=True, packing=True)),
-    Pair("table = stream", Way(is_whole=True), Way(is_whole=True, streaming=True)),
-)
+PAIRS = {  # of ways that have to agree
+    "uninterrupted = resumed": (Way(has_dropout=True), Way(has_dropout=True, is_stopped=True)),
+    "big batch = accumulation": (Way(), Way(micro_batches=2)),
+    "one process = two": (Way(), Way(num_processes=2)),
+    "padded = packed": (Way(is_whole=True), Way(is_whole=True, packing=True)),
+    "table = stream": (Way(is_whole=True), Way(is_whole=True, streaming=True)),
+}
 
 
 class Material(NamedTuple):
@@ -150,8 +125,7 @@ def verify(run: RunConfig) -> dict[str, Any]:
         tokenizer, data = load_run_data(_short_data(run))
         base = _check_base(run, data, Path(scratch, "base"))
         material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
-        taken: dict[Way, list[dict[str, float]]] = {}
-        pairs = [_compare(pair, run, material, taken, Path(scratch)) for pair in PAIRS]
+        pairs = _compared(run, material, Path(scratch))
     results = {
         "run": run.output_dir.name,
         "base": base,
@@ -202,9 +176,9 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
     rows: list[Row] = []
     counts: Counter[str] = Counter()
     for row in numbered_rows(documents, name):
-        label = "" if label_column is None else str(row.get(label_column))
         if label_column is None and len(rows) == DOCUMENTS:
             break
+        label = str(row.get(label_column))
         # Rows may be sorted by class; some of every class are taken, then.
         if BAD not in row and (label_column is None or counts[label] < PER_CLASS):
             counts[label] += 1
@@ -269,33 +243,29 @@ def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
     return material
 
 
-def _compare(
-    pair: Pair,
-    run: RunConfig,
-    material: Material,
-    taken: dict[Way, list[dict[str, float]]],
-    folder: Path,
-) -> dict[str, Any]:
-    """Train both ways, unless one was taken before, and return how far they differ."""
-    result: dict[str, Any] = {"name": pair.name}
-    if reason := _why_not(pair.second, run, material):
-        return {**result, "verdict": "skipped", "reason": reason}
-    for way in (pair.first, pair.second):
-        if way not in taken:
-            place = folder / str(len(taken))
-            train = _take if way.num_processes == 1 else _take_in_processes
-            taken[way] = train(run, way, material, place)
+def _compared(run: RunConfig, material: Material, folder: Path) -> list[dict[str, Any]]:
+    """Train in every way once and return how far those of a pair differ."""
     is_16_bit = "bfloat16" in (run.model.dtype, run.model.unfreeze.dtype)
     on_cpu = run.training_arguments().device.type == "cpu"
-    tolerance = TOLERANCES["bfloat16" if is_16_bit else "float32"]
-    tolerance = 0.0 if pair.is_exact and on_cpu else tolerance  # a GPU adds in any order
-    verdict = "agrees"
-    for quantity, factor in QUANTITIES.items():
-        found = residuals(taken[pair.first], taken[pair.second], quantity)
-        result[quantity] = found
-        if found is None or not found["largest"] <= factor * tolerance:
-            verdict = "differs"
-    return {**result, "tolerance": tolerance, "verdict": verdict}
+    taken: dict[Way, list[dict[str, float]]] = {}
+    results: list[dict[str, Any]] = []
+    for name, (first, second) in PAIRS.items():
+        if reason := _why_not(second, material, on_cpu=on_cpu):
+            results.append({"name": name, "verdict": "skipped", "reason": reason})
+            continue
+        for way in {first, second} - taken.keys():
+            train = _take if way.num_processes == 1 else _take_in_processes
+            taken[way] = train(run, way, material, folder / str(len(taken)))
+        tolerance = TOLERANCES["bfloat16" if is_16_bit else "float32"]
+        tolerance = 0.0 if second.is_stopped and on_cpu else tolerance  # a GPU adds in any order
+        found = {key: residuals(taken[first], taken[second], key) for key in QUANTITIES}
+        agrees = all(
+            (one := found[key]) is not None and one["largest"] <= factor * tolerance
+            for key, factor in QUANTITIES.items()
+        )
+        verdict = "agrees" if agrees else "differs"
+        results.append({"name": name, **found, "tolerance": tolerance, "verdict": verdict})
+    return results
 
 
 def residuals(
@@ -315,11 +285,11 @@ def residuals(
     return {"largest": max(map(abs, found)), "mean_signed": fmean(found)}
 
 
-def _why_not(way: Way, run: RunConfig, material: Material) -> str | None:
+def _why_not(way: Way, material: Material, *, on_cpu: bool) -> str | None:
     """Say why a way cannot be taken here."""
     if (way.packing or way.streaming) and isinstance(material.rows, MaskedRows):
         return "a classifier's rows are neither packed nor streamed"
-    if way.num_processes > 1 and run.training_arguments().device.type != "cpu":
+    if way.num_processes > 1 and not on_cpu:
         return "two processes need two GPUs; training.use_cpu=true compares them"
     return None
 
@@ -400,39 +370,26 @@ def _take_in_processes(
     """Train in processes that work together, as torchrun starts them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    folder.mkdir()
+    world = {"WORLD_SIZE": str(way.num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     log = folder.with_suffix(".json")
-    context = multiprocessing.get_context("spawn")
-    started = []
-    world = {
-        "WORLD_SIZE": str(way.num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // way.num_processes)),
-    }
-    for rank in range(way.num_processes):
-        member = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = (member, run, way, material, folder, log)
-        started.append(context.Process(target=_one_process, args=arguments))
-        started[-1].start()
-    for process in started:
-        process.join()
-    if not log.is_file():
-        raise ValueError(
-            f"verify: expected {way.num_processes} processes that train, got exit statuses "
-            f"{[process.exitcode for process in started]}. Their errors are above"
-        )
+    spawn(_one_process, (world, run, way, material, folder, log), way.num_processes)
     return json.loads(log.read_text())
 
 
 def _one_process(
-    world: dict[str, str], run: RunConfig, way: Way, material: Material, folder: Path, log: Path
+    rank: int,
+    world: dict[str, str],
+    run: RunConfig,
+    way: Way,
+    material: Material,
+    folder: Path,
+    log: Path,
 ) -> None:
-    os.environ.update(world)
-    torch.set_num_threads(int(world["OMP_NUM_THREADS"]))
+    os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(max(1, torch.get_num_threads() // way.num_processes))
     with _quiet():
         found = _take(run, way, material, folder)
-    if world["RANK"] == "0":
+    if rank == 0:
         log.write_text(json.dumps(found))
 
 
@@ -440,15 +397,11 @@ def _show(run: RunConfig, pairs: Sequence[Mapping[str, Any]]) -> None:
     """Print the pairs, and why some were left out."""
     rows = []
     for pair in pairs:
-        found = [(pair.get(quantity) or {}) for quantity in QUANTITIES]
-        numbers = [_signed(f.get(key)) for f in found for key in ("largest", "mean_signed")]
-        rows.append((pair["name"], *numbers, pair["verdict"]))
-    columns = ["pair", "loss: largest", "mean", "norm: largest", "mean", "verdict"]
-    show_table(f"{run.output_dir.name}: relative differences over {STEPS} steps", columns, rows)
-    for pair in pairs:
+        found = [pair.get(key) or {} for key in QUANTITIES]
+        numbers = [f.get(key) for f in found for key in ("largest", "mean_signed")]
+        shown = [None if x is None else f"{x:.1e}" if x else "0" for x in numbers]
+        rows.append((pair["name"], *shown, pair["verdict"]))
         if "reason" in pair:
             logger.info("%s: skipped, %s.", pair["name"], pair["reason"])
-
-
-def _signed(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1e}" if value else "0"
+    columns = ["pair", "loss: largest", "mean", "norm: largest", "mean", "verdict"]
+    show_table(f"{run.output_dir.name}: relative differences over {STEPS} steps", columns, rows)

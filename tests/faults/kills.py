@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import torch
 import yaml
+from tqdm.std import TqdmDefaultWriteLock
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from harmonic_sft.training import publishing
+from harmonic_sft.training import checkpoints, publishing
 from harmonic_sft.training import run as runs
 from harmonic_sft.training import trainer as trainers
 from harmonic_sft_cli import main
@@ -42,6 +44,7 @@ SCENARIOS = {  # what differs from the plain run
     "stream": {"data": {"streaming": True}, "model": {"dropout": 0.2}},
     "packing": {"data": {"packing": True}, "model": {"dropout": 0.2}},
     "best model": {"training": BEST},
+    "what trains": {"save": "trainable", "model": {"dropout": 0.2}},
     "LoRA": {"peft": LORA, "model": {"unfreeze": {"last_blocks": 0}}},
     "bfloat16 masters": {"model": BFLOAT16},
     "accumulation": {"training": {"gradient_accumulation_steps": 2}, "model": {"dropout": 0.2}},
@@ -57,7 +60,14 @@ class World:
         self.folder = folder
         self.given = folder / "given"
         if not self.given.exists():
-            save_given(self.given)
+            # Not in the driver: after a first progress bar all sessions would share tqdm's lock,
+            # and one that is killed while it holds it stops every later one at its first bar.
+            maker = multiprocessing.get_context("fork").Process(
+                target=save_given, args=(self.given,)
+            )
+            maker.start()
+            maker.join()
+            assert maker.exitcode == 0, "the given files could not be made"
         self.home = folder / "home"
         self.home.mkdir(exist_ok=True)
 
@@ -92,7 +102,7 @@ class World:
             "check_base": False,
         }
         settings["model"] |= changes.get("model", {})
-        settings |= {key: changes[key] for key in ("peft", "hub") if key in changes}
+        settings |= {key: changes[key] for key in ("peft", "hub", "save") if key in changes}
         path = output_dir.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(settings))
         return path
@@ -104,6 +114,7 @@ class World:
 
 
 def save_given(folder):
+    torch.set_num_threads(1)  # as in a session
     folder.mkdir(parents=True)
     (folder / "encoder").mkdir()
     save_tiny_base(folder / "encoder")
@@ -143,8 +154,8 @@ def session(words, home, log, told):
         setattr(owner, name, watched)
 
     watch(trainers.HarmonicTrainer, "_save_checkpoint", "save")
-    watch(trainers, "write_manifest", "save")
-    watch(trainers, "rotate", "rotation")
+    watch(checkpoints, "write_manifest", "save")
+    watch(checkpoints, "rotate", "rotation")
     watch(trainers.HarmonicTrainer, "evaluate", "evaluation")
     watch(runs, "write_results", "results")
     # There is no Hub here: what would be sent is made, and not sent.
@@ -187,11 +198,15 @@ class Kill:
 
 def take(words, world, log, kill=None):
     """Run a session, perhaps killed; return its exit status, None if it hung, and its seconds."""
+    assert not hasattr(TqdmDefaultWriteLock, "mp_lock"), "sessions would share it"
     read, told = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        session(words, world.home, log, told)
+        try:
+            session(words, world.home, log, told)
+        finally:
+            os._exit(1)  # whatever it is, the trials are the parent's
     os.close(told)
     counts, begun, sent = Counter(), 0.0 if kill and kill.aim is None else None, False
     start = time.monotonic()

@@ -7,20 +7,30 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from transformers import TrainerCallback
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCallback
 
+from harmonic_sft.hub import read_trained
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.models.modeling_backbone import RESUME_FILE
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     check_whole,
     find_damage,
+    frozen_sha256,
     last_checkpoint,
+    load_trained_,
     rotate,
     same_accumulation,
+    save_trained,
     write_manifest,
 )
+from harmonic_sft.training.loading import check_frozen
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from tests.training.conftest import StopAt
 
 
 @pytest.fixture
@@ -178,3 +188,136 @@ def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, capl
     assert "4 rows each accumulate over 2 micro-batches" in caplog.text
     rows = [[r["loss"] for r in run if "loss" in r] for run in (before, again["history"])]
     assert rows[1] == pytest.approx(rows[0], rel=1e-4)
+
+
+BLOCK = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"}, "dropout": 0.2}
+LORA = {"r": 2, "lora_dropout": 0.2, "target_modules": ["query"]}
+BEST = {
+    "learning_rate": 1.0,  # training goes wrong on purpose: the last checkpoint is not the best
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "post_hoc_loss",
+}
+PARTS = {
+    "a block": {},
+    "LoRA and a bfloat16 block": {"peft": LORA, "model": BLOCK},
+    "the best model": {"training": BEST},
+}
+
+
+@pytest.mark.parametrize("sections", PARTS.values(), ids=PARTS)
+def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
+    make_yaml, tmp_path, sections, add_callbacks
+):
+    """Killed and resumed as a run that saves whole models and is left alone."""
+    training = {"save_steps": 2, **sections.get("training", {})}
+    path = make_yaml(**{**sections, "training": training})
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    words = [f"training.output_dir={tmp_path / 'cut'}", "save=trainable"]
+    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path, words))
+    again = train(load_run_config(path, [*words, "resume=true"]))
+    assert again["final"] == whole["final"]
+    files, saved = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.*") if p.name != "run.yaml"}
+        for name in ("whole", "cut")
+    )
+    del files["trainer_state.json"], saved["trainer_state.json"]  # these have times
+    assert saved == files
+    assert "model.safetensors" in files
+    if "training" in sections:
+        state = json.loads((tmp_path / "cut" / "trainer_state.json").read_text())
+        assert state["best_global_step"] < 6
+
+
+def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(make_yaml, tmp_path):
+    train(load_run_config(make_yaml(), ["save=trainable"]))
+    final = load_file(tmp_path / "run" / "model.safetensors")
+    folder = tmp_path / "run" / "checkpoint-6"
+    saved = load_file(folder / RESUME_FILE)
+    trained = {name for name in final if ".layer.2." in name or name == "dist_head.weight"}
+    assert saved.keys() == trained
+    assert all(torch.equal(value, final[name]) for name, value in saved.items())
+    size = sum(final[name].nbytes for name in trained)
+    assert size < (folder / RESUME_FILE).stat().st_size < size + 4096  # names and shapes
+    left = {"config.json", MANIFEST_NAME, "optimizer.pt", "rng_state.pth", "scheduler.pt"}
+    assert {p.name for p in folder.iterdir()} == {*left, "trainer_state.json", RESUME_FILE}
+
+
+def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, tmp_path):
+    train(load_run_config(make_yaml(), ["save=trainable"]))
+    run, name = tmp_path / "run", "checkpoint-6"
+    message = "expected a model, got a checkpoint that holds only what trains .*resume=true"
+    for model_class in (AutoModel, AutoModelForMaskedLM, HarmonicForMaskedLM):
+        with pytest.raises(ValueError, match=message):
+            model_class.from_pretrained(run / name)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForMaskedLM.from_pretrained(run, subfolder=name)
+    words = [f"model.base={run / name}", f"training.output_dir={tmp_path / 'next'}"]
+    with pytest.raises(ValueError, match=message):
+        train(load_run_config(make_yaml(), [*words, "head.init=base_head"]))
+    with pytest.raises(ValueError, match=message):
+        read_trained(run / name)
+    AutoModelForMaskedLM.from_pretrained(run)
+
+
+def test_another_base_than_such_a_checkpoint_was_trained_on_is_refused(
+    make_yaml, tmp_path, tiny_base, add_callbacks
+):
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    path = make_yaml(model={"base": str(base)})
+    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
+        train(load_run_config(path, ["save=trainable"]))
+    weights = load_file(base / "model.safetensors")
+    name = "bert.encoder.layer.0.output.dense.bias"
+    weights[name][0] += 1e-6
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    message = "resume: expected the frozen weights that .*checkpoint-3' was trained on, .*got other"
+    with pytest.raises(ValueError, match=message):
+        train(load_run_config(path, ["resume=true", "save=trainable"]))
+
+
+@pytest.mark.parametrize("kinds", [("full", "trainable"), ("trainable", "full")])
+def test_a_resumed_run_may_save_in_the_other_way(make_yaml, finished_run, tmp_path, kinds):
+    """Files that a checkpoint of the same step had before are not mixed with its own."""
+    train(load_run_config(make_yaml(), [f"save={kinds[0]}"]))
+    folder = tmp_path / "run"
+    (folder / "results" / "train.json").unlink()
+    (folder / "checkpoint-6" / "rng_state.pth").unlink()
+    train(load_run_config(make_yaml(), [f"save={kinds[1]}", "resume=true"]))
+    names = {"full": "model.safetensors", "trainable": RESUME_FILE}
+    assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [names[kinds[1]]]
+    weights = [run / "model.safetensors" for run in (folder, finished_run[1])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_buffers_are_saved_with_what_trains_and_other_tensors_are_refused(tiny_base, tmp_path):
+    def build():
+        model = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "dist", "h_exp": -4.0})
+        model.model.requires_grad_(False)
+        model.model.register_buffer("seen", torch.zeros(2))
+        return model
+
+    model, again = build(), build()
+    model.model.seen += 3
+    save_trained(model, tmp_path, frozen=frozen_sha256(model))
+    load_trained_(again, tmp_path)
+    assert again.model.seen.tolist() == [3, 3]
+    again.model.backbone.embeddings.requires_grad_(True)
+    message = "expected the tensors that this run trains, .* such as 'model.backbone.embeddings"
+    with pytest.raises(ValueError, match=message):
+        load_trained_(again, tmp_path)
+
+
+def test_only_whole_models_are_pushed(make_yaml):
+    hub = {"push": True, "repo_id": "me/x", "every_save": True}
+    with pytest.raises(ValueError, match="every_save: expected false with save: trainable"):
+        load_run_config(make_yaml(hub=hub), ["save=trainable"])
+
+
+def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):
+    config = BertConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    run = load_run_config(make_yaml(), ["save=trainable"])
+    with pytest.raises(ValueError, match="save: expected 'full' on a base quantized by bitsandb"):
+        check_frozen(run, config)

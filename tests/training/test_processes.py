@@ -54,12 +54,14 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("save", ["full", "trainable"])
 def test_a_sigterm_to_one_of_two_processes_ends_both_and_one_continues(
-    make_yaml, tmp_path, launch, caplog
+    make_yaml, tmp_path, launch, caplog, save
 ):
     """After the same step; the process that continues keeps the effective batch."""
     path = make_yaml(
-        training={"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no"}
+        training={"per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no"},
+        save=save,
     )
     alone = ["training.per_device_train_batch_size=8", f"training.output_dir={tmp_path / 'alone'}"]
     whole = train(load_run_config(path, alone))

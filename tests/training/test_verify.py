@@ -12,14 +12,14 @@ from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
 
-NAMES = [pair.name for pair in verify.PAIRS]
+NAMES = list(verify.PAIRS)
 PROCESSES = "one process = two"
 
 
 @pytest.fixture
 def only(monkeypatch):
     def choose(*names):
-        pairs = [pair for pair in verify.PAIRS if pair.name in names]
+        pairs = {name: pair for name, pair in verify.PAIRS.items() if name in names}
         monkeypatch.setattr(verify, "PAIRS", pairs)
 
     return choose
