@@ -84,7 +84,7 @@ def read_articles(folder: Path) -> dict[str, list[list[str]]]:
     """Return the articles of each part, lists of documents: sections, or a whole article."""
     texts = {name: (folder / name).read_text().replace("<unk>", "[UNK]") for name in FILES}
     valid, test = (
-        [re.split(r"(?m)^ (?== = [^=])", one) for one in re.split(r"(?m)^ (?== [^=])", texts[name])]
+        [re.split(SECTION, article) for article in re.split(TITLE, texts[name])]
         for name in FILES[:2]
     )
     valid, test = valid[1:], test[1:]  # nothing stands before the first title
@@ -96,6 +96,7 @@ def read_articles(folder: Path) -> dict[str, list[list[str]]]:
     }
 
 
+TITLE, SECTION = r"(?m)^ (?== [^=][^=\n]*= *$)", r"(?m)^ (?== = [^=])"
 FILES = ("wikitext2_valid.txt", "wikitext2_test.txt", "wiki_articles.txt")
 
 

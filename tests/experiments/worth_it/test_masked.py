@@ -50,7 +50,7 @@ def data(tmp_path_factory, small):
         return " ".join(generator.choices(["aa", "ab", "ba", "ca", "da"], k=30)) + " <unk>"
 
     for name, count in (("valid", 12), ("test", 7)):
-        articles = [f" \n = T {n} = \n \n {text()}\n = = S = = \n {text()}\n" for n in range(count)]
+        articles = [f" \n = T {n} = \n \n {text()}\n = = S = = \n {text()}\n = no title \n" for n in range(count)]
         (folder / "text" / f"wikitext2_{name}.txt").write_text("".join(articles))
     (folder / "text" / "wiki_articles.txt").write_text("\n".join(text() for _ in range(6)))
     return folder
