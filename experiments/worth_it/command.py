@@ -41,7 +41,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
         "--minutes", type=float, default=math.inf, help="no run starts after; 0: tabulate"
     )
     parser.add_argument("--quick", action="store_true", help="one cell, two seeds, three steps")
-    parser.add_argument("--base", default=classes.ENCODER, help="the encoder of classes and masked, a BERT")
+    parser.add_argument(
+        "--base", default=classes.ENCODER, help="the encoder of classes and masked, a BERT"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
     options.seeds = 2 if options.quick else options.seeds
@@ -208,7 +210,7 @@ def _masked(options: argparse.Namespace) -> None:
             row["base"],
             row["arm"],
             f"{row['rate']:g}{' (edge)' if row['edge'] else ''}" if "rate" in row else None,
-            *(show_interval(row[key]) if key in row else None for key in SCORES),
+            *(show_interval(row[key]) if key in row else None for key in masked.SCORES),
             *((show_interval(row["gain"]), row["articles"]) if "gain" in row else (None, None)),
             row.get("verdict"),
             {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
@@ -223,5 +225,4 @@ def _masked(options: argparse.Namespace) -> None:
         logger.info("Picture: %s", draw_masked(payload, path.with_suffix(".png")))
 
 
-SCORES = ("loss", "as_trained", "accuracy")
 PARTS = {"classes": _classes, "masked": _masked, "bottleneck": _bottleneck, "language": _language}

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
+from transformers.models.bert.modeling_bert import BertLayer
 
 from experiments.worth_it.classes import ENCODER, FACTORS, TUNING_SEED, rate_factor
 from experiments.worth_it.language import EUCLID, SPHERE, Arm
@@ -32,6 +34,7 @@ BASE_RATE, LEARNING_RATE = 5e-4, 2e-4
 FITTED_TOKENS = 2048
 TRAIN_VIEW, HELD_OUT_VIEW = 1000, -1  # the base's masks are numbered by its steps
 MARGIN = 0.02
+SCORES = ("loss", "as_trained", "accuracy")
 KEYS = ("base", "arm", "rate", "seed")
 BASES = ("linear", "dist")
 ARMS = {
@@ -75,7 +78,7 @@ class Base(NamedTuple):
     """A masked model: its parts, its last block, and what heads start from."""
 
     parts: dict[str, Part]
-    block: nn.Module
+    block: BertLayer
     embeddings: Tensor
     bias: Tensor
 
@@ -89,8 +92,9 @@ def read_articles(folder: Path) -> dict[str, list[list[str]]]:
     )
     valid, test = valid[1:], test[1:]  # nothing stands before the first title
     others = [[line] for line in texts[FILES[2]].splitlines() if line.strip()]
+    numbered = [(6, valid), (5, others)]  # every sixth and every fifth is held out
     return {
-        "train": [a for n, a in enumerate(valid) if n % 6] + [a for n, a in enumerate(others) if n % 5],
+        "train": [one for nth, articles in numbered for n, one in enumerate(articles) if n % nth],
         "validation": valid[::6],
         "test": test + others[::5],
     }
@@ -183,7 +187,7 @@ def make_base(data: Path, made_with: str, encoder_name: str, num_steps: int) -> 
     """
     check_weights(encoder_name)
     folder = locate_base(encoder_name)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rows, vocabulary = read_rows(data, tokenizer)
     encoder = AutoModel.from_pretrained(
         folder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
@@ -222,7 +226,11 @@ def make_base(data: Path, made_with: str, encoder_name: str, num_steps: int) -> 
 
 
 def load_base(
-    data: Path, output: Path, made_with: str, encoder_name: str = ENCODER, num_steps: int = BASE_STEPS
+    data: Path,
+    output: Path,
+    made_with: str,
+    encoder_name: str = ENCODER,
+    num_steps: int = BASE_STEPS,
 ) -> Base:
     """Return a base, made if it was not; it is kept on disk."""
     path = output / f"masked_{made_with}.pt"
@@ -242,7 +250,7 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
     return states[torch.arange(len(states)).unsqueeze(1), places]
 
 
-def finish(block: nn.Module, states: Tensor, places: Tensor) -> Tensor:
+def finish(block: BertLayer, states: Tensor, places: Tensor) -> Tensor:
     """Return what the last block makes of `[B, T, D]` at some places `[B, S]`, `[B * S, D]`.
 
     The other tokens are keys and values alone, since nothing reads their output.
@@ -270,10 +278,11 @@ def _loss(head: Head, states: Tensor, labels: Tensor) -> Tensor:
 def scale_logits_(head: Head, factor: float) -> Head:
     """Multiply the logits of a head by a factor, in its own parameters."""
     if isinstance(head, LinearHead):
-        head.weight.mul_(factor)
-        head.bias.mul_(factor)
+        for parameter in head.parameters():
+            parameter.mul_(factor)
     elif isinstance(head, CosineHead):
-        head.log_scale.add_(np.log(factor))
+        assert head.log_scale is not None, "the scale of every arm is learned"
+        head.log_scale.add_(math.log(factor))
     else:
         assert isinstance(head, DistLayer), "every other arm has an exponent"
         head.h_exp = factor * head.h_exp
@@ -306,7 +315,7 @@ def start_head(arm: str, base: Base) -> Head:
         ARMS[arm].settings, hidden_size=embeddings.shape[1], vocab_size=len(embeddings)
     ).initialize_(embeddings)
     if arm == "linear":
-        head.bias.data.copy_(base.bias)
+        head.load_state_dict({"weight": embeddings, "bias": base.bias})
     if arm not in HELD:
         train = base.parts["train"]
         some = slice(0, None, max(1, len(train.labels) * NUM_MASKED // FITTED_TOKENS))
@@ -317,7 +326,7 @@ def start_head(arm: str, base: Base) -> Head:
 
 
 @torch.no_grad()
-def evaluate(head: Head, block: nn.Module, part: Part) -> dict[str, Any]:
+def evaluate(head: Head, block: BertLayer, part: Part) -> dict[str, Any]:
     """Score a part; every half of its articles at the factor that is best for the other.
 
     Returns:
@@ -428,9 +437,9 @@ def summarize(
             if len(found) < num_seeds or len(runs.get("linear", ())) < num_seeds:
                 continue
             factor = round(chosen[arm] / LEARNING_RATE)
-            row = {"base": base, "arm": arm, "rate": chosen[arm]}
-            row |= {"edge": factor in (FACTORS[0], FACTORS[-1])}
-            for key in ("loss", "as_trained", "accuracy"):
+            row: dict[str, Any] = {"base": base, "arm": arm, "rate": chosen[arm]}
+            row["edge"] = factor in (FACTORS[0], FACTORS[-1])
+            for key in SCORES:
                 row[key] = t_interval([run[key] for run in found])
             if arm != "linear":
                 pairs = list(zip(runs["linear"], found, strict=True))
