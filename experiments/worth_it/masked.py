@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertLayer
 
-from experiments.worth_it.classes import ENCODER, FACTORS, TUNING_SEED, rate_factor
+from experiments.worth_it.classes import ENCODER, TUNING_SEED, rate_factor
 from experiments.worth_it.language import EUCLID, SPHERE, Arm
 from experiments.worth_it.store import Store
 from harmonic_sft.data.keyed_random import random_bits
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 ROW_TOKENS, NUM_MASKED, LEAST_COUNT = 126, 25, 3
 BATCH_ROWS, BASE_STEPS, NUM_STEPS = 8, 400, 150
 BASE_RATE, LEARNING_RATE = 5e-4, 2e-4
+FACTORS = (0.3, 1, 3)  # of the learning rate of arms
 FITTED_TOKENS = 2048
 TRAIN_VIEW, HELD_OUT_VIEW = 1000, -1  # the base's masks are numbered by its steps
 MARGIN = 0.02
@@ -436,9 +437,8 @@ def summarize(
         for arm, found in runs.items():
             if len(found) < num_seeds or len(runs.get("linear", ())) < num_seeds:
                 continue
-            factor = round(chosen[arm] / LEARNING_RATE)
             row: dict[str, Any] = {"base": base, "arm": arm, "rate": chosen[arm]}
-            row["edge"] = factor in (FACTORS[0], FACTORS[-1])
+            row["edge"] = chosen[arm] in (FACTORS[0] * LEARNING_RATE, FACTORS[-1] * LEARNING_RATE)
             for key in SCORES:
                 row[key] = t_interval([run[key] for run in found])
             if arm != "linear":

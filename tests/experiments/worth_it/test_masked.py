@@ -190,8 +190,8 @@ def test_steps_move_head_and_block_and_leave_the_base(bases, arm):
 def test_gains_are_of_pairs_and_the_primary_one_is_outside_the_family(tmp_path):
     store = Store(tmp_path / "runs.jsonl", masked.KEYS)
     generator = np.random.default_rng(0)
-    rates = {"linear": {"linear": 2e-4, "dist -12": 6e-4, "cosine": 6e-4}, "dist": {}}
-    rates["dist"] = {"linear": 2e-3, "dist -12": 2e-4}
+    rates = {"linear": {"linear": 0.3 * 2e-4, "dist -12": 2e-4, "cosine": 2e-4}, "dist": {}}
+    rates["dist"] = {"linear": 6e-4, "dist -12": 2e-4}
     tokens = [10, 30, 20]
     for base, arms in rates.items():
         for arm, rate in arms.items():
@@ -218,7 +218,7 @@ def test_gains_are_of_pairs_and_the_primary_one_is_outside_the_family(tmp_path):
     assert "rejected" in rows["linear", "cosine"]
     assert rows["linear", "linear"]["edge"]
     assert not primary["edge"]
-    del store.rows["linear", "dist -12", 6e-4, 2]
+    del store.rows["linear", "dist -12", 2e-4, 2]
     left = {(row["base"], row["arm"]) for row in summarize(store, rates, 3)}
     assert ("linear", "dist -12") not in left
 
