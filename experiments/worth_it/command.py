@@ -211,7 +211,7 @@ def _masked(options: argparse.Namespace) -> None:
             row["arm"],
             f"{row['rate']:g}{' (edge)' if row['edge'] else ''}" if "rate" in row else None,
             *(show_interval(row[key]) if key in row else None for key in masked.SCORES),
-            *((show_interval(row["gain"]), row["articles"]) if "gain" in row else (None, None)),
+            *(_shown_gain(row) if "gain" in row else (None, None)),
             row.get("verdict"),
             {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
         ]
@@ -223,6 +223,11 @@ def _masked(options: argparse.Namespace) -> None:
     path = _write(options, "language_masked", payload)
     if lines:
         logger.info("Picture: %s", draw_masked(payload, path.with_suffix(".png")))
+
+
+def _shown_gain(row: dict[str, Any]) -> tuple[str, str | None]:
+    ends = row["articles"]
+    return show_interval(row["gain"]), ends and f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 PARTS = {"classes": _classes, "masked": _masked, "bottleneck": _bottleneck, "language": _language}
