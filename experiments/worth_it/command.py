@@ -1,6 +1,7 @@
 """The command `python -m experiments worth_it`."""
 
 import argparse
+import functools
 import logging
 import math
 import time
@@ -9,8 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.worth_it import bottleneck, classes, language
-from experiments.worth_it.draw import draw_bottleneck, draw_classes
+from experiments.worth_it import bottleneck, classes, language, masked
+from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_masked
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval
 from harmonic_sft.results import environment, show_table, write_results
@@ -28,16 +29,21 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("data", type=Path, help="a folder with probing/, text/ and tokenizer/")
-    parser.add_argument("--part", required=True, choices=["classes", "bottleneck", "language"])
+    parser.add_argument("--part", required=True, choices=list(PARTS))
     parser.add_argument(
         "--regime", choices=list(classes.REGIMES), default="block", help="of classes"
+    )
+    parser.add_argument(
+        "--made-with", choices=masked.BASES, help="one base of masked; default: both"
     )
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="no run starts after; 0: tabulate"
     )
     parser.add_argument("--quick", action="store_true", help="one cell, two seeds, three steps")
-    parser.add_argument("--base", default=classes.ENCODER, help="the encoder of classes, a BERT")
+    parser.add_argument(
+        "--base", default=classes.ENCODER, help="the encoder of classes and masked, a BERT"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
     options.seeds = 2 if options.quick else options.seeds
@@ -45,8 +51,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
     options.prefix = "quick_" if options.quick else ""
     options.deadline = time.monotonic() + 60 * options.minutes
-    parts = {"classes": _classes, "bottleneck": _bottleneck, "language": _language}
-    parts[options.part](options)
+    PARTS[options.part](options)
 
 
 def _write(options: argparse.Namespace, name: str, payload: dict[str, Any]) -> Path:
@@ -184,3 +189,45 @@ def _language(options: argparse.Namespace) -> None:
 
 
 MEASURED = ("behind", "share_ratio", "alignment_ratio")
+
+
+def _masked(options: argparse.Namespace) -> None:
+    path = options.output / f"{options.prefix}language_masked.jsonl"
+    store = Store(path, masked.KEYS, deadline=options.deadline)
+    base_steps, num_steps = masked.BASE_STEPS, masked.NUM_STEPS
+    if options.quick:
+        base_steps = num_steps = QUICK_STEPS
+    load = functools.cache(
+        lambda made_with: masked.load_base(
+            options.data, options.output, made_with, options.base, base_steps
+        )
+    )
+    bases = [options.made_with] if options.made_with else masked.BASES
+    rates = masked.run_arms(store, load, bases, options.seeds, num_steps)
+    rows = masked.summarize(store, rates, options.seeds)
+    lines = [
+        [
+            row["base"],
+            row["arm"],
+            f"{row['rate']:g}{' (edge)' if row['edge'] else ''}" if "rate" in row else None,
+            *(show_interval(row[key]) if key in row else None for key in masked.SCORES),
+            *(_shown_gain(row) if "gain" in row else (None, None)),
+            row.get("verdict"),
+            {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
+        ]
+        for row in rows
+    ]
+    columns = ["base", "arm", "rate", "loss, nats", "as trained", "accuracy", "gain, nats"]
+    show_table("Masked language", [*columns, "by article", "", "Holm"], lines)
+    payload = {"rates": rates, "rows": rows}
+    path = _write(options, "language_masked", payload)
+    if lines:
+        logger.info("Picture: %s", draw_masked(payload, path.with_suffix(".png")))
+
+
+def _shown_gain(row: dict[str, Any]) -> tuple[str, str | None]:
+    ends = row["articles"]
+    return show_interval(row["gain"]), ends and f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+PARTS = {"classes": _classes, "masked": _masked, "bottleneck": _bottleneck, "language": _language}

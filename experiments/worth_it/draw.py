@@ -30,14 +30,20 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="x")
 
 
-def _draw_gains(axes: "Axes", names: list[str], gains: list[dict[str, Any]], scale: float) -> None:
-    """Draw means with intervals, a line at no gain and a dashed one at the margin of 0.01."""
+def _draw_gains(
+    axes: "Axes",
+    names: list[str],
+    gains: list[dict[str, Any]],
+    scale: float,
+    margin: float = 0.01,
+) -> None:
+    """Draw means with intervals, a line at no gain and a dashed one at the margin."""
     for place, gain in enumerate(gains):
         mean = scale * gain["mean"]
         half_width = scale * (gain["half_width"] or 0)
         axes.errorbar(mean, place, xerr=half_width, fmt="o", color=CURRENT, markersize=5, capsize=3)
     axes.axvline(0, color=REFERENCE, linewidth=1)
-    axes.axvline(0.01 * scale, color=POST_HOC, linewidth=1, linestyle="--")
+    axes.axvline(margin * scale, color=POST_HOC, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
 
@@ -61,4 +67,18 @@ def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
         axes.set_xlabel(f"{key}, D {width}")
     panels[0].invert_yaxis()
     panels[0].legend(fontsize="small")
+    return save_figure(figure, out_png, grid="x")
+
+
+def draw_masked(payload: dict[str, Any], out_png: Path) -> Path:
+    """Draw the gains over the linear head in nats, a panel a base, and the margin of 0.02."""
+    rows = [row for row in payload["rows"] if "gain" in row and row["base"] != "both"]
+    bases = list(dict.fromkeys(row["base"] for row in rows))
+    figure = new_figure(width=9.0, height=3.2)
+    panels = figure.subplots(1, max(1, len(bases)), squeeze=False)[0]
+    for axes, base in zip(panels, bases, strict=False):
+        same = [row for row in rows if row["base"] == base]
+        _draw_gains(axes, [row["arm"] for row in same], [row["gain"] for row in same], 1, 0.02)
+        axes.set_title(f"base made with a {base} head", loc="left", fontsize="medium")
+        axes.set_xlabel("nats over the linear head (higher is better)")
     return save_figure(figure, out_png, grid="x")

@@ -7,7 +7,7 @@ import torch
 from matplotlib.image import imread
 
 from experiments.__main__ import main
-from experiments.worth_it import bottleneck, classes, command, language
+from experiments.worth_it import bottleneck, classes, command, language, masked
 from harmonic_sft.results import read_results
 
 
@@ -65,6 +65,32 @@ def test_language_compares_all_arms(tmp_path, monkeypatch):
     assert {row["arm"] for row in found["rows"]} == set(language.ARMS)
     assert {row["arm"] for row in found["rows"] if "rejected" in row} == set(language.ANNEALING)
     assert len(found["ceiling"]) == 6
+
+
+def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, monkeypatch, capsys):
+    for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
+        monkeypatch.setattr(masked, name, value)
+    few = {arm: masked.ARMS[arm] for arm in ("linear", "dist -12", "linear, E")}
+    monkeypatch.setattr(masked, "ARMS", few)
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(["aa", "ab", "ba", "ca"], k=40)) for _ in range(12)]
+    (tmp_path / "text").mkdir()
+    for name in masked.FILES[:2]:
+        text = "".join(f" \n = T = \n \n {line}\n" for line in lines)
+        (tmp_path / "text" / name).write_text(text)
+    (tmp_path / "text" / masked.FILES[2]).write_text("\n".join(lines))
+    arguments = ["worth_it", str(tmp_path), "--part", "masked", "--quick"]
+    arguments += ["--base", str(tiny_base), "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    found = read(tmp_path / "out", "language_masked")
+    arms = [(row["base"], row["arm"]) for row in found["rows"]]
+    on_linear = [("linear", arm) for arm in few]
+    assert arms == [*on_linear, ("dist", "linear"), ("dist", "dist -12"), ("both", "dist -12")]
+    assert imread(tmp_path / "out" / "quick_language_masked.png").shape[1] > 800
+    monkeypatch.setattr(masked, "run_once", None)  # nothing is trained again
+    assert main([*arguments, "--minutes", "0"]) == 0
+    assert read(tmp_path / "out", "language_masked")["rows"] == found["rows"]
+    assert "gain, nats" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seeds", ["0", "-1"])
