@@ -36,7 +36,7 @@ from experiments.family import (
     read_family,
 )
 from experiments.figures import keep
-from experiments.overhead import ROUNDS, measure_overhead
+from experiments.overhead import measure_overhead
 from experiments.subwords import KINDS, describe_neighbors, neighbor_overlap
 from harmonic_sft.losses.knn_label_smoothing import find_neighbors
 from harmonic_sft.results import read_results, show_table, write_results
@@ -54,6 +54,7 @@ COUNTED = (LINEAR, PLAIN, BOTH, SMOOTHED)
 CALIBRATION = ("ece", "post_hoc_ece")
 EPSILONS = (0.02, 0.05, 0.1, 0.2, 0.4)
 LAMBDAS = (0.01, 0.03, 0.1, 0.3, 1.0)
+ROUNDS, VOCAB_SIZES = 30, (30_522, 50_257)  # of what heads and losses add to a step
 NUM_POINTS = 10  # evaluations of a curve, checkpoints of a drift
 NUM_NEIGHBORS = 10
 COMPARED = ("post_hoc_loss", "accuracy", "ece", "post_hoc_ece", "error_cosine")
@@ -140,7 +141,8 @@ def overhead(bench: Bench) -> Payload:
     """
     with tempfile.TemporaryDirectory() as folder, quiet():
         run = configure(bench.family, PLAIN, bench.seeds[0], Path(folder))
-        return {"rounds": ROUNDS, "rows": measure_overhead(run)}
+        rows = measure_overhead(run, vocab_sizes=VOCAB_SIZES, rounds=ROUNDS)
+        return {"rounds": ROUNDS, "rows": rows}
 
 
 def calibration(bench: Bench) -> Payload:

@@ -16,8 +16,6 @@ from harmonic_sft.models import HarmonicHeadModel, Head, build_head
 from harmonic_sft.training import RunConfig
 from harmonic_sft.training.run import prepare
 
-ROUNDS = 30
-VOCAB_SIZES = (30_522, 50_257)
 LINEAR, COSINE, DIST = {"name": "linear"}, {"name": "cosine"}, {"name": "dist"}
 CROSS_ENTROPY, HARMONIC = {"name": "cross_entropy"}, {"name": "harmonic"}
 BASELINE = "dist, harmonic"
@@ -42,7 +40,7 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def measure_overhead(
-    run: RunConfig, *, vocab_sizes: Sequence[int] = VOCAB_SIZES, rounds: int = ROUNDS
+    run: RunConfig, *, vocab_sizes: Sequence[int], rounds: int
 ) -> list[dict[str, Any]]:
     """Let all arms take turns on the batches of a run, each on a copy of its model.
 

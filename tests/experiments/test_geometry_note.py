@@ -31,8 +31,10 @@ def by_name(payload):
 
 
 def test_overhead_is_of_whole_steps(run_part, monkeypatch):
-    monkeypatch.setattr(overhead, "ROUNDS", 2)
-    monkeypatch.setattr(overhead, "VOCAB_SIZES", (100, 200))  # fewer and more than the base has
+    monkeypatch.setattr(geometry_note, "ROUNDS", 2)
+    monkeypatch.setattr(
+        geometry_note, "VOCAB_SIZES", (100, 200)
+    )  # fewer and more than the base has
     payload, printed = run_part("overhead")
     assert [row["name"] for row in payload["rows"]] == 2 * list(overhead.ARMS)
     assert by_name(payload)["dist, harmonic"]["overhead"] == 0
