@@ -74,8 +74,9 @@ def draw_masked(payload: dict[str, Any], out_png: Path) -> Path:
     """Draw the gains over the linear head in nats, a panel a base, and the margin of 0.02."""
     rows = [row for row in payload["rows"] if "gain" in row and row["base"] != "both"]
     bases = list(dict.fromkeys(row["base"] for row in rows))
-    figure = new_figure(width=9.0, height=3.2)
-    panels = figure.subplots(1, max(1, len(bases)), squeeze=False)[0]
+    most = max((sum(row["base"] == base for row in rows) for base in bases), default=1)
+    figure = new_figure(width=9.0, height=1.4 + 0.3 * most)
+    panels = figure.subplots(1, max(1, len(bases)), sharex=True, squeeze=False)[0]
     for axes, base in zip(panels, bases, strict=False):
         same = [row for row in rows if row["base"] == base]
         _draw_gains(axes, [row["arm"] for row in same], [row["gain"] for row in same], 1, 0.02)
