@@ -197,13 +197,12 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save_trained(model: HarmonicHeadModel, folder: Path, *, frozen: str) -> None:
+def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     """Save what training changes, and the configuration: enough to continue, and no model.
 
     Args:
         model: Trained parameters and buffers are saved.
         folder: Of the checkpoint; made if needed.
-        frozen: `frozen_sha256` of the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("model*.safetensors*"):  # saved otherwise before
@@ -211,7 +210,8 @@ def save_trained(model: HarmonicHeadModel, folder: Path, *, frozen: str) -> None
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
     state = {name: value.contiguous() for name, value in _trained_state(model).items()}
-    save_file(state, folder / RESUME_FILE, metadata={"format": "pt", "frozen_sha256": frozen})
+    metadata = {"format": "pt", "frozen_sha256": _frozen_sha256(model)}
+    save_file(state, folder / RESUME_FILE, metadata)
 
 
 def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
@@ -233,7 +233,7 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    if frozen != frozen_sha256(model):
+    if frozen != _frozen_sha256(model):
         raise ValueError(
             f"resume: expected the frozen weights that {str(folder)!r} was trained on, which it "
             "does not hold (save: trainable), got others. Give the base as it was, on the Hub by "
@@ -242,7 +242,7 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
     model.load_state_dict(saved, strict=False)
 
 
-def frozen_sha256(model: HarmonicHeadModel) -> str:
+def _frozen_sha256(model: HarmonicHeadModel) -> str:
     """Return the checksum of all weights that do not train, of their names and dtypes."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():

@@ -55,7 +55,6 @@ from harmonic_sft.training.callbacks import (
 from harmonic_sft.training.checkpoints import (
     check_whole,
     find_checkpoint,
-    frozen_sha256,
     remove_manifest,
     same_accumulation,
     save_trained,
@@ -250,7 +249,6 @@ class HarmonicTrainer(Trainer):
     ) -> TrainOutput:
         """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
         self.old_head = None  # as large as the new one
-        self._frozen: str | None = None  # checksum of what does not train, from the first save on
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
@@ -557,8 +555,7 @@ class HarmonicTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            self._frozen = self._frozen or frozen_sha256(model)
-            save_trained(model, Path(output_dir), frozen=self._frozen)
+            save_trained(model, Path(output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin.
