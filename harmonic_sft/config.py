@@ -7,7 +7,7 @@ import inspect
 import json
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -144,7 +144,12 @@ def parse(cls: type[T], data: object) -> T:
 
 
 def check_fields(
-    cls: type[Any], values: Mapping[str, Any], prefix: str, *, without: Sequence[str] = ()
+    cls: type[Any],
+    values: Mapping[str, Any],
+    prefix: str,
+    *,
+    without: Sequence[str] = (),
+    elsewhere: Callable[[], Sequence[str]] = tuple,
 ) -> dict[str, Any]:
     """Check keyword arguments of a class that must not be built yet, such as TrainingArguments.
 
@@ -153,6 +158,7 @@ def check_fields(
         values: Keys and values.
         prefix: Where the mapping stands in the configuration, for the messages.
         without: Arguments of the constructor that are no keys.
+        elsewhere: See `unknown_key`.
 
     Returns:
         The same keys, each value with the type of its argument; members of an enum by value.
@@ -166,7 +172,7 @@ def check_fields(
     for key, value in values.items():
         name = _dotted(prefix, (key,))
         if key not in known:
-            problems.append(unknown_key(name, key, known))
+            problems.append(unknown_key(name, key, known, elsewhere))
             continue
         result, found = _validated(_type_of(hints[key]), value, name)
         problems += found
@@ -279,7 +285,8 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     errors = sorted(errors, key=lambda error: error["type"] != "value_error")
     kind = errors[0]["type"]
     if kind == "unexpected_keyword_argument":
-        return unknown_key(name, str(place[-1]), _known_keys(hint, place[:-1], data))
+        known = _known_keys(hint, place[:-1], data)
+        return unknown_key(name, str(place[-1]), known, getattr(hint, "key_names", tuple))
     if kind == "value_error":  # of a check of ours; `start: expected ...` names a field in there
         lines = str(errors[0]["ctx"]["error"]).splitlines()
         start = f"{name}." if re.match(r"[\w.]+: ", lines[0]) else f"{name}: "
@@ -305,17 +312,40 @@ def _expected(error: ErrorDetails) -> str:
     return WORDS.get(start, "") + what.removeprefix(start)
 
 
-def unknown_key(name: str, key: str, known: Sequence[str]) -> str:
-    """Return the message for a key that there is not; it names the nearest one."""
-    nearest = did_you_mean(key, known, cutoff=0.0)
+def unknown_key(
+    name: str, key: str, known: Sequence[str], elsewhere: Callable[[], Sequence[str]] = tuple
+) -> str:
+    """Return the message for a key that there is not; it names the nearest one.
+
+    Args:
+        name: Where the key was given.
+        key: Its last part.
+        known: The keys of this place.
+        elsewhere: Returns those of the whole file, such as `training.max_steps`; asked only if no
+            key of this place is written much alike. A class for `parse` has it as `key_names`.
+    """
+    places = {word: word for word in known}
+    if not difflib.get_close_matches(key, known, 1, cutoff=0.75):
+        places = {place.rpartition(".")[2]: place for place in reversed(elsewhere())} | places
+    word = _nearest(key, list(places), cutoff=0.0)
+    place = " at the top level" if places.get(word) == key else ""
+    nearest = f". Did you mean {places[word]!r}{place}?" if word else ""
     return f"{name}: expected one of the known keys, got {key!r}{nearest}"
 
 
 def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """Return the last sentence of a message; nothing if no known word is near."""
+    nearest = _nearest(word, known, cutoff)
+    return f". Did you mean {nearest!r}?" if nearest else ""
+
+
+def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
+    """Return the known word that is spelled most alike; empty if none is near."""
     longer = [name for name in known if word and name.startswith(word)]
-    matches = longer or difflib.get_close_matches(word, known, 1, cutoff)
-    return f". Did you mean {matches[0]!r}?" if matches else ""
+    longer = longer or [name for name in known if len(word) > 3 and word in name]
+    return min(longer, key=len, default="") or next(
+        iter(difflib.get_close_matches(word, known, 1, cutoff)), ""
+    )
 
 
 def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:

@@ -53,7 +53,7 @@ def explain(name: str | None = None) -> str:
     for depth, step in enumerate(path):
         if step not in key.below:
             place = ".".join(path[:depth]) or "config"
-            raise ValueError(unknown_key(place, step, list(key.below)))
+            raise ValueError(unknown_key(place, step, list(key.below), key_names))
         key = key.below[step]
     parts = [_paragraph(f"{name}: {_facts(key)}" if name else key.text)]
     parts += [_paragraph(f"{step}: {_facts(inner)}", "  ") for step, inner in key.below.items()]
@@ -62,15 +62,31 @@ def explain(name: str | None = None) -> str:
     return "\n".join(parts)
 
 
+def key_names() -> list[str]:
+    """Return all keys of a file, such as `training.max_steps`, sections before what is in them."""
+    names: list[str] = []
+    waiting = list(_sections_of_file().items())
+    while waiting:
+        name, key = waiting.pop(0)
+        names.append(name)
+        waiting += [(f"{name}.{step}", inner) for step, inner in key.below.items()]
+    return names
+
+
 def _root() -> Key:
     """Return the whole file; heads and losses stand below their sections by name."""
-    keys = _fields(RunConfig)
+    keys = _sections_of_file()
     heads = {name: _of_class(head, _options(head)) for name, head in HEADS.items()}
     losses = {name: _of_class(loss, _fields(loss)) for name, loss in LOSSES.items()}
     keys["head"] = replace(keys["head"], below=keys["head"].below | heads)
     keys["loss"] = replace(keys["loss"], text="What is minimized, by name", below=losses)
-    keys["training"] = replace(keys["training"], below=_training())
     return Key(text="One YAML file describes one run. Its keys:", below=keys)
+
+
+def _sections_of_file() -> dict[str, Key]:
+    """Return the sections, without the options that only one head or loss has."""
+    keys = _fields(RunConfig)
+    return keys | {"training": replace(keys["training"], below=_training())}
 
 
 def _facts(key: Key) -> str:

@@ -329,6 +329,13 @@ class RunConfig:
         object.__setattr__(self, "training", _checked_training(self))
         return self
 
+    @staticmethod
+    def key_names() -> list[str]:
+        """Return all keys of a file, such as `training.max_steps`, for messages."""
+        from harmonic_sft.training.key_help import key_names
+
+        return key_names()
+
     @property
     def output_dir(self) -> Path:
         """Where the run writes everything."""
@@ -424,7 +431,9 @@ def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[st
     if options.get("metric") == "lp" or options.get("p") == 1.0:
         # Older runs wrote the p of the metric lp, which is gone, into the file of every dist head.
         options = {key: value for key, value in options.items() if key != "p"}
-    options = check_fields(HEADS[name], options, prefix, without=NOT_IN_HEAD)
+    options = check_fields(
+        HEADS[name], options, prefix, without=NOT_IN_HEAD, elsewhere=RunConfig.key_names
+    )
     if options.get("inner") is not None:
         inner, place = dict(options["inner"]), f"{prefix}.inner".lstrip(".")
         inner_name = inner.pop("name", None)
@@ -512,7 +521,9 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     """Return the arguments for transformers, each with the type it has there, with our defaults."""
     from transformers import TrainingArguments
 
-    training = check_fields(TrainingArguments, {**DEFAULTS, **run.training}, "training")
+    training = check_fields(
+        TrainingArguments, {**DEFAULTS, **run.training}, "training", elsewhere=run.key_names
+    )
     if not training.get("output_dir"):
         raise ValueError("training.output_dir: expected a folder, got nothing")
     training["output_dir"] = str(Path(training["output_dir"]).expanduser())

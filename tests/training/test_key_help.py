@@ -53,6 +53,7 @@ def test_a_key_is_explained_with_its_type_and_default(name, text):
     [
         ("modle", "config: expected one of the known keys, got 'modle'. Did you mean 'model'"),
         ("head.dits", "head: expected one of the known keys, got 'dits'. Did you mean 'dist'"),
+        ("max_steps", "config: expected .* got 'max_steps'. Did you mean 'training.max_steps'"),
         ("head.name.x", "head.name: expected one of the known keys, got 'x'"),
     ],
 )
