@@ -181,7 +181,7 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
         rows = [
             (
                 found["token"],
-                f"{100 * found['probability']:.1f}",
+                100 * found["probability"],
                 None if found["distance"] is None else f"{found['distance']:.3f}",
                 " ".join(found["neighbors"]),
             )
