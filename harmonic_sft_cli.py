@@ -252,6 +252,12 @@ def _parser() -> argparse.ArgumentParser:
         help="models that the suite compares it with, on the same held-out data",
     )
     command.add_argument("--data", type=Path, metavar="FOLDER", help="the sets of the suite")
+    command.add_argument(
+        "--ruler",
+        metavar="ENCODER",
+        help="a sentence encoder, a name or a folder, that judges how near in meaning wrong "
+        "predictions are",
+    )
     command.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
 
     command = _command(commands, "explain", "show what a language model predicts, and how near")

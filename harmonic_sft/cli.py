@@ -184,7 +184,7 @@ def _config(options: argparse.Namespace) -> None:
 def _eval(options: argparse.Namespace) -> None:
     from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite
 
-    of_suite = (options.suite, options.against, options.data, options.html)
+    of_suite = (options.suite, options.against, options.data, options.ruler, options.html)
     if not any(of_suite):
         evaluate_folder(options.folder, options.overrides, options.per_document)
         return
@@ -195,6 +195,7 @@ def _eval(options: argparse.Namespace) -> None:
         options.overrides,
         size=options.suite or "quick",
         sets=options.data,
+        ruler=options.ruler,
         html=options.html,
     )
 

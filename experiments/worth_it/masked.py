@@ -303,7 +303,7 @@ def fit(head: Head, states: Tensor, labels: Tensor) -> Fit:
     """Fit the factor on equally spaced tokens of `[N, D]`."""
     chosen = torch.linspace(0, len(labels) - 1, min(FITTED_TOKENS, len(labels))).long()
     scores = score_batch(head, states[None, chosen], labels[None, chosen], embeddings=head.weight)
-    ranks, margins, normalizers = scores[0, :, 1], scores[0, :, 3].numpy(), scores[0, :, 4:].numpy()
+    ranks, margins, normalizers = scores[0, :, 1], scores[0, :, 4].numpy(), scores[0, :, 5:].numpy()
     loss = normalizers[:, np.abs(LOG_SCALES).argmin()] - margins
     factor = fit_inverse_temperature(normalizers.astype(float), margins.astype(float))
     return Fit(factor, float(loss.mean()), float((ranks == 0).float().mean()))

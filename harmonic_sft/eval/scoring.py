@@ -21,7 +21,7 @@ from harmonic_sft.eval.calibration import (
 from harmonic_sft.models import HarmonicHeadModel, Head
 
 CACHED_ROWS = 16
-NUM_COLUMNS = 4  # before the normalizers: label, rank, cosine, margin
+NUM_COLUMNS = 5  # before the normalizers: label, rank, prediction, cosine, margin
 
 
 class TokenScores(NamedTuple):
@@ -31,6 +31,7 @@ class TokenScores(NamedTuple):
         rows: `[N]`, the row each token stands in, from 0 to `num_rows`.
         labels: `[N]`.
         ranks: `[N]`, how many classes have a higher logit than the label: 0 is a correct answer.
+        predicted: `[N]`, a class with the highest logit.
         cosines: `[N]`, between the embeddings of label and prediction; 0 where they are the same.
         margins: `[N]`, logit of the label minus the highest.
         normalizers: `[N, G]`, log of the sum of exp(scale * (logit - highest)) at each scale.
@@ -40,6 +41,7 @@ class TokenScores(NamedTuple):
     rows: np.ndarray
     labels: np.ndarray
     ranks: np.ndarray
+    predicted: np.ndarray
     cosines: np.ndarray
     margins: np.ndarray
     normalizers: np.ndarray
@@ -67,7 +69,7 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
         embeddings: `[V, D]`, what wrong predictions are compared by.
 
     Returns:
-        `[B, S, 4 + G]`, the columns of `TokenScores` from `labels` on; NaN where nothing is scored.
+        `[B, S, 5 + G]`, the columns of `TokenScores` from `labels` on; NaN where nothing is scored.
     """
     scored = labels != -100  # [B, S]
     targets = labels[scored]  # [N]
@@ -76,12 +78,13 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     # torch.argmax's tie rule is unspecified, a count of better tokens is not.
     ranks = (logits > target_logits).sum(-1)
     highest, predicted = logits.max(-1, keepdim=True)
-    predictions = embeddings[predicted.squeeze(-1)].float()  # [N, D]
+    predicted = predicted.squeeze(-1)  # [N]
+    predictions = embeddings[predicted].float()  # [N, D]
     cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1) * (ranks > 0)
-    columns = [targets, ranks, cosines, (target_logits - highest).squeeze(-1)]
+    columns = [targets, ranks, predicted, cosines, (target_logits - highest).squeeze(-1)]
     found = torch.cat(
         [torch.stack([column.float() for column in columns], -1), _normalizers(logits, highest)], -1
-    )  # [N, 4 + G]
+    )  # [N, 5 + G]
     scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)
     scores[scored] = found
     return scores
@@ -139,8 +142,8 @@ def score(
         return None
     table = torch.cat(parts).numpy()
     columns = table[:, : 1 + NUM_COLUMNS].T
-    whole = [column.astype(np.int64) for column in columns[:3]]
-    return TokenScores(*whole, *columns[3:], table[:, 1 + NUM_COLUMNS :], num_rows)
+    whole = [column.astype(np.int64) for column in columns[:4]]
+    return TokenScores(*whole, *columns[4:], table[:, 1 + NUM_COLUMNS :], num_rows)
 
 
 def documents_of(dataset: Any, num_rows: int) -> np.ndarray:

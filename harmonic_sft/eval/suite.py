@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harmonic_sft.eval import features, geometry, language
 from harmonic_sft.eval.calibration import calibration_report, reliability
+from harmonic_sft.eval.ruler import Judged, Ruler, semantic_errors
 from harmonic_sft.eval.scoring import TokenScores, summarize
 from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
 from harmonic_sft.eval.word_similarity import (
@@ -37,6 +38,8 @@ SPEARMAN = {"spearman_cosine": "Spearman, cosine", "spearman_l2": "Spearman, -L2
 TYPOS = ", typos in a tenth of the words"
 SHOTS, WRONG = 5, 0.3  # examples of a class, share of wrong labels
 BASE = "{}, base before training"
+MEANING = "semantic errors"
+NO_RULER = {"group": MEANING, "set": HELD_OUT, "missing": "--ruler ENCODER"}
 
 
 class Subject(NamedTuple):
@@ -128,6 +131,24 @@ def loss_differences(
             }
         )
     return found
+
+
+def semantic_rows(ruler: Ruler, judged: Sequence[Judged]) -> list[list[dict[str, Any]]]:
+    """Return, for each model, how near in meaning its wrong predictions are."""
+    measured = []
+    for found in semantic_errors(ruler, judged):
+        rows = []
+        for name, what in (("guess", "wrong guess"), ("expected", "mean under the probabilities")):
+            count = found["tokens" if name == "guess" else "expected_tokens"]
+            title = f"cosine of {what} and label"
+            rows.append(_row(MEANING, HELD_OUT, title, found[name], better="higher", n=count))
+            rows.append(_row(MEANING, HELD_OUT, f"{title}, shuffled", found[f"{name}_shuffled"]))
+        for key, title in (("interval", "wrong guess"), ("difference", "its difference")):
+            title = f"95 % interval over documents, {title}"
+            rows.append(_row(MEANING, HELD_OUT, title, found[key]))
+        rows.append(_row(MEANING, HELD_OUT, "words that all models get wrong", found["tokens"]))
+        measured.append(rows)
+    return measured
 
 
 def figures_of(scores: TokenScores) -> dict[str, Any]:

@@ -25,14 +25,17 @@ from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
 from harmonic_sft.eval.calibration import calibration_report
 from harmonic_sft.eval.html import report_page
+from harmonic_sft.eval.ruler import Ruler, judge, read_ruler
 from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.eval.suite import (
     HELD_OUT,
+    NO_RULER,
     Subject,
     figures_of,
     join_rows,
     loss_differences,
     measure,
+    semantic_rows,
 )
 from harmonic_sft.models import (
     HarmonicHeadModel,
@@ -107,6 +110,7 @@ def evaluate_suite(
     *,
     size: str = "quick",
     sets: Path | None = None,
+    ruler: str | None = None,
     html: Path | None = None,
 ) -> dict[str, Any]:
     """Measure a trained model, and others against it, on the sets of the suite.
@@ -116,6 +120,8 @@ def evaluate_suite(
         overrides: Of the data of the first.
         size: "quick" or "full".
         sets: The folder with the sets; None measures on the held-out data alone.
+        ruler: A sentence encoder, a name or a folder, that judges how near in meaning the wrong
+            predictions of language models are.
         html: Also write a report into this file.
 
     Returns:
@@ -133,6 +139,7 @@ def evaluate_suite(
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
     first = _open(folders[0], overrides)
     names = _names(folders)
+    table, judged = None if ruler is None else _read_ruler(ruler, first), []
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
         found = first if folder == folders[0] else _like(first, folder)
@@ -143,9 +150,15 @@ def evaluate_suite(
         texts = found.texts(sets, size)
         subject = Subject(found.model, found.tokenizer, found.states(), found.base(), texts)
         measured.append(measure(subject, sets, size=size))
-        scores, documents = texts[HELD_OUT]
-        losses.append((scores.at(1.0)[0], documents[scores.rows]))
+        scores, rows = texts[HELD_OUT]
+        documents = rows[scores.rows]
+        losses.append((scores.at(1.0)[0], documents))
+        if table is not None:
+            head = found.model.dist_head
+            judged.append(judge(table, head, subject.states, scores, documents))
         figures[name] = figures_of(scores)
+    extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged)
+    measured = [[*rows, *more] for rows, more in zip(measured, extra, strict=True)]
     payload = {
         "suite": size,
         "models": names,
@@ -309,6 +322,15 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         batch_size=training.get("per_device_eval_batch_size", 8),
         ancestors=ancestors,
     )
+
+
+def _read_ruler(name: str, opened: Opened) -> Ruler:
+    """Read the vocabulary of a language model with a sentence encoder."""
+    if opened.task not in LANGUAGE_MODELS:
+        raise ValueError(f"--ruler: expected language models to judge, got {opened.task}")
+    count = len(opened.model.dist_head.weight)
+    logger.info("Reading %s tokens with %s.", f"{count:,}", name)
+    return read_ruler(locate_base(name), opened.tokenizer, count)
 
 
 def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:

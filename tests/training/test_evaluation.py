@@ -13,6 +13,7 @@ from harmonic_sft.data.masking import ClassLabels
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import evaluation
 from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
+from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft_cli import main
@@ -164,8 +165,9 @@ def sets(tmp_path):
 def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tmp_path, capsys):
     html = tmp_path / "new" / "report.html"
     other = shutil.copytree(folder, tmp_path / "other")
+    base = read_run(folder)["model"]["base"]
     words = ["eval", str(folder), CPU, "--against", str(other), "--data", str(sets)]
-    assert main([*words, "--html", str(html)]) == 0
+    assert main([*words, "--ruler", base, "--html", str(html)]) == 0
     results = json.loads((folder / "results" / "suite.json").read_text())
     assert results["models"] == ["run", "other"]
     rows = {(row["set"], row.get("metric")): row for row in results["rows"]}
@@ -198,6 +200,8 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tm
         ("stsb_dev, hidden states", "effective dimension, layer 3 of 3"),
         ("banking77", "accuracy, class means, typos in a tenth of the words"),
         ("held-out data", "class-center alignment"),
+        ("held-out data", "cosine of wrong guess and label"),
+        ("held-out data", "cosine of mean under the probabilities and label, shuffled"),
     ):
         assert isinstance(rows[key]["values"][0], float), key
     assert html.read_text().startswith("<!doctype html>")
@@ -216,6 +220,8 @@ def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monk
         evaluate_suite([folder, tmp_path / "nothing"], [CPU])
     with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
         evaluate_suite([folder], [CPU], sets=tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got 'runs/none'"):
+        evaluate_suite([folder], [CPU], ruler="runs/none")
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"--suite: expected scikit-learn, got none. Install"):
@@ -227,7 +233,8 @@ def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monk
     model.dist_head.weight.data[:] = model.dist_head.weight.data[:1]
     model.save_pretrained(other)
     shutil.copy(folder / "tokenizer.json", other)
-    evaluate_suite([other], [CPU])
+    collapsed = evaluate_suite([other], [CPU])
+    assert collapsed["rows"][-1]["missing"] == "--ruler ENCODER"
     assert "other: all prototypes are equal: the head has collapsed." in caplog.text
     model.dist_head.weight.data[3] = torch.nan
     model.save_pretrained(other)
