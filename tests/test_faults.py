@@ -1,4 +1,4 @@
-"""The driver of `make faults` counts kills, and finds ends that differ."""
+"""The driver of `make faults` counts kills and inputs, and finds ends that differ."""
 
 import os
 import subprocess
@@ -10,15 +10,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def make_faults(folder, **counts):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = [f"--{name}={count}" for name, count in counts.items()]
+    command = [sys.executable, "-m", "tests.faults", *options, "--folder", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_killed_runs_end_as_uninterrupted_ones(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = ["-m", "tests.faults", "--kills", "2", "--inputs", "0", "--folder", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "     0 lost, or ended with other bits" in done.stdout
+    assert "     0 lost, or ended with other bits" in make_faults(tmp_path, kills=2, inputs=0)
+
+
+def test_damaged_inputs_are_fed_to_readers_that_take_them(tmp_path):
+    written = make_faults(tmp_path, kills=0, inputs=160)
+    assert "     0 tracebacks" in written
+    taken = {line[7:].split(",")[0]: int(line.split()[-3]) for line in written.splitlines()[:8]}
+    assert taken["archives"] > 0
+    assert taken["checkpoint folders"] == 20
 
 
 KILLED_AT_A_BAR = """

@@ -5,19 +5,27 @@ import types
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import torch
+import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LazyLogits
+from harmonic_sft.models import (
+    AffineLogits,
+    DistanceLogits,
+    HarmonicForCausalLM,
+    Head,
+    LazyLogits,
+)
 from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import LossOptions, by_chunks, chunked_loss
 
-TESTED = ("1.15", "1.16")  # with all patch releases
-HOOK = "add_fused_lm_head"
+TESTED = ("1.0", "1.16")  # with all patch releases
+HOOK = "add_fused_lm_head"  # since 1.15
+CHUNKED = "_patch_chunked_ce_lm_head"  # of SFT from 1.4 to 1.14, its default since 1.7
 MODULES = (  # where TRL defines it, and who imports it from there
     "trl.trainer.utils",
     "trl.trainer.sft_trainer",
@@ -33,16 +41,20 @@ def patch() -> Callable[[], None]:
 
     They multiply hidden states by the weight of `get_output_embeddings()`, which a harmonic model
     does not have. Call this before you make a trainer. It replaces one function of TRL,
-    `add_fused_lm_head`, for harmonic models alone; all others are treated as before.
+    `add_fused_lm_head`, for harmonic models alone; all others are treated as before. Before TRL
+    1.15 it is the SFT trainer alone that needs help.
 
     Returns:
-        A function that gives TRL its own back. Trainers made in between keep working.
+        A function that gives TRL its own back. Since TRL 1.15 trainers made in between keep
+        working; before it, call the function after training.
 
     Raises:
         ValueError: TRL is not installed, or its version is not among the tested ones.
     """
     check_version()
     modules = [import_module(name) for name in MODULES]
+    if HOOK not in vars(modules[0]):
+        return _patch_older(modules[1])
     original = vars(modules[0])[HOOK]
     output_class = vars(modules[0])["FusedCausalLMOutput"]
 
@@ -58,12 +70,47 @@ def patch() -> Callable[[], None]:
         else:
             original(model, temperature, cast_lm_head_to_fp32, outputs)
 
-    def use(function: Callable[..., None]) -> None:
-        for module in modules:
-            vars(module)[HOOK] = function
+    return _replace([(module, HOOK, add_head) for module in modules])
 
-    use(add_head)
-    return functools.partial(use, original)
+
+def _patch_older(sft: types.ModuleType) -> Callable[[], None]:
+    """Patch a TRL before 1.15. Only its SFT scores labels otherwise than by the model's logits."""
+    trainer, chunked = sft.SFTTrainer, vars(sft).get(CHUNKED)
+    compute_loss = trainer.compute_loss
+
+    @functools.wraps(compute_loss)
+    def compute_loss_with_logits(self: Any, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        if self.model.config.model_type == "harmonic" and self.args.loss_type == "nll":
+            inputs["output_logits"] = True  # in training there are none unless asked for
+        return compute_loss(self, model, inputs, *args, **kw)
+
+    def add_head(model: PreTrainedModel, *args: Any, **kw: Any) -> None:
+        if model.config.model_type == "harmonic":
+            add_chunked_head_(model, vars(sft)["_ChunkedCELMHeadOutput"])
+        else:
+            cast(Callable[..., None], chunked)(model, *args, **kw)
+
+    return _replace(
+        [
+            (trainer, "compute_loss", compute_loss_with_logits),
+            (sft, CHUNKED, add_head),
+            # Before 1.7 TRL looks for the class of a name there.
+            (transformers, HarmonicForCausalLM.__name__, HarmonicForCausalLM),
+        ]
+    )
+
+
+def _replace(changes: Sequence[tuple[Any, str, Any]]) -> Callable[[], None]:
+    """Set attributes of modules and classes, and return what undoes it."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+
+    def restore() -> None:
+        for owner, name, value in before:
+            delattr(owner, name) if value is None else setattr(owner, name, value)
+
+    return restore
 
 
 def check_version() -> None:
@@ -134,6 +181,33 @@ def add_harmonic_head_(
         )
 
     model.forward = types.MethodType(harmonic_forward, model)
+
+
+def add_chunked_head_(model: Any, output_class: type) -> None:
+    """Give a model the forward pass of TRL 1.4 to 1.14's `chunked_nll`, as `add_harmonic_head_`.
+
+    Args:
+        model: A `HarmonicForCausalLM`. Changed in place.
+        output_class: TRL's `_ChunkedCELMHeadOutput`: with labels it has sums over tokens.
+    """
+    add_harmonic_head_(
+        model, types.SimpleNamespace, temperature=1.0, outputs=("entropy", "is_top1")
+    )
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def chunked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            return forward(*args, **kwargs)
+        found = forward(*args, fused_lm_head=True, **kwargs)
+        return output_class(
+            loss=found.loss,
+            num_correct_tokens=found.is_top1.sum(),
+            entropy_sum=found.entropy.detach().sum(),
+            num_valid_tokens=found.label_mask.sum(),
+        )
+
+    model.forward = types.MethodType(chunked_forward, model)
 
 
 def token_fields(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +19,13 @@ from tests.training.test_causal_runs import save_tokenizer
 
 trl = pytest.importorskip("trl", reason="make test-ecosystem installs it")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # TRL's own
+VERSION = Version(trl.__version__)
+HOOK = trl.trainer.utils, "add_fused_lm_head"  # what patch() replaces
+if Version("1.15") > VERSION:
+    HOOK = trl.trainer.sft_trainer, "_patch_chunked_ce_lm_head"
+if Version("1.4") > VERSION:
+    HOOK = trl.SFTTrainer, "compute_loss"
+ORIGINAL = vars(HOOK[0])[HOOK[1]]
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} w119"
@@ -126,6 +134,11 @@ def logs(trainer, key="loss"):
 
 def harmonic_loss(model, rows, first=1):
     """The mean loss from the definition, of labels from position `first` on."""
+    return -label_probs(model, rows)[:, first - 1 :].log().mean().item()
+
+
+def label_probs(model, rows):
+    """The probability of every label, from the definition."""
     ids = torch.tensor(rows)
     with torch.no_grad():
         states = model.eval().model(input_ids=ids).last_hidden_state[:, :-1].double()
@@ -134,7 +147,7 @@ def harmonic_loss(model, rows, first=1):
     squared = (states.unsqueeze(2) - prototypes).square().sum(-1)  # [B, T - 1, V]
     probs = (squared + 1e-6) ** model.h_exp
     probs = probs / probs.sum(-1, keepdim=True)
-    return -probs.gather(-1, ids[:, 1:, None]).log()[:, first - 1 :].mean().item()
+    return probs.gather(-1, ids[:, 1:, None]).squeeze(-1)  # [B, T - 1]
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -184,6 +197,23 @@ def test_the_first_loss_is_that_of_our_own_trainer(make, folder, tmp_path):
     assert logs(theirs)[0] == pytest.approx(logs(own)[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("loss_type", ["nll", "dft", "chunked_nll"])
+def test_every_loss_of_the_sft_trainer_is_one_of_the_head(make, folder, loss_type):
+    if loss_type == "chunked_nll" and Version("1.4") > VERSION:
+        pytest.skip("TRL before 1.4 has no chunked_nll")
+    trainer = make(
+        "SFT",
+        options={"max_steps": 1, "per_device_train_batch_size": 16, "loss_type": loss_type},
+        eval_dataset=Dataset.from_list(ROWS["tokens"]),
+    )
+    probs = label_probs(HarmonicForCausalLM.from_pretrained(folder), WORDS)
+    weights = probs if loss_type == "dft" else torch.ones_like(probs)
+    expected = pytest.approx(-(weights * probs.log()).mean().item(), rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == expected
+    trainer.train()
+    assert logs(trainer)[0] == expected
+
+
 def test_packed_rows_are_kept_apart(make, folder):
     options = {
         "max_steps": 1,
@@ -216,10 +246,12 @@ def test_the_metrics_are_those_of_the_head(make, folder):
     trainer.train()
     ids = torch.tensor(WORDS)
     with torch.no_grad():
-        logits = HarmonicForCausalLM.from_pretrained(folder)(ids).logits[:, :-1]
+        logits = HarmonicForCausalLM.from_pretrained(folder)(ids).logits
     log_probs = logits.log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean().item()
-    accuracy = (logits.argmax(-1) == ids[:, 1:]).float().mean().item()
+    entropies = -(log_probs.exp() * log_probs).sum(-1)  # [B, T]
+    scored = slice(None) if Version("1.3") > VERSION else slice(-1)  # TRL before 1.3 takes all
+    entropy = entropies[:, scored].mean().item()
+    accuracy = (logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean().item()
     assert logs(trainer, "entropy")[0] == pytest.approx(entropy, rel=1e-4)
     assert logs(trainer, "mean_token_accuracy")[0] == pytest.approx(accuracy, abs=1e-6)
 
@@ -234,17 +266,21 @@ def test_the_exponent_is_annealed_and_prototypes_keep_norm_1(make):
 
 
 def test_other_models_are_treated_as_before_and_restore_gives_trl_its_own_back(folder):
-    utils = trl.trainer.utils
-    ours = utils.add_fused_lm_head
+    owner, name = HOOK
+    ours = vars(owner)[name]
+    assert ours is not ORIGINAL
     restore = patch()
+    assert vars(owner)[name] is not ours
     restore()
-    assert utils.add_fused_lm_head is ours
-    llama = AutoModelForCausalLM.from_pretrained(folder.parent)
-    own = AutoModelForCausalLM.from_pretrained(folder.parent)
-    ours(llama, outputs=("log_probs", "entropy"))
-    ours.__wrapped__(own, outputs=("log_probs", "entropy"))
-    assert llama.forward.__func__.__code__ is own.forward.__func__.__code__
-    assert ours.__wrapped__.__module__ == "trl.trainer.utils"
+    assert vars(owner)[name] is ours
+    if Version("1.4") > VERSION:
+        return  # no function to call: the trainer's method reads the kind of model
+    codes = []
+    for add in (ours, ORIGINAL):
+        llama = AutoModelForCausalLM.from_pretrained(folder.parent)
+        add(llama, 64) if Version("1.15") > VERSION else add(llama)
+        codes.append(llama.forward.__func__.__code__)
+    assert codes[0] is codes[1]
 
 
 BY_NAME = """

@@ -42,6 +42,7 @@ TURNS = st.lists(
     | JSON,
     max_size=4,
 )
+LABEL = st.sampled_from(["x", "y", 0, 1]) | JSON
 ROWS = {  # of every format, and the first row of the file, which says the format
     "text": ({"text": "aa ab"}, {"text": TEXT | JSON}),
     "prompt_completion": (
@@ -68,7 +69,13 @@ ROWS = {  # of every format, and the first row of the file, which says the forma
             "attention_mask": st.lists(st.integers(0, 1), max_size=8) | JSON,
         },
     ),
+    "labeled_text": ({"text": "aa ab", "label": "x"}, {"text": TEXT | JSON, "label": LABEL}),
+    "labeled_words": (
+        {"tokens": ["aa", "ab"], "label": ["x", "y"]},
+        {"tokens": st.lists(WORD, max_size=4) | JSON, "label": st.lists(LABEL, max_size=4) | JSON},
+    ),
 }
+TASKS = {"labeled_text": "sequence_classification", "labeled_words": "token_classification"}
 # Copied from the plain file: which byte, what becomes of it, and how much is cut off.
 DAMAGE = st.tuples(
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
@@ -141,21 +148,23 @@ class Feeder:
         write_manifest(folder, rows_per_step=4)
         return folder
 
-    def read_rows(self, file, skip):
-        """Make rows of a file for both kinds of models."""
+    def read_rows(self, file, skip, streaming=False, name="text"):
+        """Make rows of a file, as a table or a stream, for every kind of model."""
+        from harmonic_sft.config import parse
+
+        task = TASKS.get(name, "causal_lm" if skip else "masked_lm")
         section = {
-            "sources": [{"path": str(file)}],
+            "sources": [{"path": str(file), "streaming": streaming and name not in TASKS}],
             "context_length": 16,
             "eval": {"documents": 1},
             "on_bad_row": "skip" if skip else "error",
         }
-        from harmonic_sft.config import parse
-
+        if name in TASKS:
+            section["label_column"] = "label"
+            section["sources"][0]["column"] = next(iter(ROWS[name][0]))
         sizes = {"vocab_size": 109, "max_positions": 64, "seed": 0}
-        data = load_data(
-            parse(DataConfig, section), tokenizer=self.tokenizer, is_causal=skip, **sizes
-        )
-        data.collator([data.train[index] for index in range(len(data.train))])
+        data = load_data(parse(DataConfig, section), tokenizer=self.tokenizer, task=task, **sizes)
+        data.collator(list(itertools.islice(data.train, 8)))  # a stream has no end
 
     def yaml(self, content):
         path = self.folder / "fuzzed.yaml"
@@ -173,16 +182,16 @@ class Feeder:
                 node[keys[-1]] = value
         self.yaml(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "surrogatepass"))
 
-    def rows(self, name, rows, skip):
+    def rows(self, name, rows, skip, streaming):
         path = self.folder / "rows.jsonl"
         text = "".join(f"{json.dumps(row)}\n" for row in [ROWS[name][0], *rows])
         path.write_text(text)
-        self.read_rows(path, skip)
+        self.read_rows(path, skip, streaming, name)
 
-    def archive(self, name, damage, skip):
+    def archive(self, name, damage, skip, streaming):
         path = self.folder / name
         path.write_bytes(damaged(self.files[name], damage))
-        self.read_rows(path, skip)
+        self.read_rows(path, skip, streaming)
 
     def checkpoints(self, name, damage, manifest):
         """Damage a file of the newer one of two checkpoints: it is skipped, or as it was."""
@@ -237,6 +246,7 @@ def strategies(feeder):
             st.just(name),
             st.lists(st.fixed_dictionaries({}, optional=ROWS[name][1]) | JSON, max_size=4),
             st.booleans(),
+            st.booleans(),
         )
     )
     files = sorted(path.name for path in feeder.checkpoint.iterdir() if path.suffix != ".json")
@@ -253,7 +263,7 @@ def strategies(feeder):
         "rows": (feeder.rows, row),
         "archives": (
             feeder.archive,
-            st.tuples(st.sampled_from(sorted(feeder.files)), DAMAGE, st.booleans()),
+            st.tuples(st.sampled_from(sorted(feeder.files)), DAMAGE, st.booleans(), st.booleans()),
         ),
         "checkpoint folders": (
             feeder.checkpoints,

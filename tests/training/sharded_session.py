@@ -37,7 +37,7 @@ def train(model, optimizer, steps: range, rank: int = 0, world: int = 1) -> list
     """The mean loss of every step, over all processes."""
     losses = []
     for step in steps:
-        own = rows()[step].chunk(world)[rank]
+        own = rows()[step].chunk(world)[rank].to(model.device)
         loss = model(input_ids=own, labels=own).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
