@@ -1,24 +1,30 @@
 """Which of several processes did not answer the others."""
 
+import logging
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import distributed
 from transformers import TrainingArguments
 
 from harmonic_sft.training.callbacks import StoppedError
 
+logger = logging.getLogger(__name__)
 KEY = "harmonic_sft/waited_in_vain/{}"  # of a process
+STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
 PATIENCE = 10.0  # seconds: the others notice at about the same time
+WARN_AFTER = 0.8  # of the timeout: before NCCL ends the process
 
 
 @contextmanager
 def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     """Say which processes did not answer, when this one has waited for `ddp_timeout` seconds.
 
-    That error comes with gloo, on CPUs. NCCL ends a process that waited, and names none.
+    That error comes with gloo, on CPUs. NCCL ends a process that waited, and names none: the log
+    has named those that are behind by then.
 
     Args:
         args: Of the trainer.
@@ -29,6 +35,9 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     # transformers 5.23 forgets it on CPUs; torch has no public way to set it later.
     if args.world_size > 1:
         distributed.distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
+    ended = threading.Event()
+    if args.world_size > 1:
+        threading.Thread(target=_watch, args=(args, ended), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
@@ -39,6 +48,34 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
             f"{args.ddp_timeout} seconds, got no answer from {_silent(args)} of {args.world_size}, "
             "counted from 0. Look what became of it; resume=true continues from the last checkpoint"
         ) from error
+    finally:
+        ended.set()
+
+
+def _watch(args: TrainingArguments, ended: threading.Event) -> None:
+    """Log which processes have started fewer exchanges than this one, when it has waited long."""
+    store = distributed.distributed_c10d._get_default_store()
+    group: Any = distributed.distributed_c10d._get_default_group()
+    own, since = -1, time.monotonic()
+    while not ended.wait(1.0):
+        before, own = own, group._get_sequence_number_for_group()
+        if own != before:
+            since = time.monotonic()
+            store.set(STARTED.format(args.process_index), str(own))
+        elif time.monotonic() - since > WARN_AFTER * args.ddp_timeout:
+            keys = [STARTED.format(rank) for rank in range(args.world_size)]
+            found = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+            if behind := [rank for rank, count in enumerate(found) if count < own]:
+                logger.error(
+                    "Process %d has waited for %.0f of the %.0f seconds of training.ddp_timeout; "
+                    "behind are %s of %d, counted from 0.",
+                    args.process_index,
+                    time.monotonic() - since,
+                    args.ddp_timeout,
+                    behind,
+                    args.world_size,
+                )
+                return
 
 
 def _silent(args: TrainingArguments) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,3 +112,7 @@ def test_a_frozen_process_is_named(make_yaml, rank):
     assert done.returncode == 1
     message = f"within training.ddp_timeout, 30 seconds, got no answer from [{rank}] of 2"
     assert message in done.stderr
+    # Said before; here process 0 has the store, under torchrun none of them.
+    if rank == 1:
+        said = r"Process 0 has waited for 2\d of the 30 seconds .*behind are \[1\] of 2"
+        assert re.search(said, done.stderr)
