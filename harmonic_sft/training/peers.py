@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import distributed
@@ -57,25 +57,23 @@ def _watch(args: TrainingArguments, ended: threading.Event) -> None:
     store = distributed.distributed_c10d._get_default_store()
     group: Any = distributed.distributed_c10d._get_default_group()
     own, since = -1, time.monotonic()
-    while not ended.wait(1.0):
-        before, own = own, group._get_sequence_number_for_group()
-        if own != before:
-            since = time.monotonic()
-            store.set(STARTED.format(args.process_index), str(own))
-        elif time.monotonic() - since > WARN_AFTER * args.ddp_timeout:
-            keys = [STARTED.format(rank) for rank in range(args.world_size)]
-            found = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-            if behind := [rank for rank, count in enumerate(found) if count < own]:
-                logger.error(
-                    "Process %d has waited for %.0f of the %.0f seconds of training.ddp_timeout; "
-                    "behind are %s of %d, counted from 0.",
-                    args.process_index,
-                    time.monotonic() - since,
-                    args.ddp_timeout,
-                    behind,
-                    args.world_size,
-                )
-                return
+    with suppress(RuntimeError):  # the store went with its process
+        while not ended.wait(1.0):
+            before, own = own, group._get_sequence_number_for_group()
+            waited = time.monotonic() - since
+            if own != before:
+                since = time.monotonic()
+                store.set(STARTED.format(args.process_index), str(own))
+            elif waited > WARN_AFTER * args.ddp_timeout:
+                keys = [STARTED.format(rank) for rank in range(args.world_size)]
+                found = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+                if behind := [rank for rank, count in enumerate(found) if count < own]:
+                    logger.error(
+                        "Process %d has waited for %.0f of the %d seconds of training.ddp_timeout; "
+                        "behind are %s of %d, counted from 0.",
+                        *(args.process_index, waited, args.ddp_timeout, behind, args.world_size),
+                    )
+                    return
 
 
 def _silent(args: TrainingArguments) -> list[int]:

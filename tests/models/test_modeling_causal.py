@@ -218,6 +218,12 @@ def test_the_loss_is_that_of_the_next_tokens(bases):
     assert shown.logits.shape == (2, 10, V)
 
 
+def test_nobody_takes_the_head_for_a_linear_softmax(bases):
+    model = make(bases)
+    assert model.get_output_embeddings() is None
+    assert "weight" in dict(model.dist_head.named_parameters())
+
+
 def test_labels_that_are_shifted_already_are_not_shifted_again(bases):
     model = make(bases)
     labels = ROWS.clone()
