@@ -1,4 +1,7 @@
-"""TRL's five trainers through harmonic_sft.integrations.trl; they need this package."""
+"""TRL's five trainers through harmonic_sft.integrations.trl; they need this package.
+
+Another version: .venv/ecosystem/bin/python -m pip install --no-deps trl==1.7.0, then this file.
+"""
 
 import re
 from pathlib import Path
