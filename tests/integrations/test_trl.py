@@ -1,9 +1,11 @@
 """What TRL is told of each token; its trainers themselves are in tests/ecosystem."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from harmonic_sft.integrations import trl
 from harmonic_sft.models import HarmonicForCausalLM, build_head
@@ -144,6 +146,57 @@ def test_without_the_flag_the_model_is_as_before(model):
     assert torch.equal(patched(ids, labels=ids).loss, plain(ids, labels=ids).loss)
     words = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     assert torch.equal(patched.generate(ids, **words), plain.generate(ids, **words))
+
+
+def test_the_sums_of_a_chunked_loss_are_those_of_the_logits(model):
+    plain = copy.deepcopy(model[1])
+    chunked = copy.deepcopy(plain)
+    trl.add_chunked_head_(chunked, SimpleNamespace)
+    ids = torch.arange(3, 15).view(2, 6)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    found = chunked(input_ids=ids, labels=labels)
+    logits = plain(ids).logits[:, :-1][labels[:, 1:] != -100]
+    targets = ids[:, 1:][labels[:, 1:] != -100]
+    entropy = torch.distributions.Categorical(logits=logits).entropy().sum().item()
+    assert found.loss.item() == pytest.approx(plain(ids, labels=labels).loss.item(), rel=1e-5)
+    assert found.entropy_sum.item() == pytest.approx(entropy, rel=1e-4)
+    assert found.num_correct_tokens == (logits.argmax(-1) == targets).sum()
+    assert found.num_valid_tokens == len(targets) == 7
+    assert torch.equal(chunked(ids).logits, plain(ids).logits)
+
+
+def test_before_1_15_the_sft_trainer_gets_logits_and_our_chunked_loss(model):
+    class Trainer:
+        def compute_loss(self, model, inputs):
+            return inputs
+
+    others = []
+    sft = SimpleNamespace(
+        SFTTrainer=Trainer,
+        _ChunkedCELMHeadOutput=SimpleNamespace,
+        _patch_chunked_ce_lm_head=lambda model, size: others.append(model),
+    )
+    own = {**vars(sft), "compute_loss": Trainer.compute_loss}
+    restore = trl._patch_older(sft)
+    other = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    for owner, loss_type, expected in (
+        (model[1], "nll", {"output_logits": True}),
+        (model[1], "chunked_nll", {}),
+        (other, "nll", {}),
+    ):
+        trainer = Trainer()
+        trainer.model, trainer.args = owner, SimpleNamespace(loss_type=loss_type)
+        assert trainer.compute_loss(owner, {}) == expected
+    decoder = copy.deepcopy(model[1])
+    sft._patch_chunked_ce_lm_head(decoder, 8)
+    assert decoder(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).num_valid_tokens == 1
+    sft._patch_chunked_ce_lm_head(other, 8)
+    assert others == [other]
+    assert transformers.HarmonicForCausalLM is HarmonicForCausalLM
+    restore()
+    assert {**vars(sft), "compute_loss": Trainer.compute_loss} == own
+    assert "HarmonicForCausalLM" not in vars(transformers)
 
 
 def test_a_router_loss_is_refused(model):
