@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.harmonic_loss import cosets, mnist, toy
+from experiments.harmonic_loss import cosets, gpt, mnist, toy
 from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
@@ -20,10 +20,11 @@ from experiments.harmonic_loss.cells import (
     train_cells,
 )
 from experiments.harmonic_loss.draw import DRAW, draw_mnist
+from harmonic_sft.eval.statistics import show_interval
 from harmonic_sft.results import environment, read_results, show_table, write_results
 
 logger = logging.getLogger(__name__)
-FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "6", "7", "10", "12", "B")
+FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "5", "6", "7", "10", "12", "B")
 COLUMNS = ["cell", "variance (%)", "+-", "least", "median", "most", ">= 98", "chance"]
 COLUMNS += ["published", "reproduced", "accuracy", "no dropout", "chance"]
 COLUMNS += ["converged", "epoch", "gap"]
@@ -45,6 +46,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
     parser.add_argument("--mnist", type=Path, help="folder of the digits, for figure 4-mnist")
+    parser.add_argument("--data", type=Path, help="folder of texts and words, for figure 5")
     parser.add_argument("--tabulate", action="store_true", help="train nothing, use what there is")
     parser.add_argument("--draw", action="store_true", help="draw the results file again")
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="a folder")
@@ -100,6 +102,8 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         lines = [[row[key] for key in keys] for row in payload["rows"]]
         show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
         return payload
+    if options.figure == "5":
+        return _language(options)
     rows = _cells(options)
     found = compare(rows, pairs_of(options.figure))
     if found:
@@ -107,6 +111,31 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         lines = [[*one["names"], *one["means"], one["p"], one["p_holm"]] for one in found]
         show_table("Mann-Whitney tests over seeds", columns, lines)
     return {"rows": rows, "pairs": found}
+
+
+def _language(options: argparse.Namespace) -> dict[str, Any]:
+    """Train the small GPT-2, print its tables and return what they show."""
+    if options.data is None:
+        raise ValueError("data: expected the folder of texts and words, got nothing. Say --data")
+    num_steps = 4 if options.quick else gpt.NUM_STEPS
+    payload = gpt.run(options.data, options.seeds, num_steps, options.out, options.only)
+    lines = [
+        [line["arm"], line["h_exp"], line["rate"]]
+        + [show_interval(line[key]) if key in line else None for key in gpt.LOSSES]
+        for line in payload["summary"]
+    ]
+    columns = ["arm", "h_exp", "rate", *gpt.LOSSES]
+    title = f"test, nats a token; unigram frequencies {payload['unigram_loss']:.3f}"
+    show_table(title, columns, lines)
+    for line in payload["summary"][1:]:
+        lines = [
+            [task, payload["num_pairs"][task]]
+            + [one[task][key] for one in line["tasks"].values() for key in ("mean", "linear")]
+            for task in payload["num_pairs"]
+        ]
+        columns = [f"{key}{own}" for key in gpt.MEASURES for own in ("", ", linear")]
+        show_table(f"words, {line['arm']}", ["task", "pairs", *columns], lines)
+    return payload
 
 
 def _cells(options: argparse.Namespace) -> list[Row]:
