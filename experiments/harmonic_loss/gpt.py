@@ -75,7 +75,9 @@ def read_corpus(folder: Path) -> Corpus:
     rows = held_out[: len(held_out) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     last = NUM_VALIDATION + NUM_TEST
-    return Corpus(torch.cat([train, valid]), rows[:NUM_VALIDATION], rows[NUM_VALIDATION:last], tokenizer)
+    return Corpus(
+        torch.cat([train, valid]), rows[:NUM_VALIDATION], rows[NUM_VALIDATION:last], tokenizer
+    )
 
 
 def unigram_loss(corpus: Corpus) -> float:
