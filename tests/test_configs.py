@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,25 @@ def test_every_file_can_be_read_and_names_itself(path):
     assert all(line.startswith("#") for line in header.splitlines())
     assert str(path.relative_to(ROOT)) in header
     assert "Hardware:" in header
+
+
+def test_the_header_of_gpt2_has_the_exponents_of_three_models_and_the_linear_one():
+    path = ROOT / "configs" / "causal" / "gpt2_scratch.yaml"
+    found = [load_run_config(path)]
+    header = path.read_text().split("model:")[0]
+    for name in ("text", "script"):
+        override = re.search(rf"^#   {name} +'(.*?)'", header, re.M)[1]
+        found.append(load_run_config(path, [override]))
+    assert [run.h_exp.start for run in found] == [-28.0, -14.0, -768.0]
+    assert all(run.h_exp.start == run.h_exp.end for run in found)
+    lines = re.findall(r"^#   (('head=|'loss=).*)$", header, re.M)
+    run = load_run_config(path, shlex.split(" ".join(line for line, _ in lines)))
+    assert (run.head.name, run.head.tie, run.h_exp, run.loss.name) == (
+        "linear",
+        True,
+        None,
+        "cross_entropy",
+    )
 
 
 def test_there_are_at_most_twenty_files():

@@ -21,7 +21,7 @@ from harmonic_sft.results import environment, read_results, write_results
 
 logger = logging.getLogger(__name__)
 VOCAB_SIZE, WIDTH, NUM_BLOCKS, CONTEXT, ROWS = 8192, 128, 4, 128, 4
-NUM_STEPS, TUNING_STEPS, CURVE_EVERY = 1000, 250, 100
+NUM_STEPS, TUNING_STEPS, CURVE_EVERY = 700, 250, 100
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TUNING_SEED = 100
 NUM_VALIDATION, NUM_TEST = 32, 128  # rows of CONTEXT + 1 tokens
@@ -234,7 +234,7 @@ def run(data: Path, num_seeds: int, num_steps: int, out: Path, only: str = "") -
     Args:
         data: With `text` and `function_vectors`.
         num_seeds: Seeds 0, 1, ...
-        num_steps: Of each model; a quarter of them for each learning rate.
+        num_steps: Of each model; at most 250 of them for each learning rate.
         out: For one file for each model, and its weights.
         only: A part of an arm's name. The linear head always counts.
 
@@ -246,7 +246,7 @@ def run(data: Path, num_seeds: int, num_steps: int, out: Path, only: str = "") -
     tasks = dict(_tasks(data / "function_vectors", corpus.tokenizer))
     rows, cells = [], out / "cells"
     arms = [arm for arm in ARMS if only in arm or arm == "linear"]
-    rates = {arm: _rate(arm, corpus, max(1, num_steps // 4), cells) for arm in arms}
+    rates = {arm: _rate(arm, corpus, min(TUNING_STEPS, num_steps), cells) for arm in arms}
     for seed in range(num_seeds):
         for arm in arms:
             path = cells / f"gpt-{arm}-num_steps={num_steps}-seed_{seed}.json"
