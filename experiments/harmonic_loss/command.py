@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.harmonic_loss import cosets, gpt, mnist, toy
+from experiments.harmonic_loss import cosets, gpt, mnist, probes, toy
 from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
@@ -20,11 +20,14 @@ from experiments.harmonic_loss.cells import (
     train_cells,
 )
 from experiments.harmonic_loss.draw import DRAW, draw_mnist
+from experiments.harmonic_loss.draw_language import draw_language, draw_probes
 from harmonic_sft.eval.statistics import show_interval
 from harmonic_sft.results import environment, read_results, show_table, write_results
 
 logger = logging.getLogger(__name__)
-FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "5", "6", "7", "10", "12", "B")
+DRAW_WHOLE = {"4-mnist": draw_mnist, "5": draw_language, "probes": draw_probes}
+FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "5", "6", "7", "10", "12", "B", "probes")
+QUICK_STEPS = 4  # of a language model
 COLUMNS = ["cell", "variance (%)", "+-", "least", "median", "most", ">= 98", "chance"]
 COLUMNS += ["published", "reproduced", "accuracy", "no dropout", "chance"]
 COLUMNS += ["converged", "epoch", "gap"]
@@ -46,7 +49,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
     parser.add_argument("--mnist", type=Path, help="folder of the digits, for figure 4-mnist")
-    parser.add_argument("--data", type=Path, help="folder of texts and words, for figure 5")
+    parser.add_argument("--data", type=Path, help="folder of texts, for 5 and probes")
     parser.add_argument("--tabulate", action="store_true", help="train nothing, use what there is")
     parser.add_argument("--draw", action="store_true", help="draw the results file again")
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="a folder")
@@ -64,8 +67,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
         path = write_results(options.out, figure, found)
         logger.info("Results: %s", path)
     payload = read_results(path)
-    if options.figure == "4-mnist":
-        picture = draw_mnist(payload, path.with_suffix(".png"))
+    if options.figure in DRAW_WHOLE:
+        picture = DRAW_WHOLE[options.figure](payload, path.with_suffix(".png"))
     else:
         picture = DRAW[options.figure](payload["rows"], path.with_suffix(".png"))
     logger.info("Picture: %s", picture)
@@ -102,8 +105,11 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         lines = [[row[key] for key in keys] for row in payload["rows"]]
         show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
         return payload
-    if options.figure == "5":
-        return _language(options)
+    if options.figure in ("5", "probes"):
+        if options.data is None:
+            raise ValueError("data: expected a folder of texts, got nothing. Say --data")
+        num_steps = QUICK_STEPS if options.quick else gpt.NUM_STEPS
+        return (_language if options.figure == "5" else _probes)(options, num_steps)
     rows = _cells(options)
     found = compare(rows, pairs_of(options.figure))
     if found:
@@ -113,11 +119,8 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "pairs": found}
 
 
-def _language(options: argparse.Namespace) -> dict[str, Any]:
+def _language(options: argparse.Namespace, num_steps: int) -> dict[str, Any]:
     """Train the small GPT-2, print its tables and return what they show."""
-    if options.data is None:
-        raise ValueError("data: expected the folder of texts and words, got nothing. Say --data")
-    num_steps = 4 if options.quick else gpt.NUM_STEPS
     payload = gpt.run(options.data, options.seeds, num_steps, options.out, options.only)
     lines = [
         [line["arm"], line["h_exp"], line["rate"]]
@@ -135,6 +138,26 @@ def _language(options: argparse.Namespace) -> dict[str, Any]:
         ]
         columns = [f"{key}{own}" for key in gpt.MEASURES for own in ("", ", linear")]
         show_table(f"words, {line['arm']}", ["task", "pairs", *columns], lines)
+    return payload
+
+
+def _probes(options: argparse.Namespace, num_steps: int) -> dict[str, Any]:
+    """Probe hidden layers, print the table and return what it shows."""
+    num_pool = 60 if options.quick else probes.NUM_POOL
+    payload = probes.run(options.data, options.seeds, num_steps, options.out, num_pool)
+    lines = [
+        [row[key] for key in probes.KEYS]
+        + [show_interval(row[key], scale=100, digits=1) for key in probes.METRICS]
+        + [f"{100 * payload['chance'][row['task']][key]:.1f}" for key in probes.METRICS]
+        for row in payload["rows"]
+    ]
+    columns = [*probes.KEYS, "accuracy (%)", "F1 (%)", "commoner class", "its F1"]
+    show_table("Probes of hidden layers", columns, lines)
+    lines = [
+        [*(one[key] for key in probes.KEYS[1:]), show_interval(one["difference"]), one["verdict"]]
+        for one in payload["pairs"]
+    ]
+    show_table("harmonic - linear GPT, accuracy", [*probes.KEYS[1:], "difference", ""], lines)
     return payload
 
 
