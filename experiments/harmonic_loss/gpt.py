@@ -24,6 +24,7 @@ VOCAB_SIZE, WIDTH, NUM_BLOCKS, CONTEXT, ROWS = 8192, 128, 4, 128, 4
 NUM_STEPS, TUNING_STEPS, CURVE_EVERY = 700, 250, 100
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TUNING_SEED = 100
+FACTORS = [1.0, *(0.7 + 0.05 * step for step in range(13))]  # of the logits: 0.7 to 1.3
 NUM_VALIDATION, NUM_TEST = 32, 128  # rows of CONTEXT + 1 tokens
 TRAINING_TEXTS = ("wiki_articles.txt", "wikitext2_valid.txt")
 HELD_OUT_TEXT = "wikitext2_test.txt"
@@ -186,9 +187,6 @@ def _rate(arm: str, corpus: Corpus, num_steps: int, folder: Path) -> dict[str, A
     return read_results(path)
 
 
-FACTORS = [1.0, *(0.7 + 0.05 * step for step in range(13))]  # of the logits: 0.7 to 1.3
-
-
 def _run_once(
     arm: str, rate: float, seed: int, corpus: Corpus, num_steps: int, tasks: dict[str, Pairs]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -239,9 +237,14 @@ def run(data: Path, num_seeds: int, num_steps: int, out: Path, only: str = "") -
         only: A part of an arm's name. The linear head always counts.
 
     Returns:
-        `rows`, see `_run_once`; `rates`; `unigram_loss` (nats); `num_pairs` by task; and
-        `summary`, see `compare`.
+        `rows`, see `_run_once`; `rates`; `unigram_loss` (nats); `num_pairs` by task and
+        `median_count`, how often its words stand in the training text; `summary`, see `compare`.
+
+    Raises:
+        ValueError: No arm of that name, or a file is missing.
     """
+    if not any(only in arm for arm in ARMS):
+        raise ValueError(f"only: expected a part of one of {list(ARMS)}, got {only!r}")
     corpus = read_corpus(data / "text")
     tasks = dict(_tasks(data / "function_vectors", corpus.tokenizer))
     rows, cells = [], out / "cells"
@@ -258,13 +261,28 @@ def run(data: Path, num_seeds: int, num_steps: int, out: Path, only: str = "") -
                 write_results(cells, path.stem, {**row, "environment": environment()})
                 logger.info("%s: test loss %.4f", path.stem, row["loss"])
             rows.append(read_results(path))
+    counts = corpus.train.bincount(minlength=VOCAB_SIZE)
     return {
-        "rows": [{k: v for k, v in row.items() if k != "environment"} for row in rows],
+        "rows": [_compact(row) for row in rows],
         "rates": {arm: found["losses"] for arm, found in rates.items()},
         "unigram_loss": unigram_loss(corpus),
         "num_pairs": {name: len(pairs) for name, pairs in tasks.items()},
+        "median_count": {
+            name: int(counts[torch.tensor(pairs).unique()].median())
+            for name, pairs in tasks.items()
+        },
         "summary": compare(rows),
     }
+
+
+def _compact(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the picture needs of a row."""
+    kept = {key: row[key] for key in row if key not in ("environment", "untrained")}
+    layers = {
+        task: [[round(loss, 4) for loss in losses] for losses in found]
+        for task, found in row["layers"].items()
+    }
+    return kept | {"layers": layers}
 
 
 def _tasks(folder: Path, tokenizer: ByteLevelBPETokenizer) -> Iterator[tuple[str, Pairs]]:
@@ -289,7 +307,8 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         For each arm `loss`, `best_loss` and `accuracy`, intervals over seeds; for a distance head
         also `behind`, of the differences in loss, and `tasks`: by task and measure the interval of
-        the differences, `p_holm` over the tasks of that measure, and a `verdict`.
+        the differences, `p_holm` over the tasks of that measure, a `verdict`, and the mean of this
+        head, of the `linear` one and of the `untrained` models, which are the same for both.
     """
     by_arm = {arm: [row for row in rows if row["arm"] == arm] for arm in ARMS}
     found = []
@@ -314,7 +333,9 @@ def _task_lines(pairs: Sequence[tuple[Any, Any]], measure: str) -> dict[str, Any
         values = [[row["tasks"][task][measure] for row in pair] for pair in pairs]
         difference = t_interval([one - other for one, other in values])
         own, linear = (fmean(side) for side in zip(*values, strict=True))
-        lines[task] = {"mean": own, "linear": linear, "difference": difference}
+        untrained = fmean(one["untrained"][task][measure] for one, _ in pairs)
+        lines[task] = {"mean": own, "linear": linear, "untrained": untrained}
+        lines[task]["difference"] = difference
     corrected = holm([line["difference"]["p"] for line in lines.values()])
     for line, p in zip(lines.values(), corrected, strict=True):
         line |= {"p_holm": p, "verdict": verdict(line["difference"], p)}

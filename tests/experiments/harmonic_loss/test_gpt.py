@@ -81,7 +81,7 @@ def test_arms_are_compared_seed_by_seed():
     def row(arm, seed, loss, score):
         tasks = {task: dict.fromkeys(gpt.MEASURES, score) for task in ("one", "two")}
         known = {"loss": loss, "best_loss": loss, "accuracy": 0.1, "rate": 1e-3, "tasks": tasks}
-        return {"arm": arm, "seed": seed, **known}
+        return {"arm": arm, "seed": seed, "untrained": tasks, **known}
 
     rows = [row("linear", seed, 5 + seed, 1 + seed) for seed in range(3)]
     rows += [row("text", seed, 5.1 + seed + 0.01 * seed, 0.5 + seed) for seed in range(3)]
@@ -90,7 +90,7 @@ def test_arms_are_compared_seed_by_seed():
     assert text["behind"]["mean"] == pytest.approx(0.11)
     assert text["behind"]["half_width"] == pytest.approx(4.303 * 0.01 / 3**0.5, rel=1e-3)
     line = text["tasks"]["ratio"]["one"]
-    assert (line["mean"], line["linear"]) == (1.5, 2.0)
+    assert (line["mean"], line["linear"], line["untrained"]) == (1.5, 2.0, 1.5)
     assert line["verdict"] == "lower"
 
 
@@ -112,7 +112,10 @@ def test_the_commands_run_and_draw_again(language_data, tiny_base, tmp_path, mon
     ]
     row = payload["rows"][0]
     assert row["num_tokens"] == 4 * gpt.ROWS * gpt.CONTEXT
-    assert row["tasks"].keys() == row["layers"].keys() == row["untrained"].keys()
+    assert row["tasks"].keys() == row["layers"].keys() == payload["median_count"].keys()
+    assert payload["median_count"]["antonym"] > 100
+    untrained = payload["summary"][1]["tasks"]["full_ratio"]["antonym"]["untrained"]
+    assert untrained == pytest.approx(1, abs=0.2)
     assert "behind" in capsys.readouterr().out
     monkeypatch.setattr(gpt, "train", None)
     assert main([*command, "--only", "comment"]) == 0  # nothing is trained again
