@@ -192,7 +192,8 @@ MEASURED = ("behind", "share_ratio", "alignment_ratio")
 
 
 def _masked(options: argparse.Namespace) -> None:
-    path = options.output / f"{options.prefix}language_masked.jsonl"
+    name = {"masked": "language_masked", "bias": "language_bias"}[options.part]
+    path = options.output / f"{options.prefix}{name}.jsonl"
     store = Store(path, masked.KEYS, deadline=options.deadline)
     base_steps, num_steps = masked.BASE_STEPS, masked.NUM_STEPS
     if options.quick:
@@ -202,8 +203,12 @@ def _masked(options: argparse.Namespace) -> None:
             options.data, options.output, made_with, options.base, base_steps
         )
     )
-    bases = [options.made_with] if options.made_with else masked.BASES
-    rates = masked.run_arms(store, load, bases, options.seeds, num_steps)
+    bases: Sequence[str] = [options.made_with] if options.made_with else masked.BASES
+    if options.part == "bias":
+        arms, bases = {"names": tuple(masked.BIAS_ARMS), "known": masked.BIAS_RATES}, ["linear"]
+    else:
+        arms = {}
+    rates = masked.run_arms(store, load, bases, options.seeds, num_steps, **arms)
     rows = masked.summarize(store, rates, options.seeds)
     lines = [
         [
@@ -214,13 +219,14 @@ def _masked(options: argparse.Namespace) -> None:
             *(_shown_gain(row) if "gain" in row else (None, None)),
             row.get("verdict"),
             {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
+            show_interval(row["bias"]) if "bias" in row else None,
         ]
         for row in rows
     ]
     columns = ["base", "arm", "rate", "loss, nats", "as trained", "accuracy", "gain, nats"]
-    show_table("Masked language", [*columns, "by article", "", "Holm"], lines)
+    show_table("Masked language", [*columns, "by article", "", "Holm", "gain of the bias"], lines)
     payload = {"rates": rates, "rows": rows}
-    path = _write(options, "language_masked", payload)
+    path = _write(options, name, payload)
     if lines:
         logger.info("Picture: %s", draw_masked(payload, path.with_suffix(".png")))
 
@@ -230,4 +236,10 @@ def _shown_gain(row: dict[str, Any]) -> tuple[str, str | None]:
     return show_interval(row["gain"]), ends and f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
-PARTS = {"classes": _classes, "masked": _masked, "bottleneck": _bottleneck, "language": _language}
+PARTS = {
+    "classes": _classes,
+    "masked": _masked,
+    "bias": _masked,
+    "bottleneck": _bottleneck,
+    "language": _language,
+}

@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from harmonic_sft.eval.scoring import score_batch
 from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval, holm, t_interval
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import CosineHead, DistLayer, Head, LinearHead, build_head
+from harmonic_sft.ops import LossOptions, distance_cross_entropy
 from harmonic_sft.training.loading import check_weights, locate_base
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,34 @@ ARMS = {
     "learned scale": Arm({**SPHERE, "learn_h_exp": True}),
     "linear, E": Arm({"name": "linear"}),
 }
-HELD = ("dist -12", "dist -24", "annealed fast", "annealed slow")  # their exponent is the method
+# Part 2b: what a bias is worth; what part 2 has chosen is not chosen again.
+BIAS_ARMS = {
+    "linear": ARMS["linear"],
+    "dist -12": ARMS["dist -12"],
+    "dist -12, bias": Arm(SPHERE),
+    "linear, no bias": Arm({"name": "linear", "bias": False}),
+    "euclid": ARMS["euclid"],
+    "euclid, bias": ARMS["euclid"],
+}
+WITHOUT = {
+    "linear": "linear, no bias",
+    "dist -12, bias": "dist -12",
+    "euclid, bias": "euclid",
+}
+BIAS_RATES = {"linear": 0.3 * LEARNING_RATE, "dist -12": LEARNING_RATE}
+HELD = ("dist -12", "dist -24", "annealed fast", "annealed slow", "dist -12, bias")
+
+
+class BiasedDistLayer(DistLayer):
+    """A distance head with a learned log prior b: p_j ~ exp(b_j) * (d_j ** 2) ** h_exp."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, vocab_size, **options)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]`."""
+        return super().forward(hidden_states) + self.bias
 
 
 class Rows(NamedTuple):
@@ -272,6 +300,17 @@ def finish(block: BertLayer, states: Tensor, places: Tensor) -> Tensor:
 
 def _loss(head: Head, states: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each token, `[N]`, without the logits of all."""
+    if isinstance(head, BiasedDistLayer):
+        exponent = head.h_exp if head.log_steepness is None else -head.log_steepness.exp()
+        return distance_cross_entropy(
+            states,
+            head.weight,
+            labels,
+            h_exp=exponent,
+            unit_sphere=head.unit_sphere,
+            eps=head.eps,
+            options=LossOptions(class_bias=head.bias),
+        )
     return CrossEntropyLoss()(head, states, labels)
 
 
@@ -287,6 +326,8 @@ def scale_logits_(head: Head, factor: float) -> Head:
     else:
         assert isinstance(head, DistLayer), "every other arm has an exponent"
         head.h_exp = factor * head.h_exp
+        if isinstance(head, BiasedDistLayer):
+            head.bias.mul_(factor)
     return head
 
 
@@ -311,10 +352,14 @@ def fit(head: Head, states: Tensor, labels: Tensor) -> Fit:
 
 def start_head(arm: str, base: Base) -> Head:
     """Return the head of an arm as its run begins, at the best factor where that is free."""
-    embeddings = base.embeddings
-    head = build_head(
-        ARMS[arm].settings, hidden_size=embeddings.shape[1], vocab_size=len(embeddings)
-    ).initialize_(embeddings)
+    embeddings, settings = base.embeddings, {**ARMS, **BIAS_ARMS}[arm].settings
+    vocab_size, hidden_size = embeddings.shape
+    if arm in ("dist -12, bias", "euclid, bias"):
+        options = {name: value for name, value in settings.items() if name != "name"}
+        head: Head = BiasedDistLayer(hidden_size, vocab_size, **options)
+    else:
+        head = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
+    head.initialize_(embeddings)
     if arm == "linear":
         head.load_state_dict({"weight": embeddings, "bias": base.bias})
     if arm not in HELD:
@@ -359,7 +404,7 @@ def evaluate(head: Head, block: BertLayer, part: Part) -> dict[str, Any]:
 def run_once(base: Base, arm: str, rate: float, seed: int, num_steps: int) -> dict[str, Any]:
     """Train and score one arm; the tuning seed sees the validation part, others the test part."""
     head, block = start_head(arm, base), copy.deepcopy(base.block)
-    train, schedule = base.parts["train"], ARMS[arm].h_exp
+    train, schedule = base.parts["train"], {**ARMS, **BIAS_ARMS}[arm].h_exp
     batches = draw_batches(len(train.labels), num_steps, seed)
 
     def loss_at(step: int) -> Tensor:
@@ -375,7 +420,13 @@ def run_once(base: Base, arm: str, rate: float, seed: int, num_steps: int) -> di
 
 
 def run_arms(
-    store: Store, load: Callable[[str], Base], bases: Sequence[str], num_seeds: int, num_steps: int
+    store: Store,
+    load: Callable[[str], Base],
+    bases: Sequence[str],
+    num_seeds: int,
+    num_steps: int,
+    names: Sequence[str] | None = None,
+    known: Mapping[str, float] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Train all arms in the protocol's order, as far as the time goes.
 
@@ -385,6 +436,8 @@ def run_arms(
         bases: A choice of `BASES`.
         num_seeds: How many seeds each arm has.
         num_steps: Of every arm.
+        names: Of the arms, the first two take turns; those of part 2 if None.
+        known: Learning rates that are not chosen again.
 
     Returns:
         By base, the learning rates of the arms.
@@ -396,6 +449,8 @@ def run_arms(
         return store.get(lambda: run_once(load(base), arm, rate, seed, steps), **key)
 
     def choose(base: str, arm: str) -> dict[str, float]:
+        if known and arm in known:
+            return {arm: known[arm]}
         kept(base, arm, 0.0, TUNING_SEED)
         tried = [kept(base, arm, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
         found = [(run["loss"], run["rate"]) for run in tried if run is not None]
@@ -404,7 +459,7 @@ def run_arms(
     rates: dict[str, dict[str, float]] = {}
     for base in bases:
         chosen = rates.setdefault(base, {})
-        arms = [arm for arm in ARMS if (base, arm) != ("dist", "linear, E")]  # there it is linear
+        arms = [arm for arm in names or ARMS if (base, arm) != ("dist", "linear, E")]  # there it is linear
         for group in (arms[:2], *([arm] for arm in arms[2:])):
             for arm in group:
                 chosen |= choose(base, arm)
@@ -421,7 +476,8 @@ def summarize(
 
     Returns:
         `loss`, `as_trained` and `accuracy` (see `t_interval`); `gain` over linear on the same base,
-        `articles`, its interval by resampling articles, and `verdict`; `rejected` says whether
+        `articles`, its interval by resampling articles, and `verdict`; `bias`, what an arm gains
+        over the same one without a bias, where both were run; `rejected` says whether
         Holm's procedure rejects a gain that is not the primary one; `edge`, whether the learning
         rate is the least or largest that was tried. A last row has the mean of the primary gain
         over both bases.
@@ -448,6 +504,12 @@ def summarize(
                 )
                 tokens = found[0]["tokens"]
                 row |= _gain(gains[base, arm], tokens)
+            if len(without := runs.get(WITHOUT.get(arm, ""), ())) == num_seeds:
+                pairs = [
+                    np.subtract(a["losses"], b["losses"])
+                    for a, b in zip(without, found, strict=True)
+                ]
+                row["bias"] = _gain(np.array(pairs), found[0]["tokens"])["gain"]
             rows.append(row)
     primary = [gains[base, "dist -12"] for base in BASES if (base, "dist -12") in gains]
     if len(primary) == len(BASES):

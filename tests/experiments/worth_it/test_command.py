@@ -91,6 +91,15 @@ def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, mo
     assert main([*arguments, "--minutes", "0"]) == 0
     assert read(tmp_path / "out", "language_masked")["rows"] == found["rows"]
     assert "gain, nats" in capsys.readouterr().out
+    monkeypatch.undo()
+    for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
+        monkeypatch.setattr(masked, name, value)
+    monkeypatch.setattr(masked, "FACTORS", (1,))
+    assert main([*arguments[:3], "bias", *arguments[4:]]) == 0
+    rows = read(tmp_path / "out", "language_bias")["rows"]
+    assert [row["arm"] for row in rows] == list(masked.BIAS_ARMS)
+    assert {row["arm"] for row in rows if "bias" in row} == set(masked.WITHOUT)
+    assert {row["rate"] for row in rows[:2]} == set(masked.BIAS_RATES.values())
 
 
 @pytest.mark.parametrize("seeds", ["0", "-1"])

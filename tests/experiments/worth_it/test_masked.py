@@ -119,9 +119,11 @@ def test_the_base_trains_its_blocks_and_keeps_its_embeddings(bases, tiny_base, d
     assert bases["dist"].bias.abs().max() == 0
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", {**ARMS, **masked.BIAS_ARMS})
 def test_a_factor_multiplies_the_logits(bases, arm):
     head = start_head(arm, bases["linear"])
+    if isinstance(head, masked.BiasedDistLayer):
+        torch.nn.init.normal_(head.bias)
     states = torch.randn(5, 32)
     expected = 1.7 * head(states)
     torch.testing.assert_close(scale_logits_(head, 1.7)(states), expected, rtol=1e-4, atol=1e-4)
@@ -142,6 +144,26 @@ def test_only_a_free_scale_starts_at_its_best(small, monkeypatch, arm):
         assert head.h_exp == ARMS[arm].settings["h_exp"]
     else:
         assert found.factor == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("arm", ["dist -12, bias", "euclid, bias"])
+def test_a_log_prior_is_added_to_the_logits_and_learns(bases, arm):
+    head = start_head(arm, bases["linear"])
+    assert isinstance(head, masked.BiasedDistLayer)
+    torch.nn.init.normal_(head.bias)
+    states, labels = torch.randn(5, 32), torch.tensor([0, 3, 3, 1, 2])
+    distances = torch.cdist(*sides(head, states)).square()
+    expected = F.cross_entropy(head.h_exp * (distances + head.eps).log() + head.bias, labels)
+    loss = masked._loss(head, states, labels).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    one, other = (torch.autograd.grad(value, head.bias)[0] for value in (loss, expected))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert F.cross_entropy(head(states), labels).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def sides(head, states):
+    vectors = [states.double(), head.weight.double()]
+    return [F.normalize(one, dim=-1) for one in vectors] if head.unit_sphere else vectors
 
 
 def test_each_half_is_scored_at_the_factor_of_the_other(bases):
