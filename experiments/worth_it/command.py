@@ -204,11 +204,10 @@ def _masked(options: argparse.Namespace) -> None:
         )
     )
     bases: Sequence[str] = [options.made_with] if options.made_with else masked.BASES
+    names, known = tuple(masked.ARMS), {}
     if options.part == "bias":
-        arms, bases = {"names": tuple(masked.BIAS_ARMS), "known": masked.BIAS_RATES}, ["linear"]
-    else:
-        arms = {}
-    rates = masked.run_arms(store, load, bases, options.seeds, num_steps, **arms)
+        names, known, bases = tuple(masked.BIAS_ARMS), masked.BIAS_RATES, ["linear"]
+    rates = masked.run_arms(store, load, bases, options.seeds, num_steps, names, known)
     rows = masked.summarize(store, rates, options.seeds)
     lines = [
         [
@@ -220,11 +219,12 @@ def _masked(options: argparse.Namespace) -> None:
             row.get("verdict"),
             {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
             show_interval(row["bias"]) if "bias" in row else None,
+            row.get("reason"),
         ]
         for row in rows
     ]
     columns = ["base", "arm", "rate", "loss, nats", "as trained", "accuracy", "gain, nats"]
-    show_table("Masked language", [*columns, "by article", "", "Holm", "gain of the bias"], lines)
+    show_table("Masked language", [*columns, "by article", "", "Holm", "by the bias", ""], lines)
     payload = {"rates": rates, "rows": rows}
     path = _write(options, name, payload)
     if lines:

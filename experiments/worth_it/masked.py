@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertLayer
@@ -58,14 +60,20 @@ BIAS_ARMS = {
     "linear, no bias": Arm({"name": "linear", "bias": False}),
     "euclid": ARMS["euclid"],
     "euclid, bias": ARMS["euclid"],
+    "dist -12, prior": Arm(SPHERE),
+    "linear, prior": ARMS["linear"],
 }
 WITHOUT = {
     "linear": "linear, no bias",
     "dist -12, bias": "dist -12",
     "euclid, bias": "euclid",
+    "dist -12, prior": "dist -12",
+    "linear, prior": "linear",
 }
 BIAS_RATES = {"linear": 0.3 * LEARNING_RATE, "dist -12": LEARNING_RATE}
+BIAS_RATES |= {f"{arm}, prior": rate for arm, rate in BIAS_RATES.items()}
 HELD = ("dist -12", "dist -24", "annealed fast", "annealed slow", "dist -12, bias")
+HELD += ("dist -12, prior",)  # the exponent; the strength of the prior is free
 
 
 class BiasedDistLayer(DistLayer):
@@ -354,21 +362,43 @@ def start_head(arm: str, base: Base) -> Head:
     """Return the head of an arm as its run begins, at the best factor where that is free."""
     embeddings, settings = base.embeddings, {**ARMS, **BIAS_ARMS}[arm].settings
     vocab_size, hidden_size = embeddings.shape
-    if arm in ("dist -12, bias", "euclid, bias"):
+    if arm in ("dist -12, bias", "euclid, bias", "dist -12, prior"):
         options = {name: value for name, value in settings.items() if name != "name"}
         head: Head = BiasedDistLayer(hidden_size, vocab_size, **options)
     else:
         head = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
     head.initialize_(embeddings)
-    if arm == "linear":
+    if arm in ("linear", "linear, prior"):
         head.load_state_dict({"weight": embeddings, "bias": base.bias})
+    if arm in HELD and not arm.endswith("prior"):
+        return head
+    train = base.parts["train"]
+    some = slice(0, None, max(1, len(train.labels) * NUM_MASKED // FITTED_TOKENS))
+    with torch.no_grad():
+        states = finish(base.block, train.states[some], train.places[some])
+    labels = train.labels[some].flatten()
     if arm not in HELD:
-        train = base.parts["train"]
-        some = slice(0, None, max(1, len(train.labels) * NUM_MASKED // FITTED_TOKENS))
-        with torch.no_grad():
-            states = finish(base.block, train.states[some], train.places[some])
-        scale_logits_(head, fit(head, states, train.labels[some].flatten()).factor)
+        scale_logits_(head, fit(head, states, labels).factor)
+    if arm.endswith("prior"):
+        add_prior_(head, states, labels, train.labels.flatten().bincount(minlength=vocab_size))
     return head
+
+
+@torch.no_grad()
+def add_prior_(head: Head, states: Tensor, labels: Tensor, counts: Tensor) -> float:
+    """Add a share of log(1 + count) to the bias, the one that is best for `[N, D]`; return it."""
+    assert isinstance(head, LinearHead | BiasedDistLayer), "the arm has a bias"
+    assert head.bias is not None, "the arm has a bias"
+    logits, prior = head(states), counts.log1p()
+    found = minimize_scalar(
+        lambda share: F.cross_entropy(logits + share * prior, labels).item(),
+        bounds=(0.0, 2.0),
+        method="bounded",
+        options={"xatol": 1e-3},
+    )
+    head.bias.add_(found.x * prior)
+    logger.info("prior: %.3f of log(1 + count)", found.x)
+    return float(found.x)
 
 
 @torch.no_grad()
@@ -425,8 +455,8 @@ def run_arms(
     bases: Sequence[str],
     num_seeds: int,
     num_steps: int,
-    names: Sequence[str] | None = None,
-    known: Mapping[str, float] | None = None,
+    names: Sequence[str] = tuple(ARMS),
+    known: Mapping[str, float] = types.MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
     """Train all arms in the protocol's order, as far as the time goes.
 
@@ -436,7 +466,7 @@ def run_arms(
         bases: A choice of `BASES`.
         num_seeds: How many seeds each arm has.
         num_steps: Of every arm.
-        names: Of the arms, the first two take turns; those of part 2 if None.
+        names: Of the arms, the first two take turns.
         known: Learning rates that are not chosen again.
 
     Returns:
@@ -449,7 +479,7 @@ def run_arms(
         return store.get(lambda: run_once(load(base), arm, rate, seed, steps), **key)
 
     def choose(base: str, arm: str) -> dict[str, float]:
-        if known and arm in known:
+        if arm in known:
             return {arm: known[arm]}
         kept(base, arm, 0.0, TUNING_SEED)
         tried = [kept(base, arm, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
@@ -459,7 +489,8 @@ def run_arms(
     rates: dict[str, dict[str, float]] = {}
     for base in bases:
         chosen = rates.setdefault(base, {})
-        arms = [arm for arm in names or ARMS if (base, arm) != ("dist", "linear, E")]  # there it is linear
+        # "linear, E" is the linear arm on the dist base, whose own bias is 0.
+        arms = [arm for arm in names if (base, arm) != ("dist", "linear, E")]
         for group in (arms[:2], *([arm] for arm in arms[2:])):
             for arm in group:
                 chosen |= choose(base, arm)
@@ -477,7 +508,8 @@ def summarize(
     Returns:
         `loss`, `as_trained` and `accuracy` (see `t_interval`); `gain` over linear on the same base,
         `articles`, its interval by resampling articles, and `verdict`; `bias`, what an arm gains
-        over the same one without a bias, where both were run; `rejected` says whether
+        over the same one without a bias, where both were run, and for spheres `reason`, the
+        protocol's word for it; `rejected` says whether
         Holm's procedure rejects a gain that is not the primary one; `edge`, whether the learning
         rate is the least or largest that was tried. A last row has the mean of the primary gain
         over both bases.
@@ -498,33 +530,39 @@ def summarize(
             for key in SCORES:
                 row[key] = t_interval([run[key] for run in found])
             if arm != "linear":
-                pairs = list(zip(runs["linear"], found, strict=True))
-                gains[base, arm] = np.array(
-                    [np.subtract(one["losses"], other["losses"]) for one, other in pairs]
-                )
+                gains[base, arm] = _differences(runs["linear"], found)
                 tokens = found[0]["tokens"]
                 row |= _gain(gains[base, arm], tokens)
-            if len(without := runs.get(WITHOUT.get(arm, ""), ())) == num_seeds:
-                pairs = [
-                    np.subtract(a["losses"], b["losses"])
-                    for a, b in zip(without, found, strict=True)
-                ]
-                row["bias"] = _gain(np.array(pairs), found[0]["tokens"])["gain"]
+            without = runs.get(WITHOUT.get(arm, ""), ())
+            if len(without) == num_seeds:
+                row["bias"] = _gain(_differences(without, found), found[0]["tokens"])["gain"]
             rows.append(row)
     primary = [gains[base, "dist -12"] for base in BASES if (base, "dist -12") in gains]
     if len(primary) == len(BASES):
         rows.append({"base": "both", "arm": "dist -12", **_gain(sum(primary) / 2, tokens)})
-    others = [row for row in rows if "gain" in row and not _is_primary(row)]
+    _add_verdicts(rows)
+    return rows
+
+
+def _add_verdicts(rows: list[dict[str, Any]]) -> None:
+    gained = [row for row in rows if "gain" in row]
+    others = [row for row in gained if not _is_primary(row)]
     for row, p in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
         row["rejected"] = p is not None and p <= 1 - LEVEL
-    for row in rows:
-        if "gain" in row:
-            row["verdict"] = verdict(row)
-    return rows
+    for row in gained:
+        row["verdict"] = verdict(row)
+        if "bias" in row and row["arm"].startswith("dist"):
+            row["reason"] = reason(row["bias"], row["gain"])
 
 
 def _is_primary(row: dict[str, Any]) -> bool:
     return (row["base"], row["arm"]) == (BASES[0], "dist -12")
+
+
+def _differences(runs: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Return by how much the loss of the others is less, `[seeds, articles]`."""
+    pairs = zip(runs, others, strict=True)
+    return np.array([np.subtract(one["losses"], other["losses"]) for one, other in pairs])
 
 
 def _gain(differences: np.ndarray, tokens: Sequence[int]) -> dict[str, Any]:
@@ -543,3 +581,14 @@ def verdict(row: dict[str, Any]) -> str:
         return "not worth it"
     above = min(mean - half_width, articles[0]) > 0 and mean >= MARGIN
     return "worth it" if above and row.get("rejected", True) else UNDECIDED
+
+
+def reason(bias: dict[str, Any], gain: dict[str, Any]) -> str:
+    """Return the protocol's word for a bias, from what it gains and the arm's gain over linear."""
+    if bias["half_width"] is None or gain["half_width"] is None:
+        return UNDECIDED
+    if gain["mean"] - gain["half_width"] >= -MARGIN:
+        return "the reason"
+    if bias["mean"] >= MARGIN and bias["mean"] - bias["half_width"] > 0:
+        return "a part of it"
+    return "not it" if bias["mean"] + bias["half_width"] < MARGIN else UNDECIDED

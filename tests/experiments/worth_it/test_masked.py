@@ -29,7 +29,7 @@ from experiments.worth_it.masked import (
     verdict,
 )
 from experiments.worth_it.store import Store
-from harmonic_sft.eval.statistics import t_interval
+from harmonic_sft.eval.statistics import UNDECIDED, t_interval
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +161,28 @@ def test_a_log_prior_is_added_to_the_logits_and_learns(bases, arm):
     assert F.cross_entropy(head(states), labels).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("arm", ["dist -12, prior", "linear, prior"])
+def test_a_prior_starts_at_the_share_of_the_log_counts_that_is_best(small, monkeypatch, arm):
+    generator = torch.Generator().manual_seed(0)
+    vectors, counts = torch.randn(6, 32, generator=generator), torch.tensor([88, 30, 9, 3, 1, 1])
+    labels = torch.arange(6).repeat_interleave(counts).view(44, 3)
+    states = 0.3 * vectors[labels] + torch.randn(44, 3, 32, generator=generator)
+    monkeypatch.setattr(masked, "finish", lambda block, states, places: states.flatten(0, 1))
+    monkeypatch.setattr(masked, "FITTED_TOKENS", 132)
+    part = Part(states, torch.arange(3).expand(44, 3), labels, torch.zeros(44))
+    base = Base({"train": part}, torch.nn.Identity(), vectors, torch.zeros(6))
+    head, without = start_head(arm, base), start_head(masked.WITHOUT[arm], base)
+    prior = labels.flatten().bincount(minlength=6).add(1).log()
+    share = (head.bias / prior).mean().item()
+    torch.testing.assert_close(head.bias.data, share * prior)
+    tried = torch.linspace(0, 2, 401)
+    with torch.no_grad():
+        logits = without(states.flatten(0, 1))
+        losses = [F.cross_entropy(logits + one * prior, labels.flatten()) for one in tried]
+    assert share == pytest.approx(tried[torch.stack(losses).argmin()].item(), abs=0.006)
+    assert 0 < share < 2
+
+
 def sides(head, states):
     vectors = [states.double(), head.weight.double()]
     return [F.normalize(one, dim=-1) for one in vectors] if head.unit_sphere else vectors
@@ -261,3 +283,19 @@ def test_gains_are_of_pairs_and_the_primary_one_is_outside_the_family(tmp_path):
 def test_both_intervals_must_agree(mean, half_width, articles, rejected, word):
     gain = {"mean": mean, "half_width": half_width}
     assert verdict({"gain": gain, "articles": articles, "rejected": rejected}) == word
+
+
+@pytest.mark.parametrize(
+    ("bias", "gain", "expected"),
+    [
+        ((0.15, 0.01), (-0.01, 0.01), "the reason"),
+        ((0.15, 0.01), (-0.01, 0.02), "a part of it"),
+        ((0.02, 0.03), (-0.10, 0.01), UNDECIDED),
+        ((0.01, 0.005), (-0.10, 0.01), "not it"),
+        ((0.01, 0.01), (-0.10, 0.01), UNDECIDED),
+        ((0.15, None), (0.10, None), UNDECIDED),
+    ],
+)
+def test_the_word_for_a_bias_follows_from_both_intervals(bias, gain, expected):
+    bias, gain = ({"mean": mean, "half_width": half} for mean, half in (bias, gain))
+    assert masked.reason(bias, gain) == expected
