@@ -183,12 +183,13 @@ def _language(options: argparse.Namespace) -> None:
         for row in rows
     ]
     columns = ["arm", "loss, nats", "at the best exponent", "behind its rival", "share / linear"]
-    show_table(f"{num_steps} steps, {options.seeds} seeds", [*columns, "alignment / linear"], lines)
+    columns += ["alignment / linear", "gain by the bias"]
+    show_table(f"{num_steps} steps, {options.seeds} seeds", columns, lines)
     show_table("Cosine that a token needs", ["h_exp", "V", "p 0.5", "p 0.9"], ceiling)
     _write(options, "language", {"rates": rates, "rows": rows, "ceiling": ceiling})
 
 
-MEASURED = ("behind", "share_ratio", "alignment_ratio")
+MEASURED = ("behind", "share_ratio", "alignment_ratio", "by_bias")
 
 
 def _masked(options: argparse.Namespace) -> None:

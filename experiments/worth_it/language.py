@@ -21,7 +21,7 @@ from experiments.worth_it.classes import (
 )
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.statistics import t_interval
-from harmonic_sft.models import Head, build_head
+from harmonic_sft.models import DistLayer, Head, build_head
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
 LEARNING_RATE = 3e-3
@@ -29,7 +29,7 @@ KEYS = ("arm", "rate", "seed")
 ANNEALING = ("annealed", "annealed early", "there and back", "euclid annealed")
 BOTTLENECK = ("linear", "dist -12", "cosine", "mixture")
 NUM_PROBED, NUM_HELD_OUT = 64, 64  # states, and rows of CONTEXT + 1 tokens
-SPHERE = {"name": "dist", "h_exp": -12.0}
+SPHERE: dict[str, Any] = {"name": "dist", "h_exp": -12.0}
 EUCLID = {"name": "dist", "h_exp": -12.0, "unit_sphere": False}
 
 
@@ -61,6 +61,26 @@ ARMS = {
     "euclid annealed": Arm(EUCLID, lambda done: -12 + 8 * done, "euclid"),
 }
 
+# Part 4b: what a bias is worth, beside the same arm without.
+WITHOUT = {"linear, bias": "linear", "dist -12, bias": "dist -12"}
+ARMS |= {"linear, bias": Arm({"name": "linear"}), "dist -12, bias": Arm(SPHERE)}
+
+
+class BiasedDistLayer(DistLayer):
+    """A distance head with a learned log prior b: p_j ~ exp(b_j) * (d_j ** 2) ** h_exp."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, vocab_size, **options)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[N, V]`."""
+        return super().forward(hidden_states) + self.bias
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label, `[N]`, from all logits."""
+        return Head.nll(self, hidden_states, labels)
+
 
 def read_rows(folder: Path) -> tuple[Tensor, Tensor]:
     """Return training tokens `[T]` and held-out rows `[N, CONTEXT + 1]` of Wikipedia text."""
@@ -90,7 +110,11 @@ def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    head = build_head(ARMS[arm].settings, hidden_size=WIDTH, vocab_size=vocab_size)
+    head: Head
+    if arm == "dist -12, bias":
+        head = BiasedDistLayer(WIDTH, vocab_size, h_exp=SPHERE["h_exp"])
+    else:
+        head = build_head(ARMS[arm].settings, hidden_size=WIDTH, vocab_size=vocab_size)
     return GPT2Model(config), head
 
 
@@ -221,7 +245,8 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
     Returns:
         `loss` and `best_loss`; `behind`, nats of `best_loss` behind the linear head, or behind the
-        arm whose learning rate this one has; and for the arms of the bottleneck the ratios of share
+        arm whose learning rate this one has; `by_bias`, what an arm gains over the same one without
+        a bias; and for the arms of the bottleneck the ratios of share
         and alignment to those of the linear head at the highest final loss of that seed.
     """
     rows = []
@@ -232,6 +257,9 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if rival in runs:
             pairs = zip(found, runs[rival], strict=True)
             row["behind"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
+        if (without := WITHOUT.get(arm, "")) in runs:
+            pairs = zip(runs[without], found, strict=True)
+            row["by_bias"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
         if arm in BOTTLENECK and all(one in runs for one in BOTTLENECK):
             row |= {f"{key}_ratio": _ratios(runs, arm, key) for key in ("share", "alignment")}
         rows.append(row)

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertLayer
 
 from experiments.worth_it.classes import ENCODER, TUNING_SEED, rate_factor
-from experiments.worth_it.language import EUCLID, SPHERE, Arm
+from experiments.worth_it.language import EUCLID, SPHERE, Arm, BiasedDistLayer
 from experiments.worth_it.store import Store
 from harmonic_sft.data.keyed_random import random_bits
 from harmonic_sft.eval.calibration import LOG_SCALES, fit_inverse_temperature
@@ -74,18 +74,6 @@ BIAS_RATES = {"linear": 0.3 * LEARNING_RATE, "dist -12": LEARNING_RATE}
 BIAS_RATES |= {f"{arm}, prior": rate for arm, rate in BIAS_RATES.items()}
 HELD = ("dist -12", "dist -24", "annealed fast", "annealed slow", "dist -12, bias")
 HELD += ("dist -12, prior",)  # the exponent; the strength of the prior is free
-
-
-class BiasedDistLayer(DistLayer):
-    """A distance head with a learned log prior b: p_j ~ exp(b_j) * (d_j ** 2) ** h_exp."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, **options: Any) -> None:
-        super().__init__(hidden_size, vocab_size, **options)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[N, V]`."""
-        return super().forward(hidden_states) + self.bias
 
 
 class Rows(NamedTuple):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from experiments.worth_it import language
 from experiments.worth_it.language import ARMS, at_loss, compare, needed_cosine, run_once
 from harmonic_sft.models import DistLayer
 
@@ -48,3 +50,24 @@ def test_three_steps_lower_nothing_but_write_all_that_is_compared():
     behind = runs["annealed"][0]["best_loss"] - runs["dist -12"][0]["best_loss"]
     assert rows["annealed"]["behind"]["mean"] == behind
     assert "share_ratio" not in rows["euclid"]
+    for arm, without in language.WITHOUT.items():
+        gain = runs[without][0]["best_loss"] - runs[arm][0]["best_loss"]
+        assert rows[arm]["by_bias"]["mean"] == gain
+
+
+@pytest.mark.parametrize("arm", language.WITHOUT)
+def test_an_arm_with_a_bias_differs_by_the_bias_alone(arm):
+    (body, head), (other_body, other) = (
+        language.build(name, 3, 50) for name in (arm, language.WITHOUT[arm])
+    )
+    for one, same in zip(body.parameters(), other_body.parameters(), strict=True):
+        assert torch.equal(one, same)
+    states, labels = torch.randn(6, 64), torch.arange(6)
+    torch.testing.assert_close(head(states), other(states))
+    torch.nn.init.normal_(head.bias)
+    losses = head.nll(states, labels)
+    expected = F.cross_entropy(other(states) + head.bias, labels, reduction="none")
+    torch.testing.assert_close(losses, expected)
+    (gradient,) = torch.autograd.grad(losses.sum(), head.bias)
+    onehot = F.one_hot(labels, 50).sum(0)
+    torch.testing.assert_close(gradient, head(states).softmax(-1).sum(0) - onehot)
