@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.worth_it import bottleneck, classes, language, masked
-from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_masked
+from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_language, draw_masked
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval
 from harmonic_sft.results import environment, show_table, write_results
@@ -183,13 +183,21 @@ def _language(options: argparse.Namespace) -> None:
         for row in rows
     ]
     columns = ["arm", "loss, nats", "at the best exponent", "behind its rival", "share / linear"]
-    columns += ["alignment / linear", "gain by the bias"]
-    show_table(f"{num_steps} steps, {options.seeds} seeds", columns, lines)
+    show_table(f"{num_steps} steps, {options.seeds} seeds", [*columns, "alignment / linear"], lines)
+    biases = language.compare_biases(found)
+    lines = [
+        [row["arm"], row["over"], show_interval(row["gain"], digits=3), row.get("rejected")]
+        for row in biases
+    ]
+    show_table("What a bias gives, nats", ["arm", "over", "gain", "rejected by Holm"], lines)
     show_table("Cosine that a token needs", ["h_exp", "V", "p 0.5", "p 0.9"], ceiling)
-    _write(options, "language", {"rates": rates, "rows": rows, "ceiling": ceiling})
+    payload = {"rates": rates, "rows": rows, "biases": biases, "ceiling": ceiling}
+    path = _write(options, "language", payload)
+    if rows:
+        logger.info("Picture: %s", draw_language(payload, path.with_suffix(".png")))
 
 
-MEASURED = ("behind", "share_ratio", "alignment_ratio", "by_bias")
+MEASURED = ("behind", "share_ratio", "alignment_ratio")
 
 
 def _masked(options: argparse.Namespace) -> None:

@@ -83,3 +83,18 @@ def draw_masked(payload: dict[str, Any], out_png: Path) -> Path:
         axes.set_title(f"base made with a {base} head", loc="left", fontsize="medium")
         axes.set_xlabel("nats over the linear head (higher is better)")
     return save_figure(figure, out_png, grid="x")
+
+
+def draw_language(payload: dict[str, Any], out_png: Path) -> Path:
+    """Draw the loss of every arm of the tiny language model at its best exponent."""
+    figure = new_figure(width=9.0, height=1.2 + 0.3 * len(payload["rows"]))
+    axes = figure.subplots()
+    for place, row in enumerate(payload["rows"]):
+        loss = row["best_loss"]
+        axes.errorbar(
+            loss["mean"], place, xerr=loss["half_width"] or 0, fmt="o", color=CURRENT, capsize=3
+        )
+    axes.set_yticks(range(len(payload["rows"])), [row["arm"] for row in payload["rows"]])
+    axes.invert_yaxis()
+    axes.set_xlabel("held-out loss at the best exponent or temperature, nats (lower is better)")
+    return save_figure(figure, out_png, grid="x")

@@ -20,7 +20,7 @@ from experiments.worth_it.classes import (
     rate_factor,
 )
 from experiments.worth_it.store import Store
-from harmonic_sft.eval.statistics import t_interval
+from harmonic_sft.eval.statistics import LEVEL, holm, t_interval
 from harmonic_sft.models import DistLayer, Head, build_head
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
@@ -245,8 +245,7 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
     Returns:
         `loss` and `best_loss`; `behind`, nats of `best_loss` behind the linear head, or behind the
-        arm whose learning rate this one has; `by_bias`, what an arm gains over the same one without
-        a bias; and for the arms of the bottleneck the ratios of share
+        arm whose learning rate this one has; and for the arms of the bottleneck the ratios of share
         and alignment to those of the linear head at the highest final loss of that seed.
     """
     rows = []
@@ -257,12 +256,29 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if rival in runs:
             pairs = zip(found, runs[rival], strict=True)
             row["behind"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
-        if (without := WITHOUT.get(arm, "")) in runs:
-            pairs = zip(runs[without], found, strict=True)
-            row["by_bias"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
         if arm in BOTTLENECK and all(one in runs for one in BOTTLENECK):
             row |= {f"{key}_ratio": _ratios(runs, arm, key) for key in ("share", "alignment")}
         rows.append(row)
+    return rows
+
+
+def compare_biases(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the gains of part 4b, the primary one first; empty until its arms are complete.
+
+    Returns:
+        `arm`, `over`, `gain` in nats (see `t_interval`), and for all but the first `rejected`,
+        whether Holm's procedure rejects it.
+    """
+    contrasts = [("linear, bias", "dist -12"), *WITHOUT.items(), ("dist -12, bias", "linear, bias")]
+    if any(arm not in runs for arm in (*WITHOUT, *WITHOUT.values())):
+        return []
+    rows: list[dict[str, Any]] = []
+    for arm, over in contrasts:
+        pairs = zip(runs[over], runs[arm], strict=True)
+        gain = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
+        rows.append({"arm": arm, "over": over, "gain": gain})
+    for row, p in zip(rows[1:], holm([row["gain"]["p"] for row in rows[1:]]), strict=True):
+        row["rejected"] = p is not None and p <= 1 - LEVEL
     return rows
 
 

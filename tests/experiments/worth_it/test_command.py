@@ -65,6 +65,8 @@ def test_language_compares_all_arms(tmp_path, monkeypatch):
     assert {row["arm"] for row in found["rows"]} == set(language.ARMS)
     assert {row["arm"] for row in found["rows"] if "rejected" in row} == set(language.ANNEALING)
     assert len(found["ceiling"]) == 6
+    assert len(found["biases"]) == 4
+    assert imread(tmp_path / "quick_language.png").shape[1] > 800
 
 
 def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, monkeypatch, capsys):

@@ -50,9 +50,14 @@ def test_three_steps_lower_nothing_but_write_all_that_is_compared():
     behind = runs["annealed"][0]["best_loss"] - runs["dist -12"][0]["best_loss"]
     assert rows["annealed"]["behind"]["mean"] == behind
     assert "share_ratio" not in rows["euclid"]
-    for arm, without in language.WITHOUT.items():
-        gain = runs[without][0]["best_loss"] - runs[arm][0]["best_loss"]
-        assert rows[arm]["by_bias"]["mean"] == gain
+    first, *others = language.compare_biases(runs)
+    assert (first["arm"], first["over"], "rejected" in first) == ("linear, bias", "dist -12", False)
+    assert all("rejected" in row for row in others)
+    for row in (first, *others):
+        gain = runs[row["over"]][0]["best_loss"] - runs[row["arm"]][0]["best_loss"]
+        assert row["gain"]["mean"] == gain
+    del runs["linear, bias"]
+    assert language.compare_biases(runs) == []
 
 
 @pytest.mark.parametrize("arm", language.WITHOUT)
