@@ -64,6 +64,8 @@ ARMS = {
 # Part 4b: what a bias is worth, beside the same arm without.
 WITHOUT = {"linear, bias": "linear", "dist -12, bias": "dist -12"}
 ARMS |= {"linear, bias": Arm({"name": "linear"}), "dist -12, bias": Arm(SPHERE)}
+# A control that was added after the results: rows drawn as wide as those of the other heads.
+ARMS["linear, wide"] = ARMS["linear"]
 
 
 class BiasedDistLayer(DistLayer):
@@ -115,7 +117,10 @@ def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
         head = BiasedDistLayer(WIDTH, vocab_size, h_exp=SPHERE["h_exp"])
     else:
         head = build_head(ARMS[arm].settings, hidden_size=WIDTH, vocab_size=vocab_size)
-    return GPT2Model(config), head
+    body = GPT2Model(config)
+    if arm == "linear, wide":
+        nn.init.normal_(head.weight, std=WIDTH**-0.5)
+    return body, head
 
 
 def run_once(

@@ -76,3 +76,12 @@ def test_an_arm_with_a_bias_differs_by_the_bias_alone(arm):
     (gradient,) = torch.autograd.grad(losses.sum(), head.bias)
     onehot = F.one_hot(labels, 50).sum(0)
     torch.testing.assert_close(gradient, head(states).softmax(-1).sum(0) - onehot)
+
+
+def test_the_wide_control_has_the_body_of_linear_and_rows_of_norm_one():
+    body, head = language.build("linear, wide", 3, 500)
+    other_body, other = language.build("linear", 3, 500)
+    for one, same in zip(body.parameters(), other_body.parameters(), strict=True):
+        assert torch.equal(one, same)
+    assert head.weight.norm(dim=-1).mean().item() == pytest.approx(1.0, abs=0.02)
+    assert other.weight.norm(dim=-1).mean().item() == pytest.approx(0.16, abs=0.01)
