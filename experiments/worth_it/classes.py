@@ -32,15 +32,18 @@ BANK_ROWS = 2_000  # training rows of the read-outs that need them, where the la
 FACTORS = (1, 3, 10)
 CONTEXT_LENGTH = 64
 SPHERE = {"name": "dist", "unit_sphere": True}
+COSINE_SCALE = 20.0
 ARMS: dict[str, dict[str, Any] | None] = {
     "linear": {"name": "linear"},
     "dist -12": {**SPHERE, "h_exp": -12.0},
     "dist -24": {**SPHERE, "h_exp": -24.0},
     "annealed": {**SPHERE, "h_exp": -12.0},
     "euclid": {"name": "dist", "unit_sphere": False, "h_exp": -12.0, "learn_h_exp": True},
-    "cosine": {"name": "cosine", "scale": 20.0, "learn_scale": True},
+    "cosine": {"name": "cosine", "scale": COSINE_SCALE, "learn_scale": True},
     "frozen": None,
+    "linear, means": {"name": "linear"},
 }
+CONTROL = "linear, means"  # added after the results of the primary cell; outside of Holm's family
 
 
 class Regime(NamedTuple):
@@ -88,6 +91,7 @@ STAGES = (  # in which the arms are trained where the last block trains
     ("linear", "dist -12", "frozen"),
     ("cosine", "euclid"),
     ("dist -24", "annealed"),
+    (CONTROL,),
 )
 
 
@@ -239,7 +243,10 @@ def make_head(arm: str, features: Tensor, labels: Tensor, num_classes: int, seed
     head = build_head(settings, hidden_size=features.shape[1], vocab_size=num_classes)
     if arm == "linear":
         return head
-    return head.initialize_(class_means(features, labels, num_classes, unit=arm != "euclid"))
+    means = class_means(features, labels, num_classes, unit=arm != "euclid")
+    if arm == CONTROL:
+        means *= COSINE_SCALE / features.norm(dim=-1).mean()
+    return head.initialize_(means)
 
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int, *, unit: bool) -> Tensor:
@@ -422,12 +429,13 @@ def run_cells(
     rates: dict[str, dict[str, float]] = {}
     for task in dict.fromkeys(cell.task for cell in cells):
         load = functools.cache(functools.partial(load_parts, data, task, store.path.parent, base))
-        stages = [(Cell(task, 0, 0.0), cell, tuple(ARMS)) for cell in cells if cell.task == task]
+        arms = tuple(arm for arm in ARMS if arm != CONTROL)
+        stages = [(Cell(task, 0, 0.0), cell, arms) for cell in cells if cell.task == task]
         if regime.name == "head" and task == NOISY.task:
-            at_noise = [(NOISY, cell, tuple(ARMS)) for cell in (PRIMARY, NOISY)]
+            at_noise = [(NOISY, cell, arms) for cell in (PRIMARY, NOISY)]
             stages = [
                 stages[0],
-                (PRIMARY, NOISY, tuple(ARMS)),
+                (PRIMARY, NOISY, arms),
                 *stages[1:2],
                 *at_noise,
                 *stages[2:],
@@ -455,6 +463,7 @@ def summarize(
         first two, `edge`, whether the learning rate is the least or largest that was tried, and
         against the best linear read-out `gain` and `auroc_gain` with their verdicts; `rejected`
         says whether Holm's procedure over the other gains of the regime rejects this one.
+        `over_start` is the accuracy over that of the linear head from class means.
     """
     cells = {cell_name(cell): cell for cell in (*CELLS[regime.name], NOISY)}
     rows: list[dict[str, Any]] = []
@@ -483,9 +492,11 @@ def summarize(
                 row = _row(runs, by[arm], found["linear"], by["linear"])
                 factor = round(chosen[arm] / regime.learning_rate)
                 edge = ARMS[arm] is not None and factor in (FACTORS[0], FACTORS[-1])
+                if CONTROL in by and arm not in ("linear", CONTROL):
+                    row["over_start"] = _row(runs, by[arm], found[CONTROL], by[CONTROL])["gain"]
                 setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
                 rows.append({**setting, "edge": edge, **row})
-    others = [row for row in rows if row["arm"] != "linear" and not _is_primary(row)]
+    others = [r for r in rows if r["arm"] not in ("linear", CONTROL) and not _is_primary(r)]
     for row, p in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
         row["rejected"] = p is not None and p <= 1 - LEVEL
     return rows

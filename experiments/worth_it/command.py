@@ -101,7 +101,7 @@ def _classes(options: argparse.Namespace) -> None:
 
 
 COLUMNS = ["arm", "rate", "class by", "accuracy, %", "gain, points", "", "Holm"]
-COLUMNS += ["scope by", "AUROC", "gain", "", "ECE, %", "loss, nats"]
+COLUMNS += ["over linear, means", "scope by", "AUROC", "gain", "", "ECE, %", "loss, nats"]
 LOST = ("lost", "linear_lost", "more")
 
 
@@ -114,6 +114,7 @@ def _line(row: dict[str, Any]) -> list[Any]:
         show_interval(row["gain"], scale=100),
         row["gain_verdict"],
         {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
+        show_interval(row["over_start"], scale=100) if "over_start" in row else None,
         row["scope_by"],
         show_interval(row["auroc"], digits=3),
         show_interval(row["auroc_gain"], digits=3),

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModel, AutoTokenizer
 
@@ -21,6 +22,7 @@ from experiments.worth_it.classes import (
     encode_all,
     fit_inverse_temperature,
     load_parts,
+    make_head,
     measure,
     noise_cost,
     read_parts,
@@ -145,6 +147,17 @@ def test_three_steps_of_every_arm(task, arm, name):
     assert found == again
     assert min(found["test"]["accuracy"].values()) >= 0
     assert ("head" in found["test"]["accuracy"]) == (arm != "frozen")
+
+
+def test_the_control_starts_with_the_logits_of_the_cosine_head():
+    """For a row of average length, up to the lengths of the means, which the cosine divides by."""
+    torch.manual_seed(0)
+    features, labels = torch.randn(60, 8), torch.arange(60) % 4
+    head = make_head(classes.CONTROL, features, labels, 4, 0)
+    means = torch.stack([F.normalize(features[labels == c], dim=-1).mean(0) for c in range(4)])
+    row = F.normalize(torch.randn(8), dim=-1)
+    average = row * features.norm(dim=-1).mean()
+    torch.testing.assert_close(head(average[None])[0], classes.COSINE_SCALE * means @ row)
 
 
 def test_the_tuning_seed_never_sees_the_test_part(task):

@@ -17,8 +17,9 @@ def read(folder, name):
 
 def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
-    few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen")}
+    few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen", classes.CONTROL)}
     monkeypatch.setattr(classes, "ARMS", few)
+    monkeypatch.setattr(classes, "STAGES", [tuple(few)])
     folder, generator = tmp_path / "probing", random.Random(0)
     folder.mkdir()
     for split, count in (("train", 10), ("test", 3)):
@@ -29,11 +30,16 @@ def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, mo
     arguments += ["--base", str(tiny_base), "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
     found = read(tmp_path / "out", "classes_head")
-    assert {row["arm"] for row in found["rows"]} == set(classes.ARMS)
+    assert {row["arm"] for row in found["rows"]} == {"linear", "dist -12", "frozen"}
     cells = {row["cell"] for row in found["rows"]}
     assert cells == {classes.cell_name(classes.PRIMARY), classes.cell_name(classes.NOISY)}
     primary = [row for row in found["rows"] if "rejected" not in row]
     assert {row["arm"] for row in primary} == {"linear", "dist -12"}
+    assert main([*arguments, "--regime", "block"]) == 0
+    block = {row["arm"]: row for row in read(tmp_path / "out", "classes_block")["rows"]}
+    assert block.keys() == few.keys()
+    assert {arm for arm, row in block.items() if "rejected" in row} == {"frozen"}
+    assert {arm for arm, row in block.items() if "over_start" in row} == {"dist -12", "frozen"}
     assert {row["verdict"] for row in found["noise"]} <= {"confirmed", "refuted", "undecided"}
     assert imread(tmp_path / "out" / "quick_classes_head.png").shape[1] > 800
     monkeypatch.setattr(classes, "run_once", None)  # nothing is trained again
