@@ -26,7 +26,7 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
             _draw_gains(axes, [row["arm"] for row in same], [row[key] for row in same], scale)
         line[0].set_title(f"{cell}{note}", loc="left", fontsize="medium")
         line[0].set_xlabel("accuracy: points over the best linear read-out")
-        line[1].set_xlabel("out-of-scope AUROC over the best linear read-out")
+        line[1].set_xlabel("out-of-scope AUROC over that of linear")
     return save_figure(figure, out_png, grid="x")
 
 
