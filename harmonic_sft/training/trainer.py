@@ -525,6 +525,12 @@ class HarmonicTrainer(Trainer):
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Say nothing of a tied weight: it is in the checkpoint under its other name."""
+        tied = self.model.all_tied_weights_keys
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
     def _load_best_model(self) -> None:
         """Load the best checkpoint's exponent with its weights: they belong together."""
         assert self.state.best_model_checkpoint is not None, "the callers look"

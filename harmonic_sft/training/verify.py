@@ -307,6 +307,8 @@ def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> Run
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": way.micro_batches,
     }
+    if way.num_processes > 1:  # on a CPU, or `_why_not` has left it out; they work together if told
+        training["use_cpu"] = True
     data = replace(
         run.data,
         context_length=length,

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, trainer
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
@@ -58,6 +59,16 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     )
 
 
+def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, only, monkeypatch):
+    only(NAMES[0])
+    warned = []
+    monkeypatch.setattr(trainer.logger, "warning", warned.append)
+    linear = ["head={name: linear, init: input_embeddings, tie: true}", "h_exp=null"]
+    linear += ["loss={name: cross_entropy}", "model.unfreeze={patterns: ['*'], dtype: float32}"]
+    assert main(["verify", str(make_yaml(check_base=False)), *linear]) == 0
+    assert not [text for text in warned if "missing keys" in text]
+
+
 def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_base, capsys):
     base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})  # of random weights
     base.save_pretrained(tmp_path / "base")
@@ -108,6 +119,8 @@ def test_residuals_are_relative_and_keep_their_sign():
 def test_two_processes_agree_with_one(make_yaml, tmp_path, only, dtype):
     only(PROCESSES)
     words = [f"model.dtype={dtype}", f"model.unfreeze.dtype={dtype}", "check_base=false"]
+    if not torch.cuda.is_available():  # processes that are not told so would not work together
+        words.append("training.use_cpu=false")
     assert main(["verify", str(make_yaml()), *words]) == 0
     (pair,) = json.loads((tmp_path / "run.verify.json").read_text())["pairs"]
     assert 0 < pair["loss"]["largest"] <= verify.TOLERANCES[dtype]
