@@ -94,6 +94,7 @@ def test_arms_are_compared_seed_by_seed():
     assert line["verdict"] == "lower"
 
 
+@pytest.mark.slow
 def test_the_commands_run_and_draw_again(language_data, tiny_base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(probes, "ENCODER", str(tiny_base))
     monkeypatch.setattr(probes, "NUM_PROBES", 2)
