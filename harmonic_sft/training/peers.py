@@ -71,7 +71,11 @@ def _watch(args: TrainingArguments, ended: threading.Event) -> None:
                     logger.error(
                         "Process %d has waited for %.0f of the %d seconds of training.ddp_timeout; "
                         "behind are %s of %d, counted from 0.",
-                        *(args.process_index, waited, args.ddp_timeout, behind, args.world_size),
+                        args.process_index,
+                        waited,
+                        args.ddp_timeout,
+                        behind,
+                        args.world_size,
                     )
                     return
 
