@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from transformers.utils import logging as transformers_logging
 
 from experiments import (
-    classification,
     decoder_cost,
     family,
     figures,
@@ -36,7 +35,6 @@ def worth_it(name: str, arguments: Sequence[str]) -> None:
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,
     "causal_family": family.main,
-    "classification": classification.main,
     "decoder_cost": decoder_cost.main,
     "geometry_note": geometry_note.main,
     "multi_head_toy": multi_head_toy.main,

@@ -104,32 +104,6 @@ def draw_family(payload: Payload, out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_classification(payload: Payload, out_png: Path) -> Path:
-    """Draw accuracy, calibration and scope of every arm, a line of panels for each task."""
-    titles = {
-        "accuracy": "accuracy",
-        "ece": "expected calibration error",
-        "scope_auroc": "out-of-scope AUROC",
-    }
-    tasks = list(dict.fromkeys(row["task"] for row in payload["summary"]))
-    figure = new_figure(width=11.0, height=1.6 + 1.7 * len(tasks))
-    panels = figure.subplots(len(tasks), len(titles), squeeze=False)
-    for line, task in zip(panels, tasks, strict=True):
-        rows = [row for row in payload["summary"] if row["task"] == task]
-        arms = [row["arm"] for row in rows]
-        for axes, (key, title) in zip(line, titles.items(), strict=True):
-            means = [row[key]["mean"] for row in rows]
-            spreads = [row[key]["std"] or 0.0 for row in rows]
-            bars = axes.barh(arms, means, xerr=spreads, color=CURRENT, height=0.6)
-            axes.bar_label(bars, fmt="%.3f", padding=6, fontsize="small")
-            axes.set_title(f"{task}: {title}", loc="left", fontsize="medium")
-            axes.margins(x=0.25)
-            axes.invert_yaxis()
-        for axes in line[1:]:
-            axes.set_yticklabels([])
-    return save_figure(figure, out_png, grid="x")
-
-
 def describe_setting(setting: Row) -> str:
     """Return a setting of the toy language in a few words."""
     return (
@@ -342,7 +316,6 @@ def draw_benchmark_ops(payload: Payload, out_png: Path) -> Path:
 FIGURES: dict[str, Callable[[Payload, Path], Path]] = {
     "family": draw_family,
     "causal_family": draw_family,
-    "classification": draw_classification,
     "multi_head_toy": draw_multi_head_toy,
     "multi_head_modular_addition": draw_multi_head_modular_addition,
     "overhead": draw_overhead,
