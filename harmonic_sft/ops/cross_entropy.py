@@ -21,6 +21,8 @@ from harmonic_sft.ops.options import (
 from harmonic_sft.ops.reference import reference_cross_entropy
 
 _DEFAULT = LossOptions()
+# Looked up once, here: torch.compile of torch 2.10 does not trace the look-up.
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what every loss takes
@@ -259,8 +261,7 @@ def _resolve(impl: str, stage: str, hidden_states: Tensor, prototypes: Tensor) -
     if impl == "chunked":
         return impl
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    served = hidden_states.dtype in floats and prototypes.dtype in floats
-    served = served and find_spec("triton") is not None
+    served = _HAS_TRITON and hidden_states.dtype in floats and prototypes.dtype in floats
     on_gpu, has_kernels = hidden_states.device.type == "cuda", stage in ("cross_entropy", "mixture")
     if impl == "auto":
         return "triton" if on_gpu and served and has_kernels else "chunked"
