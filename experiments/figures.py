@@ -107,16 +107,16 @@ def draw_family(payload: Payload, out_png: Path) -> Path:
 def describe_setting(setting: Row) -> str:
     """Return a setting of the toy language in a few words."""
     return (
-        f"D = {setting['hidden_size']}, learning rate {setting['learning_rate']:g}, "
-        f"weight decay {setting['weight_decay']:g}"
+        f"{setting['num_classes']} classes, D = {setting['hidden_size']}, learning rate "
+        f"{setting['learning_rate']:g}, weight decay {setting['weight_decay']:g}"
     )
 
 
 def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     """Draw the variance in two components over the number of heads, and one seed's tokens."""
     settings, shown = payload["settings"], payload["chosen"] or 0
-    figure = new_figure(width=12.0, height=5.2)
-    panels = figure.subplots(1, 3, width_ratios=[1.6, 1, 1])
+    figure = new_figure(width=12.0, height=8.4)
+    panels = figure.subplots(2, 2).flat
     for index, setting in enumerate(settings):
         if index != shown:
             _draw_setting(panels[0], setting, payload["tolerance"])
@@ -139,7 +139,10 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False
     )
-    for axes, row in zip(panels[1:], [rows[0], rows[-1]], strict=True):
+    for index in (shown, len(settings) - 1):
+        _draw_silhouettes(panels[1], settings[index])
+    panels[1].legend(**LEGEND)
+    for axes, row in zip(panels[2:], [rows[0], rows[-1]], strict=True):
         _draw_tokens(axes, row)
     return save_figure(figure, out_png, grid="both")
 
@@ -411,6 +414,22 @@ def _draw_setting(axes: "Axes", setting: Row, tolerance: float) -> None:
         face = line.get_color() if reaches else "white"
         place = (row["num_heads"], row["mean_percent"])
         axes.plot(*place, "o", ms=4, color=line.get_color(), markerfacecolor=face)
+
+
+def _draw_silhouettes(axes: "Axes", setting: Row) -> None:
+    """Draw mean and range of the silhouettes over the number of heads."""
+    rows = setting["rows"]
+    heads = [row["num_heads"] for row in rows]
+    values = [row["silhouette"] for row in rows]
+    label = f"{setting['num_classes']} classes"
+    (line,) = axes.plot(heads, [fmean(one) for one in values], "o-", linewidth=2.0, label=label)
+    least, most = zip(*((min(one), max(one)) for one in values), strict=True)
+    axes.fill_between(heads, least, most, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(heads, [str(num_heads) for num_heads in heads])
+    axes.set_xlabel("heads M")
+    axes.set_ylabel("silhouette of the classes")
+    axes.set_title("mean and range of the seeds", loc="left", fontsize="medium")
 
 
 def _draw_tokens(axes: "Axes", row: Row) -> None:

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from sklearn.metrics import silhouette_score
 from torch import Tensor
 
 from experiments.figures import describe_setting
@@ -18,12 +19,12 @@ from experiments.stacked import (
     reproduce,
     seeded_generators,
 )
+from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
 from harmonic_sft.results import show_table
 
 NUM_EPOCHS = 2000
 NUM_HEADS = (1, 2, 4, 8, 16, 32)
 CLASS_SIZE = 10
-PARTNER = (1, 0, 3, 2)  # classes A, B, C, D: bigrams go from A to B, B to A, C to D and D to C
 BAYES_LOSS = math.log(CLASS_SIZE)  # nats: the next token is uniform in the partner class
 TOLERANCE = 1e-3  # nats above the Bayes loss, for every seed and number of heads
 BLOG = (59.59, 64.34, 69.10, 75.90, 80.43, 90.78)  # % for each of NUM_HEADS, one run
@@ -31,8 +32,13 @@ BLOG = (59.59, 64.34, 69.10, 75.90, 80.43, 90.78)  # % for each of NUM_HEADS, on
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the source leaves open; PyTorch's AdamW by default."""
+    """What the source leaves open; PyTorch's AdamW by default.
 
+    Attributes:
+        num_classes: The blog's 4 have two features, pair and side; 8 have three.
+    """
+
+    num_classes: int = 4
     hidden_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 1e-2
@@ -46,14 +52,22 @@ SETTINGS = (
     Setting(hidden_size=128),
     Setting(learning_rate=1e-2),
     Setting(learning_rate=1e-2, weight_decay=0.1),
+    Setting(num_classes=8),
 )
 
 
-def next_token_probs() -> Tensor:
-    """Return the toy language: probabilities of the next token `[40, 40]`, given the current."""
-    classes = torch.arange(len(PARTNER) * CLASS_SIZE) // CLASS_SIZE
-    partners = torch.tensor(PARTNER)[classes]
-    return (partners[:, None] == classes).float() / CLASS_SIZE
+def token_classes(num_classes: int) -> Tensor:
+    """Return the class of every token, `[V]`."""
+    return torch.arange(num_classes * CLASS_SIZE) // CLASS_SIZE
+
+
+def next_token_probs(num_classes: int = 4) -> Tensor:
+    """Return the toy language: probabilities of the next token `[V, V]`, given the current.
+
+    Bigrams go from class 0 to 1, 1 to 0, 2 to 3, 3 to 2, and so on.
+    """
+    classes = token_classes(num_classes)
+    return ((classes ^ 1)[:, None] == classes).float() / CLASS_SIZE
 
 
 def train(
@@ -61,8 +75,8 @@ def train(
 ) -> tuple[StackedMLP, Tensor]:
     """Train one bigram model per seed.
 
-    An epoch is one optimizer step on all 400 bigrams, computed as 40 tokens with their exact
-    next-token distributions.
+    An epoch is one optimizer step on all bigrams, computed as tokens with their exact next-token
+    distributions.
 
     Args:
         setting: Size and optimizer.
@@ -77,7 +91,7 @@ def train(
         Liu 2026, Multi-head cross-entropy loss (blog), the toy language; what it leaves open is
         `Setting`, and the rest as in `StackedMLP`.
     """
-    targets = next_token_probs()
+    targets = next_token_probs(setting.num_classes)
     vocab_size = len(targets)
     generators = seeded_generators(seeds)
     model = StackedMLP(
@@ -115,7 +129,8 @@ def run(num_seeds: int, num_epochs: int) -> dict[str, Any]:
     Returns:
         `settings`, each with its fields, `rows` (see `_row`) and `worst_excess_loss` in nats;
         `chosen`, the index of the first setting within `tolerance` of the Bayes loss, or None;
-        `is_monotone`, whether its mean explained variance rises with every doubling of the heads.
+        `is_monotone`, whether its mean explained variance rises with every doubling of the heads;
+        `clusters`, see `compare_silhouettes`, for the chosen setting and that of three features.
     """
     settings: list[dict[str, Any]] = []
     for setting in SETTINGS:
@@ -133,7 +148,25 @@ def run(num_seeds: int, num_epochs: int) -> dict[str, Any]:
         "settings": settings,
         "chosen": chosen,
         "is_monotone": None if chosen is None else _is_monotone(settings[chosen]["rows"]),
+        "clusters": [] if chosen is None else compare_silhouettes([settings[chosen], settings[-1]]),
     }
+
+
+def compare_silhouettes(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the silhouettes with the most heads to those with one, seed by seed.
+
+    Returns:
+        For each setting `num_classes`, `gain` (see `t_interval`) and, after Holm's correction over
+        the settings, `verdict`: "higher" is tighter.
+    """
+    gains = []
+    for setting in settings:
+        one, most = setting["rows"][0]["silhouette"], setting["rows"][-1]["silhouette"]
+        gains.append(t_interval([b - a for a, b in zip(one, most, strict=True)]))
+    return [
+        {"num_classes": setting["num_classes"], "gain": gain, "verdict": verdict(gain, p)}
+        for setting, gain, p in zip(settings, gains, holm([g["p"] for g in gains]), strict=True)
+    ]
 
 
 def show(payload: dict[str, Any]) -> None:
@@ -167,10 +200,21 @@ def show(payload: dict[str, Any]) -> None:
     heads = [f"{num_heads} heads" for num_heads in NUM_HEADS]
     columns = ["setting", *heads, "nats above Bayes, at most"]
     show_table("Mean variance in two components (%) of every setting", columns, rows)
+    rows = [
+        [describe_setting(setting), *(fmean(row["silhouette"]) for row in setting["rows"])]
+        for setting in payload["settings"]
+    ]
+    show_table("Mean silhouette of every setting", columns[:-1], rows)
+    rows = [
+        [found["num_classes"], show_interval(found["gain"]), found["verdict"]]
+        for found in payload["clusters"]
+    ]
+    title = f"Silhouette with {NUM_HEADS[-1]} heads less that with one"
+    show_table(title, ["classes", "difference", "verdict"], rows)
 
 
 def _row(setting: Setting, num_heads: int, seeds: Sequence[int], num_epochs: int) -> dict[str, Any]:
-    """Return what one number of heads gives: percent of variance and loss of each seed.
+    """Return what one number of heads gives: variance, loss and silhouette of each seed.
 
     `x` and `y` are the first seed's tokens on its two components, with the fewest and most heads.
     """
@@ -182,6 +226,10 @@ def _row(setting: Setting, num_heads: int, seeds: Sequence[int], num_epochs: int
         "mean_percent": round(fmean(percents), 3),
         "percent": percents,
         "excess_loss": torch.round(losses.double() - BAYES_LOSS, decimals=6).tolist(),
+        "silhouette": [
+            round(float(silhouette_score(one, token_classes(setting.num_classes))), 5)
+            for one in model.embedding.detach()
+        ],
     }
     if num_heads in (NUM_HEADS[0], NUM_HEADS[-1]):
         x, y = torch.round(coordinates[0], decimals=4).unbind(-1)

@@ -1,6 +1,7 @@
 """Pictures are drawn from the results files of docs/, and show what stands there."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from matplotlib.colors import to_hex
@@ -73,16 +74,18 @@ def test_a_family_without_figures_is_refused(draw, payload):
 
 def test_the_toy_language_is_hollow_where_bayes_is_missed(draw):
     payload = read_results(FILES["multi_head_toy"])
-    shares, _, last = draw("multi_head_toy", payload).axes
+    shares, tight, _, last = draw("multi_head_toy", payload).axes
     chosen = payload["settings"][payload["chosen"]]["rows"]
     lines = {line.get_label(): line for line in shares.get_lines()}
-    label = "D = 64, learning rate 0.001, weight decay 0.01: mean and range of 10 seeds"
+    label = "4 classes, D = 64, learning rate 0.001, weight decay 0.01: mean and range of 10 seeds"
     assert list(lines[label].get_ydata()) == [row["mean_percent"] for row in chosen]
     points = [line for line in shares.get_lines() if len(line.get_xdata()) == 1]
     hollow = [to_hex(point.get_markerfacecolor()) == "#ffffff" for point in points]
     others = [one for place, one in enumerate(payload["settings"]) if place != payload["chosen"]]
     assert hollow == [max(row["excess_loss"]) > 1e-3 for one in others for row in one["rows"]]
     assert [line.get_label() for line in last.get_lines()] == ["A", "B", "C", "D"]
+    means = [fmean(row["silhouette"]) for row in chosen]
+    assert list(tight.get_lines()[0].get_ydata()) == pytest.approx(means)
 
 
 def test_modular_addition_is_drawn_without_the_seeds_that_never_arrive(draw):

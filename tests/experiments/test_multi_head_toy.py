@@ -31,6 +31,39 @@ def test_bigrams_go_to_the_partner_class_and_back():
     torch.testing.assert_close(probs.sum(-1), torch.ones(40))
 
 
+def test_a_third_feature_makes_eight_classes_of_four_pairs():
+    probs = next_token_probs(8)
+    for token, row in enumerate(probs.tolist()):
+        side = 1 if token // 10 % 2 == 0 else -1
+        following = [next_ for next_, prob in enumerate(row) if prob > 0]
+        assert following == [10 * (token // 10 + side) + i for i in range(10)]
+
+
+def test_the_silhouette_is_that_of_the_definition():
+    row = multi_head_toy._row(Setting(), 2, [3], num_epochs=20)
+    model, _ = train(Setting(), 2, [3], num_epochs=20)
+    rows = model.embedding[0].detach().double()
+    gaps = [[float((a - b).norm()) for b in rows] for a in rows]
+    scores = []
+    for token, gap in enumerate(gaps):
+        means = [sum(gap[10 * c : 10 * c + 10]) / 10 for c in range(4)]
+        own = means.pop(token // 10) * 10 / 9  # without itself
+        scores.append((min(means) - own) / max(min(means), own))
+    assert row["silhouette"] == [pytest.approx(sum(scores) / 40, abs=2e-5)]
+
+
+def test_clusters_tighten_where_the_silhouette_rises_for_all_seeds():
+    def setting(num_classes, first, last):
+        rows = [{"silhouette": first}, {"silhouette": last}]
+        return {"num_classes": num_classes, "rows": rows}
+
+    tighter = setting(4, [0.1, 0.2, 0.3], [0.21, 0.3, 0.41])
+    unclear = setting(8, [0.1, 0.2, 0.3], [0.3, 0.1, 0.3])
+    found = multi_head_toy.compare_silhouettes([tighter, unclear])
+    assert [row["verdict"] for row in found] == ["higher", "undecided"]
+    assert found[0]["gain"]["mean"] == pytest.approx(0.32 / 3)
+
+
 def test_the_bayes_loss_is_the_entropy_of_the_next_token():
     entropies = torch.special.entr(next_token_probs().double()).sum(-1)
     torch.testing.assert_close(entropies, torch.full((40,), math.log(10)).double())
@@ -62,13 +95,19 @@ def fake_row(setting, num_heads, seeds, num_epochs):
         "mean_percent": float(percent),
         "percent": [float(percent)] * len(seeds),
         "excess_loss": [0.1 if setting.hidden_size == 32 else 1e-5] * len(seeds),
+        "silhouette": [num_heads / 64 + seed / 100 * num_heads for seed in seeds],
     }
 
 
 @pytest.mark.parametrize(
     ("settings", "chosen", "is_monotone", "shown"),
     [
-        (SETTINGS, 1, True, "D = 64, learning rate 0.001, weight decay 0.01: the mean rises"),
+        (
+            SETTINGS,
+            1,
+            True,
+            "4 classes, D = 64, learning rate 0.001, weight decay 0.01: the mean rises",
+        ),
         ((Setting(hidden_size=128),), 0, False, "the mean does not always rise"),
         ((Setting(hidden_size=32),), None, None, "of every setting"),
     ],
