@@ -1,14 +1,10 @@
-"""What few seeds can tell: paired differences, and when a curve first falls to a level.
-
-Intervals and Holm's correction are those of `harmonic_sft.eval.statistics`.
-"""
+"""What is compared over seeds: intervals, paired differences, and when a curve falls to a level."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, stdev
 from typing import Any
 
-from harmonic_sft.eval.statistics import UNDECIDED
+from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
 
 METRICS = {  # title, scale, digits
     "loss": ("loss, nats", 1, 3),
@@ -21,39 +17,36 @@ METRICS = {  # title, scale, digits
 }
 
 
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the interval of the mean over seeds (see `t_interval`), and the values."""
+    return {**t_interval(values), "values": list(values)}
+
+
+def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int = 2) -> str | None:
+    """Return mean and interval in words, None for None."""
+    return value and show_interval(value, scale=scale, digits=digits)
+
+
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """Compare two sets of runs that share their seeds, and so their data order and masks.
-
-    Args:
-        values: One for each seed.
-        baseline: For the same seeds, in the same order.
-
-    Returns:
-        `mean` of the differences, values minus baseline; its `standard_error`, None for one seed;
-        `verdict`, "higher" or "lower" if the mean is more than two standard errors from 0, else
-        "undecided". With 3 seeds chance alone passes that line in 18 of 100 comparisons.
+    """Return the interval (see `t_interval`) of values less baseline, seed by seed.
 
     Raises:
-        ValueError: Not as many values as in the baseline, or none.
+        ValueError: Not one value for each of the baseline, or none.
     """
-    if len(values) != len(baseline) or not values:
-        raise ValueError(
-            f"values: expected one for each of the baseline's seeds, got {len(values)} and "
-            f"{len(baseline)}"
-        )
-    differences = [value - other for value, other in zip(values, baseline, strict=True)]
-    mean = fmean(differences)
-    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
-    decided = error is not None and abs(mean) > 2 * error
-    verdict = ("higher" if mean > 0 else "lower") if decided else UNDECIDED
-    return {"mean": mean, "standard_error": error, "verdict": verdict}
+    return t_interval([value - other for value, other in zip(values, baseline, strict=True)])
+
+
+def decide(differences: Sequence[dict[str, Any]]) -> None:
+    """Give the differences of one table a `verdict`, after Holm's correction over all of them."""
+    for difference, p in zip(differences, holm([one["p"] for one in differences]), strict=True):
+        difference["verdict"] = verdict(difference, p)
 
 
 def show_difference(difference: dict[str, Any], *, scale: float = 1, digits: int = 2) -> str:
-    """Return a paired difference in a few words, its standard error after +-."""
-    error, verdict = difference["standard_error"], difference["verdict"]
-    spread = "" if error is None else f" +- {scale * error:.{digits}f}"
-    return f"{scale * difference['mean']:+.{digits}f}{spread} ({verdict})"
+    """Return a paired difference with its interval and verdict."""
+    sign = "+" if difference["mean"] > 0 else ""
+    shown = show_interval(difference, scale=scale, digits=digits)
+    return f"{sign}{shown} ({difference['verdict']})"
 
 
 def tokens_to_reach(tokens: Sequence[float], losses: Sequence[float], level: float) -> float | None:
@@ -75,20 +68,3 @@ def tokens_to_reach(tokens: Sequence[float], losses: Sequence[float], level: flo
         if below <= level:
             return start + (end - start) * (above - level) / (above - below)
     return None
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return mean, standard deviation (of a sample; None for one value) and the values."""
-    return {
-        "mean": fmean(values),
-        "std": stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }
-
-
-def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int = 2) -> str | None:
-    """Return mean and standard deviation of what `spread` made, None for None."""
-    if value is None:
-        return None
-    mean = f"{scale * value['mean']:.{digits}f}"
-    return mean if value["std"] is None else f"{mean} +- {scale * value['std']:.{digits}f}"

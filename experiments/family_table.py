@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.evidence import (
     METRICS,
+    decide,
     paired_difference,
     show_difference,
     show_spread,
@@ -18,14 +19,14 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 MIN_EVALUATIONS = 4  # of a curve between which it may be taken for straight
 NOTE = (
-    "Mean +- standard deviation over seeds. (*) At the best post-hoc h_exp, or inverse "
+    "± is half of the 95 % t interval over seeds. (*) At the best post-hoc h_exp, or inverse "
     "temperature, chosen on these very tokens. (**) Mean cosine between the input embeddings (the "
     "base's, where they are frozen) of label and prediction where they differ. (***) Head and "
     "loss alone, forward and backward, relative to a linear head with cross-entropy."
 )
 DIFFERENCE_NOTE = (
-    "Mean +- standard error of the differences, seed by seed: runs of one seed share rows, masks "
-    "and the evaluation split. Higher, lower: beyond two standard errors."
+    "Differences seed by seed, since runs of one seed share rows, masks and the evaluation split. "
+    "± is half of the 95 % t interval. Higher, lower: after Holm's correction over this table."
 )
 START_NOTE = (
     "Losses of the evaluation split in nats, as trained. Tokens: all that the model has read, "
@@ -66,6 +67,7 @@ def add_differences(rows: Sequence[Row], rated: str | None) -> str | None:
                     for key, values in _values(row, rated).items()
                     if key in known
                 }
+    decide([one for row in rows for one in row.get("difference", {}).values()])
     if len(plain_rows) > 1:
         return "the linear head that trains the same parts"
     return plain_rows[0]["name"] if plain_rows else None

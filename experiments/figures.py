@@ -65,7 +65,7 @@ def keep(name: str, payload: Payload, output: Path) -> Path:
 
 
 def draw_family(payload: Payload, out_png: Path) -> Path:
-    """Draw every row of a family, with its spread over seeds.
+    """Draw every row of a family, with its interval over seeds.
 
     Loss and accuracy are differences to the row it is compared with, if there is one.
 
@@ -139,8 +139,8 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False
     )
-    for index in (shown, len(settings) - 1):
-        _draw_silhouettes(panels[1], settings[index])
+    for index, color in ((shown, CURRENT), (len(settings) - 1, POST_HOC)):
+        _draw_silhouettes(panels[1], settings[index], color)
     panels[1].legend(**LEGEND)
     for axes, row in zip(panels[2:], [rows[0], rows[-1]], strict=True):
         _draw_tokens(axes, row)
@@ -200,7 +200,7 @@ def draw_overhead(payload: Payload, out_png: Path) -> Path:
 
 
 def draw_calibration(payload: Payload, out_png: Path) -> Path:
-    """Draw the calibration errors of every arm, with their spread over seeds."""
+    """Draw the calibration errors of every arm, with their intervals over seeds."""
     figure = new_figure(width=7.5, height=3.4)
     axes = figure.subplots()
     rows = payload["rows"]
@@ -369,16 +369,16 @@ def _family_panels(
 
 
 def _difference(row: Row, key: str, scale: float) -> tuple[float, float] | None:
-    """Return the difference of a row and its standard error; 0 of the row compared with."""
+    """Return the difference of a row and half of its interval; 0 of the row compared with."""
     if row["name"] == row.get("compared_with"):
         return 0.0, 0.0
     found = row.get("difference", {}).get(key)
-    return found and (scale * found["mean"], scale * (found["standard_error"] or 0.0))
+    return found and (scale * found["mean"], scale * (found["half_width"] or 0.0))
 
 
 def _scaled(value: dict[str, Any] | None, scale: float) -> tuple[float, float] | None:
-    """Return mean and standard deviation, 0 where one seed has none."""
-    return None if value is None else (scale * value["mean"], scale * (value["std"] or 0.0))
+    """Return mean and half of the interval, 0 where one seed has none."""
+    return None if value is None else (scale * value["mean"], scale * (value["half_width"] or 0.0))
 
 
 def _draw_spread(
@@ -416,15 +416,16 @@ def _draw_setting(axes: "Axes", setting: Row, tolerance: float) -> None:
         axes.plot(*place, "o", ms=4, color=line.get_color(), markerfacecolor=face)
 
 
-def _draw_silhouettes(axes: "Axes", setting: Row) -> None:
+def _draw_silhouettes(axes: "Axes", setting: Row, color: str) -> None:
     """Draw mean and range of the silhouettes over the number of heads."""
     rows = setting["rows"]
     heads = [row["num_heads"] for row in rows]
     values = [row["silhouette"] for row in rows]
     label = f"{setting['num_classes']} classes"
-    (line,) = axes.plot(heads, [fmean(one) for one in values], "o-", linewidth=2.0, label=label)
+    means = [fmean(one) for one in values]
+    axes.plot(heads, means, "o-", color=color, linewidth=2.0, label=label)
     least, most = zip(*((min(one), max(one)) for one in values), strict=True)
-    axes.fill_between(heads, least, most, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes.fill_between(heads, least, most, color=color, alpha=0.18, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(heads, [str(num_heads) for num_heads in heads])
     axes.set_xlabel("heads M")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from experiments.evidence import (
     METRICS,
-    UNDECIDED,
+    decide,
     paired_difference,
     show_difference,
     show_spread,
@@ -38,6 +38,7 @@ from experiments.family import (
 from experiments.figures import keep
 from experiments.overhead import measure_overhead
 from experiments.subwords import KINDS, describe_neighbors, neighbor_overlap
+from harmonic_sft.eval.statistics import UNDECIDED
 from harmonic_sft.losses.knn_label_smoothing import find_neighbors
 from harmonic_sft.results import read_results, show_table, write_results
 from harmonic_sft.training import RunConfig
@@ -92,7 +93,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """Run one part of the geometry note; a run that was interrupted continues."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--part", choices=list(PARTS), required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="default: 42 43 44")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="default: 42 to 46")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     parser.add_argument("--family", type=Path, default=Path("runs/family"), help="its runs")
     parser.add_argument("--file", type=Path, default=FILE, help="the family's rows")
@@ -156,6 +157,7 @@ def calibration(bench: Bench) -> Payload:
         key: compare_to_plain({name: _finals(runs[name], key) for name in CALIBRATED})
         for key in CALIBRATION
     }
+    _decide(list(errors.values()))
     return {
         "rows": [
             {"name": name, **{key: errors[key][name] for key in CALIBRATION}} for name in CALIBRATED
@@ -185,6 +187,7 @@ def tokens(bench: Bench) -> Payload:
         )
         for level in levels
     ]
+    _decide(counts)
     rows = [
         {"name": name, "curves": found, "reached": [count[name] for count in counts]}
         for name, found in curves.items()
@@ -205,6 +208,11 @@ def compare_to_plain(values: dict[str, list[float]]) -> dict[str, Row]:
         }
         for name, found in values.items()
     }
+
+
+def _decide(tables: Sequence[dict[str, Row]]) -> None:
+    """Give a verdict to all that `compare_to_plain` has compared for one part."""
+    decide([d for table in tables for row in table.values() for d in row["against"].values()])
 
 
 def loss_curve(history: Sequence[dict[str, float]]) -> dict[str, list[float]]:
@@ -315,6 +323,7 @@ def add_differences(rows: Sequence[Row]) -> None:
         row["difference"] = {
             key: paired_difference(row[key]["values"], rows[0][key]["values"]) for key in COMPARED
         }
+    decide([difference for row in rows[1:] for difference in row["difference"].values()])
 
 
 def _metrics(runs: Sequence[Finished]) -> Row:

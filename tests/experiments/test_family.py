@@ -81,7 +81,7 @@ def test_a_run_that_fails_is_a_row_and_the_others_continue(family_file, tmp_path
     assert "expected a finite number, got nan" in found["diverging"]["errors"]["seed 7"]
     assert "cross_entropi" in found["mistyped"]["errors"]["seed 7"]
     assert "metrics" not in found["mistyped"]
-    assert found["linear_ce"]["metrics"]["loss"]["std"] is None
+    assert found["linear_ce"]["metrics"]["loss"]["half_width"] is None
 
 
 def test_what_cannot_be_compared_is_refused(family_file, tmp_path, capsys):

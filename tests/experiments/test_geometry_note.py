@@ -6,6 +6,7 @@ import pytest
 
 from experiments import geometry_note, overhead
 from experiments.__main__ import main
+from experiments.evidence import spread
 from experiments.family import FILE, configure, read_family
 from experiments.geometry_note import PARTS, add_differences, common_levels, loss_curve
 from harmonic_sft.results import read_results
@@ -134,16 +135,15 @@ def test_a_curve_has_the_evaluations_alone_and_none_twice():
 
 def test_a_table_of_metrics_marks_what_is_decided():
     def row(name, losses):
-        values = {"mean": sum(losses) / 2, "std": 0.5, "values": losses}
-        return {"name": name, **dict.fromkeys(geometry_note.COMPARED, values)}
+        return {"name": name, **dict.fromkeys(geometry_note.COMPARED, spread(losses))}
 
-    rows = [row("none", [1.0, 2.0]), row("some", [1.5, 2.5]), row("more", [1.0, 3.0])]
+    rows = [row("none", [0.0, 1.0]), row("some", [1.5, 2.5]), row("more", [0.0, 2.0])]
     add_differences(rows)
     _, cells = PARTS["sweep"][1]({"rows": rows})
     assert [line[1] for line in cells] == [
-        "1.500 +- 0.500",
-        "2.000 +- 0.500 (higher)",
-        "2.000 +- 0.500",
+        "0.500 ± 6.353",
+        "2.000 ± 6.353 (higher)",
+        "1.000 ± 12.706",
     ]
 
 
