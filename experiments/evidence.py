@@ -24,7 +24,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def show_spread(value: dict[str, Any] | None, *, scale: float = 1, digits: int = 2) -> str | None:
     """Return mean and interval in words, None for None."""
-    return value and show_interval(value, scale=scale, digits=digits)
+    return None if value is None else show_interval(value, scale=scale, digits=digits)
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
