@@ -11,7 +11,6 @@ from pathlib import Path
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
-TASKS = ["masked_lm", "causal_lm", "sequence_classification", "token_classification"]
 EXAMPLES = {
     "": """
         harmonic-sft init                          list the shipped configurations
@@ -317,10 +316,7 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--head", metavar="NAME", help="the output head; default: dist")
     flags.add_argument(
-        "--task",
-        choices=TASKS,
-        metavar="TASK",
-        help="one of " + ", ".join(TASKS),
+        "--task", help="what the model predicts, as in the key model.task; default: masked_lm"
     )
     flags.add_argument("--output", metavar="DIR", help="default: runs/NAME-HEAD")
 

@@ -80,18 +80,18 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
         parts.append("The disk may be full.")
     if options.command == "train":
         parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
-    places = [Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")]
+    folder = Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")
     if "folder" in options and (options.folder / "run.yaml").is_file():
-        places.insert(0, options.folder)
-    for place in places:
-        path = place / ("error.txt" if rank == "0" else f"error-{rank}.txt")
-        try:
-            place.mkdir(exist_ok=True)
-            path.write_text(without_secrets("".join(traceback.format_exception(error))))
-        except OSError:  # full as well
-            continue
-        return " ".join([*parts, f"The traceback is in {path}"])
-    return " ".join([*parts, "--debug shows where it comes from"])
+        folder = options.folder
+    path = folder / ("error.txt" if rank == "0" else f"error-{rank}.txt")
+    try:
+        folder.mkdir(exist_ok=True)
+        path.write_text(without_secrets("".join(traceback.format_exception(error))))
+    except OSError:
+        parts.append("--debug shows where it comes from")
+    else:
+        parts.append(f"The traceback is in {path}")
+    return " ".join(parts)
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harmonic_sft.results import read_results
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -18,33 +16,30 @@ WITHOUT_H_EXP = {CURRENT: "", POST_HOC: "at the best temperature"}
 LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
 
 
-def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
+def plot_run(results: dict[str, Any], out_png: Path) -> Path:
     """Draw loss, learning rate and h_exp of one run over its optimizer steps.
 
     Args:
-        results: A results file or its payload: `run` (the name) and `history`, a list of
-            `{"step": int}` with any of `loss`, `eval_loss`, `eval_post_hoc_loss` (nats),
-            `learning_rate` and `h_exp`; `unigram_loss` (nats) if known.
+        results: `run` (the name) and `history`, a list of `{"step": int}` with any of `loss`,
+            `eval_loss`, `eval_post_hoc_loss` (nats), `learning_rate` and `h_exp`; `unigram_loss`
+            (nats) if known.
         out_png: The picture. Its folder is made if it does not exist.
 
     Returns:
         The path of the picture.
 
     Raises:
-        ValueError: No history, or matplotlib is not installed.
+        ValueError: matplotlib is not installed.
     """
-    payload = _payload(results)
-    history = payload.get("history")
-    if not history:
-        raise ValueError(f"history: expected at least one logged step, got {history!r}")
+    history = results["history"]
     logged = [key for key in ("learning_rate", "h_exp") if _series(history, key)[0]]
     heights = [2.4, *(1.0 for _ in logged)]
     figure = new_figure(width=8.0, height=1.4 + 1.3 * sum(heights))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[
         :, 0
     ]
-    _draw_losses(panels[0], payload)
-    panels[0].set_title(str(payload.get("run", "run")), loc="left", fontweight="bold")
+    _draw_losses(panels[0], results)
+    panels[0].set_title(results["run"], loc="left", fontweight="bold")
     for axes, key in zip(panels[1:], logged, strict=True):
         axes.plot(*_series(history, key), color=CURRENT, linewidth=1.6)
         axes.set_ylabel(key.replace("learning_rate", "learning rate"))
@@ -57,29 +52,22 @@ def plot_run(results: str | Path | dict[str, Any], out_png: str | Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str | Path) -> Path:
+def plot_comparison(results: Sequence[dict[str, Any]], out_png: Path) -> Path:
     """Draw the final evaluation losses and accuracies of several runs side by side.
 
     Args:
-        results: Results files or their payloads: `run` (the name) and `final` with `loss`, if
-            known `post_hoc_loss` (both in nats) and `accuracy` (0 to 1); `unigram_loss` (nats) if
-            known.
+        results: `run` (the name) and `final` with `loss`, if known `post_hoc_loss` (both in nats)
+            and `accuracy` (0 to 1); `unigram_loss` (nats) if known.
         out_png: The picture. Its folder is made if it does not exist.
 
     Returns:
         The path of the picture.
 
     Raises:
-        ValueError: No run, a run without a final evaluation, or matplotlib is not installed.
+        ValueError: matplotlib is not installed.
     """
-    payloads = [_payload(one) for one in results]
-    if not payloads:
-        raise ValueError("results: expected at least one run, got none")
-    names = [str(payload.get("run", "run")) for payload in payloads]
-    for name, payload in zip(names, payloads, strict=True):
-        if missing := {"loss", "accuracy"} - payload.get("final", {}).keys():
-            raise ValueError(f"{name}: expected final loss and accuracy, got no {sorted(missing)}")
-    finals = [payload["final"] for payload in payloads]
+    names = [run["run"] for run in results]
+    finals = [run["final"] for run in results]
     figure = new_figure(width=10.0, height=1.5 + 0.7 * len(names))
     losses, accuracies = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     paired = [row for row, final in enumerate(finals) if final.get("post_hoc_loss") is not None]
@@ -88,7 +76,7 @@ def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str
     if paired:
         post_hoc = [finals[row]["post_hoc_loss"] for row in paired]
         _draw_bars(losses, [row + 0.2 for row in paired], post_hoc, POST_HOC, "{:.2f}")
-    _draw_unigram(losses.axvline, payloads)
+    _draw_unigram(losses.axvline, results)
     percents = [100 * final["accuracy"] for final in finals]
     _draw_bars(accuracies, list(range(len(names))), percents, CURRENT, "{:.1f}")
     losses.set_xlabel("evaluation loss (nats per token)")
@@ -99,10 +87,6 @@ def plot_comparison(results: Sequence[str | Path | dict[str, Any]], out_png: str
         *losses.get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False
     )
     return save_figure(figure, out_png, grid="x")
-
-
-def _payload(results: str | Path | dict[str, Any]) -> dict[str, Any]:
-    return results if isinstance(results, dict) else read_results(results)
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -117,13 +101,12 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def save_figure(figure: "Figure", out_png: str | Path, grid: Literal["both", "x"]) -> Path:
+def save_figure(figure: "Figure", path: Path, grid: Literal["both", "x"]) -> Path:
     """Give all axes the house look, write the PNG and return its path."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis=grid, color="#e3e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
-    path = Path(out_png)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
     return path
@@ -135,8 +118,8 @@ def _series(history: list[dict[str, Any]], key: str) -> tuple[list[int], list[fl
     return [entry["step"] for entry in entries], [entry[key] for entry in entries]
 
 
-def _draw_losses(axes: "Axes", payload: dict[str, Any]) -> None:
-    history = payload["history"]
+def _draw_losses(axes: "Axes", results: dict[str, Any]) -> None:
+    history = results["history"]
     has_h_exp = any("h_exp" in entry or "eval_h_exp" in entry for entry in history)
     steps, values = _series(history, "loss")
     if values:
@@ -147,14 +130,14 @@ def _draw_losses(axes: "Axes", payload: dict[str, Any]) -> None:
         label = f"evaluation {labels[color]}".strip()
         if values:
             axes.plot(steps, values, f"{marker}-", color=color, ms=5, linewidth=0.8, label=label)
-    _draw_unigram(axes.axhline, [payload])
+    _draw_unigram(axes.axhline, [results])
     axes.set_ylabel("loss (nats per token)")
     axes.legend(fontsize="small", framealpha=0.9, edgecolor="none")
 
 
-def _draw_unigram(line_fn: Callable[..., Any], payloads: list[dict[str, Any]]) -> None:
+def _draw_unigram(line_fn: Callable[..., Any], results: Sequence[dict[str, Any]]) -> None:
     """Draw the loss of the text's word frequencies, which a model has to beat."""
-    known = [p["unigram_loss"] for p in payloads if p.get("unigram_loss") is not None]
+    known = [run["unigram_loss"] for run in results if run.get("unigram_loss") is not None]
     if known:
         line_fn(known[0], color=REFERENCE, linestyle="--", linewidth=1.2, label="unigram baseline")
 

@@ -1,13 +1,12 @@
 """The JSON files of a run: how they are written, what machine they come from, how they print."""
 
 import json
-import math
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -77,9 +76,11 @@ def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Pat
     Raises:
         ValueError: A value that JSON cannot hold, such as a tensor, infinity or NaN.
     """
-    for problem in _not_json(payload, name):
-        raise ValueError(problem)
-    text = json.dumps(without_secrets(payload), indent=2, ensure_ascii=False, allow_nan=False)
+    payload = without_secrets(payload)
+    try:
+        text = json.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected JSON values, got others: {error}") from error
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -93,12 +94,6 @@ def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Pat
 
 def read_results(path: str | Path) -> dict[str, Any]:
     """Read a file that `write_results` wrote.
-
-    Args:
-        path: The JSON file.
-
-    Returns:
-        The payload.
 
     Raises:
         ValueError: No such file, or not a JSON object.
@@ -123,13 +118,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
         title: Stands above the table.
         columns: The head of every column.
         rows: Strings as they are, floats with three decimals or digits, None as `-`.
-
-    Raises:
-        ValueError: A row that has more or fewer cells than there are columns.
     """
-    for row in rows:
-        if len(row) != len(columns):
-            raise ValueError(f"row: expected {len(columns)} cells, got {list(row)!r}")
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
     widths = _widths(columns, cells, console.width if console.is_terminal else None)
@@ -192,11 +181,11 @@ def _git_state(file: Path) -> dict[str, Any]:
     unknown = {"git_commit": None, "dirty": None}
     if _output("git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name) is None:
         return unknown
-    commit = _output("git", "-C", str(file.parent), "rev-parse", "--verify", "HEAD")
-    if commit is None:
+    words = ("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
+    found = _output("git", "-C", str(file.parent), *words)
+    if found is None:
         return unknown
-    status = _output("git", "-C", str(file.parent), "status", "--porcelain", "-uno")
-    return {"git_commit": commit, "dirty": bool(status)}
+    return {"git_commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
 
 
 def _cpu_model() -> str:
@@ -214,22 +203,6 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _not_json(value: object, place: str) -> Iterator[str]:
-    """Describe every value that JSON cannot hold."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                yield f"{place}: expected keys that are strings, got {key!r}"
-            yield from _not_json(inner, f"{place}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _not_json(inner, f"{place}.{index}")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{place}: expected a finite number, got {value}"
-    elif not isinstance(value, str | int | float | None):
-        yield f"{place}: expected a JSON value, got {type(value).__name__}"
 
 
 def _cell(value: object) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import harmonic_sft
-from harmonic_sft import cli
+from harmonic_sft import NeoBERTConfig, cli
 from harmonic_sft.config import to_plain
 from harmonic_sft.training.run_config import RunConfig, load_run_config
 from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
@@ -35,9 +35,7 @@ MISTYPED = """
 import sys, time
 import harmonic_sft
 begin = time.process_time()
-from harmonic_sft.config import to_plain
-from harmonic_sft.training.run_config import RunConfig, load_run_config
-from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
+from harmonic_sft_cli import main
 for override in ("modle.base=x", "data.mask.probabilty=0.1", "head.epss=1", "loss.impll=fused"):
     assert main(["train", sys.argv[1], override]) == 1
 print(time.process_time() - begin)
@@ -138,13 +136,8 @@ def test_a_shipped_configuration_makes_its_base_first(runs, tmp_path, monkeypatc
     assert [run.training["max_steps"] for run in runs] == [400, 2]
     assert "The base runs/demo_base does not exist yet. The shipped demo_base" in caplog.text
     assert main(["train", "demo_linear"]) == 0  # the base is there
-    assert [str(run.output_dir) for run in runs[2:]] == ["runs/demo_linear"]
-
-
-def test_a_file_of_ones_own_makes_no_base(runs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", str(DEMO)]) == 0
-    assert [str(run.output_dir) for run in runs] == ["runs/demo"]
+    assert main(["train", str(DEMO), f"model.base={tmp_path}"]) == 0  # a file of one's own
+    assert [str(run.output_dir) for run in runs[2:]] == ["runs/demo_linear", "runs/demo"]
 
 
 def test_a_taken_output_folder_is_reported_before_the_base_is_made(
@@ -197,12 +190,6 @@ def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs)
     assert RunConfig is type(run)
 
 
-def test_an_unknown_head_is_one_line(runs, capsys):
-    assert main(["train", "--model", "x", "--dataset", "y", "--head", "dits"]) == 1
-    assert "head.name: expected one of" in capsys.readouterr().err
-    assert not runs
-
-
 def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
     done = run_python("-c", MISTYPED, str(DEMO), *HEAVY)
     places = ["modle", "data.mask.probabilty", "head.epss", "loss.impll"]
@@ -218,6 +205,8 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, capsys):
         ("train", str(tmp_path / "no.yaml")): "error: config file: expected an existing file",
         ("data", str(DEMO), "training.max_stepz=3"): "error: training.max_stepz: expected one of",
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
+        ("train", "--model", "x", "--dataset", "y", "--head", "dits"): "error: head.name: expected",
+        ("train", "--model", "x", "--dataset", "y", "--task", "mlm"): "error: model.task: expected",
         ("eval", str(tmp_path)): "error: eval: expected a folder with a trained model",
     }
     for arguments, message in cases.items():
@@ -231,16 +220,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["push", "run", "--repo-id", "me/x", "a=b"], "push: expected no key=value pairs, got a="),
-        (
-            ["export", "run", "--to", "linear", "a=b"],
-            "export: expected no key=value",
-        ),
-        (
-            ["compare", "run", "--figure", "x.png", "a=b"],
-            "compare: expected no key=value",
-        ),
         (["train", "x.yaml", "--dry-runn"], "unrecognized arguments: --dry-runn"),
-        (["train", "x.yaml", "--dry-run", "a"], "unrecognized arguments: a"),
         (["reproduce", "family"], "invalid choice: 'reproduce'"),
         (["train"], "train: expected a file, or --model and --dataset, got neither"),
         (["train", "--model", "x"], "expected --model and --dataset together, got one of them"),
@@ -284,7 +264,6 @@ def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
         RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
         SafetensorError("Error while deserializing header: header too large"),
         EOFError("Ran out of input"),
-        KeyError("weight"),
     ],
 )
 def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, monkeypatch, capsys):
@@ -346,21 +325,18 @@ def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys):
     assert "resume" not in capsys.readouterr().err
 
 
-def test_the_main_job_has_a_dry_run(capsys, tmp_path, monkeypatch):
-    """--dry-run of the recipe itself needs neither the Hub nor a GPU."""
+def test_the_main_job_has_a_dry_run_that_prints_no_signature(capsys, caplog, tmp_path, monkeypatch):
+    """It needs neither weights nor data nor a GPU, and leaves nothing."""
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(ROOT / "configs" / "neobert.yaml"), "--dry-run"]) == 0
+    NeoBERTConfig().save_pretrained(tmp_path / "base")
+    words = [f"model.base={tmp_path / 'base'}", "model.revision=null"]
+    words.append('data.sources=[{path: "https://files.org/a.jsonl?X-Signature=secret"}]')
+    assert main(["train", str(ROOT / "configs" / "neobert.yaml"), "--dry-run", *words]) == 0
     printed = capsys.readouterr().out
     assert "block 27, trained" in printed
     assert "7,079,424" in printed
     assert "23,440,896" in printed
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_prints_no_signature(caplog):
-    sources = 'data.sources=[{path: "https://files.org/a.jsonl?X-Signature=secret"}]'
-    config = str(ROOT / "configs" / "neobert.yaml")
-    assert main(["train", config, "--dry-run", sources]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
     assert "path: https://files.org/a.jsonl\n" in caplog.text
     assert "secret" not in caplog.text
 
@@ -398,11 +374,12 @@ def test_the_error_is_the_last_line_below_progress_bars(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "error: x: expected y"
 
 
+@pytest.mark.slow
 def test_scripts_sft_runs_under_accelerate_launch():
     launch = ["-m", "accelerate.commands.launch", "-q", "--num_processes", "1", "--num_machines=1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = run_python(*launch, str(ROOT / "scripts" / "sft.py"), str(DEMO), "training.max_stepz=3")
+    done = run_python(*launch, str(ROOT / "scripts" / "sft.py"), str(DEMO), "hub.formm=full")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: training.max_stepz: expected one of the known keys")
-    assert last.endswith("Did you mean 'max_steps'?")
+    assert last.startswith("error: hub.formm: expected one of the known keys")
+    assert last.endswith("Did you mean 'form'?")

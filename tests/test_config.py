@@ -83,7 +83,6 @@ def written(tmp_path: Path, text: str) -> Path:
 SCALARS = {
     "1e-4": 1e-4,
     ".inf": math.inf,
-    "-.INF": -math.inf,
     "010": 10,
     "0o10": 8,
     "0x1F": 31,
@@ -91,7 +90,6 @@ SCALARS = {
     "~": None,
     "": None,
     "no": "no",
-    "on": "on",
     "2026-01-01": "2026-01-01",
     "1_000": "1_000",
     "'1e-4'": "1e-4",
@@ -163,17 +161,11 @@ def test_an_override_leaves_other_uses_of_a_yaml_alias_alone(tmp_path):
     assert apply_overrides(data, ["a.k=2"]) == {"a": {"k": 2}, "b": {"k": 1}}
 
 
-def test_later_overrides_win():
-    assert apply_overrides({}, ["a.b=1", "a.b=2", "a.c=3"]) == {"a": {"b": 2, "c": 3}}
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("steps", "override: expected key=value like training.max_steps=10, got 'steps'"),
-        ("a..b=3", "override: expected key=value like training.max_steps=10, got 'a..b=3'"),
         ("steps.x=3", "override steps.x: expected a mapping or a list around 'x', got 10"),
-        ("sources.1=x", "override sources.1: expected a position below 1, got '1'"),
         ("sources.last=x", "override sources.last: expected a position below 1, got 'last'"),
         ("head={name", "override head: expected valid YAML, got an error in line 1: "),
     ],
@@ -194,9 +186,7 @@ def test_parse_fills_defaults_and_converts():
     [
         ({"stepz": 1}, "stepz", "steps"),
         ({"pat": 1}, "pat", "patience"),
-        ({"hidden": 1}, "hidden", "patience"),
         ({"h_exp": {"strat": -3}}, "h_exp.strat", "start"),
-        ({"head": {"name": "cosine", "s": 3}}, "head.s", "scale"),
         ({"head": {"name": "dist", "scale": 3}}, "head.scale", "name"),
         ({"sources": [{"path": "a", "c": []}]}, "sources.0.c", "columns"),
         ({"named": {"a": {"path": "b", "pat": 1}}}, "named.a.pat", "path"),
@@ -217,26 +207,18 @@ def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, nearest
         ({"sources": [{}]}, "sources.0.path: expected a value, got nothing. Add this key"),
         ({"head": {}}, "head.name: expected a value, got nothing. Add this key"),
         ({"h_exp": {"start": 2.0}}, "h_exp.start: expected a number below 0, got 2.0"),
-        ({"h_exp": {"start": "x"}}, "h_exp.start: expected a number, got 'x'"),
         ({"h_exp": {"end": 3}}, "h_exp.end: expected a number below 0, got 3.0"),
         (
             {"h_exp": {"schedule": "lin"}},
             "h_exp.schedule: expected one of ['linear', 'constant'], got 'lin'. Did you mean 'line",
         ),
-        ({"h_exp": 1}, "h_exp: expected a mapping, got 1"),
         ({"head": {"name": "dit"}}, "head.name: expected one of ['dist', 'cosine'], got 'dit'. D"),
-        ({"head": 3}, "head: expected a mapping, got 3"),
         ({"head": {"name": "cosine", "scale": 0}}, "head.scale: expected a number above 0, got 0"),
         ({"either": "x"}, "either: expected a number or a mapping, got 'x'"),
         ({"steps": 0}, "steps: expected a number of at least 1, got 0"),
-        ({"steps": 101}, "steps: expected a number of at most 100, got 101"),
         ({"steps": 1.5}, "steps: expected a whole number, got 1.5"),
-        ({"steps": None}, "steps: expected a whole number, got None"),
-        ({"steps": True}, "steps: expected a number, got True"),
         ({"steps": 13}, "steps: expected a lucky number, got 13"),
-        ({"tokens": [1, False]}, "tokens.1: expected a number, got False"),
         ({"tokens": []}, "tokens: expected at least 1 item after validation, got []"),
-        ({"tokens": 1}, "tokens: expected a list, got 1"),
         ({"patience": 4}, "patience: expected a prime number, got 4"),
         ({"push": "maybe"}, "push: expected true or false, got 'maybe'"),
         ({"revision": 5424}, "revision: expected a string, got 5424. Put it in quotes"),
@@ -321,45 +303,12 @@ def test_fields_are_checked_without_building_the_class():
         ({"derived": 1}, "section.derived: expected one of the known keys, got 'derived'"),
         ({"hidden_size": 1}, "section.hidden_size: expected one of the known keys"),
         ({"metric": 1}, "section.metric: expected a string, got 1"),
-        ({"rate": "fast"}, "section.rate: expected a number, got 'fast'"),
-        ({"count": True}, "section.count: expected a number, got True"),
         ({"color": "rad"}, "section.color: expected one of ['red', 'blue'], got 'rad'. Did you"),
-        ({"spelled": "r"}, "section.spelled: expected one of ['red', 'blue'], got 'r'. Did you"),
-        ({"options": {"a": "x"}}, "section.options.a: expected a number, got 'x'"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(values, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         check_fields(Ordinary, values, "section", without=["hidden_size"])
-
-
-def test_training_arguments_take_what_yaml_gives(tmp_path):
-    text = "learning_rate: 1e-4\neval_strategy: no\nreport_to: [none]\nbf16: false\nseed: '3'\n"
-    checked = check_fields(TrainingArguments, read_yaml(written(tmp_path, text)), "training")
-    assert checked == {
-        "learning_rate": 1e-4,
-        "eval_strategy": "no",
-        "report_to": ["none"],
-        "bf16": False,
-        "seed": 3,
-    }
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **checked)
-    assert arguments.learning_rate == 1e-4
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"eval_strategy": "x"}, "training.eval_strategy: expected one of ['no', 'steps', 'epoch"),
-        ({"report_to": [1]}, "training.report_to.0: expected a string, got 1. Put it in quotes"),
-        ({"lr_scheduler_kwargs": 4}, "training.lr_scheduler_kwargs: expected a mapping or a str"),
-        ({"learning_rate": None}, "training.learning_rate: expected a number, got None"),
-        ({"max_stepz": 3}, "training.max_stepz: expected one of the known keys, got 'max_stepz'. "),
-    ],
-)
-def test_training_arguments_refuse_what_does_not_fit(values, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        check_fields(TrainingArguments, values, "training")
 
 
 def test_every_training_argument_can_be_checked():

@@ -1,6 +1,5 @@
 """Pictures: what is drawn for which history, and what is refused."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from harmonic_sft.plots import plot_comparison, plot_run
-from harmonic_sft.results import write_results
 
 HISTORY = [
     {"step": 1, "loss": 5.7, "learning_rate": 2e-5, "h_exp": -12.0},
@@ -86,19 +84,6 @@ def test_what_was_never_logged_has_no_panel_and_no_entry(tmp_path, figures):
     assert losses.get_xlabel() == "optimizer step"
 
 
-def test_a_results_file_draws_as_its_payload(tmp_path):
-    path = write_results(tmp_path, "train", RUN)
-    plot_run(path, tmp_path / "from_file.png")
-    plot_run(RUN, tmp_path / "from_payload.png")
-    assert (tmp_path / "from_file.png").read_bytes() == (tmp_path / "from_payload.png").read_bytes()
-
-
-@pytest.mark.parametrize("payload", [{"run": "demo"}, {"run": "demo", "history": []}])
-def test_a_run_without_history_is_refused(tmp_path, payload):
-    with pytest.raises(ValueError, match="history: expected at least one logged step, got "):
-        plot_run(payload, tmp_path / "run.png")
-
-
 def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
     path = plot_comparison(FINALS, tmp_path / "comparison.png")
     assert imread(path).shape[:2] > (300, 1000)
@@ -110,31 +95,7 @@ def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
     assert [line.get_label() for line in losses.get_lines()] == ["unigram baseline"]
 
 
-def test_a_comparison_of_plain_runs_needs_no_post_hoc_loss(tmp_path, figures):
-    plot_comparison([{"run": "linear", "final": FINALS[1]["final"]}], tmp_path / "one.png")
-    assert len(figures[0].axes[0].patches) == 1
-
-
-@pytest.mark.parametrize(
-    ("results", "message"),
-    [
-        ([], "results: expected at least one run, got none"),
-        ([{"run": "demo"}], "demo: expected final loss and accuracy, got no ['accuracy', 'loss']"),
-        ([{"final": {"loss": 1.0}}], "run: expected final loss and accuracy, got no ['accuracy']"),
-    ],
-)
-def test_a_comparison_needs_final_numbers(tmp_path, results, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plot_comparison(results, tmp_path / "comparison.png")
-
-
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         plot_run(RUN, tmp_path / "run.png")
-
-
-def test_drawing_leaves_pyplot_alone(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    plot_run(RUN, tmp_path / "run.png")
-    assert "matplotlib.pyplot" not in sys.modules

@@ -52,18 +52,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["train.json"]
 
 
-@pytest.mark.parametrize(
-    ("payload", "message"),
-    [
-        ({"final": {"loss": float("nan")}}, "train.final.loss: expected a finite number, got nan"),
-        ({"history": [{"h": 1}, {"h": -float("inf")}]}, "train.history.1.h: expected a finite num"),
-        ({"loss": torch.tensor(1.0)}, "train.loss: expected a JSON value, got Tensor"),
-        ({3: 1.0}, "train: expected keys that are strings, got 3"),
-    ],
-)
-def test_what_json_cannot_hold_is_refused_before_writing(tmp_path, payload, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        write_results(tmp_path, "train", payload)
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), torch.tensor(1.0)])
+def test_what_json_cannot_hold_is_refused_before_writing(tmp_path, value):
+    with pytest.raises(ValueError, match="train: expected JSON values, got others: "):
+        write_results(tmp_path, "train", {"final": [{"loss": value}]})
     assert not os.listdir(tmp_path)
 
 
@@ -79,8 +71,10 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path, text, message):
         read_results(path)
 
 
-def test_the_environment_is_complete_and_json(tmp_path):
+def test_the_environment_is_complete_and_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PACKAGES", (*results.PACKAGES, "no-such-package"))
     found = environment()
+    assert found["versions"].pop("no_such_package") is None
     assert read_results(write_results(tmp_path, "environment", found)) == found
     assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     names = "python torch transformers datasets accelerate peft harmonic_sft"
@@ -90,11 +84,6 @@ def test_the_environment_is_complete_and_json(tmp_path):
     assert found["hardware"]["memory_bytes"] > 2**28
     assert len(found["hardware"]["gpus"]) == torch.cuda.device_count()
     assert abs((datetime.now(UTC) - datetime.fromisoformat(found["date"])).total_seconds()) < 60
-
-
-def test_a_package_that_is_missing_has_no_version(monkeypatch):
-    monkeypatch.setattr(results, "PACKAGES", ("no-such-package",))
-    assert environment()["versions"]["no_such_package"] is None
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -169,18 +158,6 @@ def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(capsys, m
     assert {"annealed,", "training", "accuracy,", "cosine", "14.00", "h_exp"} <= set(words)
 
 
-def test_a_narrow_terminal_folds_but_loses_nothing(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    show_table("Files", ["path"], [["x" * 100]])
-    assert capsys.readouterr().out.count("x") == 100
-
-
-def test_a_row_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match=r"row: expected 2 cells, got \['only one'\]"):
-        show_table("Losses", ["run", "loss"], [["only one"]])
-
-
 def test_peak_memory_is_in_bytes():
     peak = peak_memory_bytes()
     assert 2**26 < peak < 2**44
@@ -195,12 +172,6 @@ def test_peak_memory_on_a_gpu_is_that_of_the_gpu():
     torch.cuda.reset_peak_memory_stats()
     tensor = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     assert tensor.numel() <= peak_memory_bytes() == torch.cuda.max_memory_allocated()
-
-
-def test_files_are_plain_json(tmp_path):
-    path = write_results(tmp_path, "train", {"b": 1, "a": [1.5]})
-    assert json.loads(path.read_text()) == {"b": 1, "a": [1.5]}
-    assert path.read_text().endswith("}\n")
 
 
 def test_no_signature_is_in_a_results_file(tmp_path):

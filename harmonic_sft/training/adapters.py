@@ -39,10 +39,6 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     The model keeps its class and its single head. `config` names the merged weights among what
     training changes, and keeps them in float32 when the rest is loaded in 16 bits.
 
-    Args:
-        model: Already frozen and unfrozen as the run says. Changed in place.
-        peft: Which layers, and the rank.
-
     Raises:
         ValueError: A target without a linear layer, a block that does not exist, or a layer whose
             own weights train.
@@ -106,12 +102,7 @@ def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
 
 
 def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
-    """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
-
-    Args:
-        model: Has LoRA.
-        folder: A saved model.
-    """
+    """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`."""
     layers = lora_layers(model)
     modules = _saved_modules(model)
     config = copy(cast(Any, model.model.backbone).peft_config[NAME])
@@ -124,10 +115,6 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
 
 def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
     """Load what `save_adapter` wrote, exactly; frozen weights stay as they are.
-
-    Args:
-        model: Has the same LoRA and unfrozen modules. Changed in place.
-        folder: A saved model.
 
     Raises:
         ValueError: The file holds other tensors than the model trains.
@@ -145,10 +132,6 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
 
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     """Load what trains from a checkpoint whose body is merged, packed or left out.
-
-    Args:
-        model: As it was trained. Changed in place.
-        folder: A checkpoint.
 
     Returns:
         Whether it is one; else nothing was loaded.
@@ -196,11 +179,7 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
 
 
 def _matches(target: str, names: list[str]) -> list[str]:
-    """Return the names that are `target` or end with it, as PEFT matches.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the names that are `target` or end with it, as PEFT matches."""
     found = [name for name in names if f".{name}".endswith(f".{target}")]
     if not found:
         endings = {name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)}

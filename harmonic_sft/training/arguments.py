@@ -55,8 +55,8 @@ TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets gi
 RECIPE = "Source: NeoBERT recipe."
 
 
-def _key(name: str, more: str = "") -> dict[str, str]:
-    """Explain a field by the description of its key in the YAML file, and say more."""
+def _ours(name: str, default: Any = None, more: str = "") -> Any:
+    """Return a field that is explained by the description of its key in the YAML file, and more."""
     section, _, last = KEYS[name].partition(".")
     run_config: Any = RunConfig
     found = run_config.__pydantic_fields__[section]
@@ -66,12 +66,13 @@ def _key(name: str, more: str = "") -> dict[str, str]:
     choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     text = found.description or ""
     parts = [f"{text[:1].upper()}{text[1:]}", f"One of {', '.join(choices)}" if choices else ""]
-    return {"help": " ".join(f"{part.rstrip('.')}." for part in (*parts, more) if part)}
+    text = " ".join(f"{part.rstrip('.')}." for part in (*parts, more) if part)
+    return field(default=default, metadata={"help": text})
 
 
-def _theirs(name: str, more: str) -> dict[str, str]:
-    """Explain a field as transformers does, and say more."""
-    return {"help": f"{TrainingArguments.__dataclass_fields__[name].metadata['help']} {more}"}
+def _theirs(name: str, text: str) -> Any:
+    """Return a field of transformers with the default that a YAML file has."""
+    return field(default={**DEFAULTS, **FORCED}[name], metadata={"help": text})
 
 
 @dataclass
@@ -88,28 +89,15 @@ class HarmonicTrainingArguments(TrainingArguments):
         ValueError: A value that the YAML file would not take either, by the name it has there.
     """
 
-    learning_rate: float = field(
-        default=DEFAULTS["learning_rate"], metadata=_theirs("learning_rate", RECIPE)
+    learning_rate: float = _theirs("learning_rate", f"Peak learning rate. {RECIPE}")
+    adam_beta1: float = _theirs("adam_beta1", f"Decay of the first moment of AdamW. {RECIPE}")
+    adam_beta2: float = _theirs("adam_beta2", f"Decay of the second moment of AdamW. {RECIPE}")
+    logging_steps: float = _theirs("logging_steps", "Optimizer steps between two log entries.")
+    enable_jit_checkpoint: bool = _theirs(
+        "enable_jit_checkpoint",
+        "After a SIGTERM save a checkpoint at the end of the step and exit with 143.",
     )
-    adam_beta1: float = field(
-        default=DEFAULTS["adam_beta1"], metadata=_theirs("adam_beta1", RECIPE)
-    )
-    adam_beta2: float = field(
-        default=DEFAULTS["adam_beta2"], metadata=_theirs("adam_beta2", RECIPE)
-    )
-    logging_steps: float = field(
-        default=DEFAULTS["logging_steps"],
-        metadata={"help": "Optimizer steps between two log entries."},
-    )
-    enable_jit_checkpoint: bool = field(
-        default=DEFAULTS["enable_jit_checkpoint"],
-        metadata={
-            "help": "After a SIGTERM save a checkpoint at the end of the step and exit with 143."
-        },
-    )
-    save_total_limit: int | None = field(
-        default=DEFAULTS["save_total_limit"], metadata={"help": "Checkpoints that are kept."}
-    )
+    save_total_limit: int | None = _theirs("save_total_limit", "Checkpoints that are kept.")
     lr_scheduler_type: str = field(
         default="warmup_stable_decay",
         metadata={
@@ -117,21 +105,18 @@ class HarmonicTrainingArguments(TrainingArguments):
             f"any other one is transformers' own. {RECIPE}"
         },
     )
-    remove_unused_columns: bool = field(
-        default=FORCED["remove_unused_columns"],
-        metadata={"help": "Has to be False: rows are tokenized by the trainer."},
+    remove_unused_columns: bool = _theirs(
+        "remove_unused_columns", "Has to be False: rows are tokenized by the trainer."
     )
-    ddp_find_unused_parameters: bool | None = field(
-        default=FORCED["ddp_find_unused_parameters"],
-        metadata={"help": "Has to be False: frozen parameters are known."},
+    ddp_find_unused_parameters: bool | None = _theirs(
+        "ddp_find_unused_parameters", "Has to be False: frozen parameters are known."
     )
-    logging_nan_inf_filter: bool = field(
-        default=FORCED["logging_nan_inf_filter"],
-        metadata={"help": "Has to be False: the trainer stops at a loss that is not finite."},
+    logging_nan_inf_filter: bool = _theirs(
+        "logging_nan_inf_filter",
+        "Has to be False: the trainer stops at a loss that is not finite.",
     )
-    include_num_input_tokens_seen: str = field(  # ty: ignore[incompatible-mutable-override]
-        default=FORCED["include_num_input_tokens_seen"],
-        metadata={"help": "Has to be 'non_padding'."},
+    include_num_input_tokens_seen: str = _theirs(  # ty: ignore[incompatible-mutable-override]
+        "include_num_input_tokens_seen", "Has to be 'non_padding'."
     )
     dataloader_pin_memory: bool = field(
         default_factory=torch.cuda.is_available, metadata={"help": "Default: where there is a GPU."}
@@ -140,89 +125,64 @@ class HarmonicTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Recompute every block that holds a graph."}
     )
 
-    task: str | None = field(
-        default=None,
-        metadata=_key(
-            "task",
-            "Default: what the model is; with a label_column, sequence_classification.",
-        ),
+    task: str | None = _ours(
+        "task",
+        more="Default: what the model is; with a label_column, sequence_classification.",
     )
-    revision: str | None = field(default=None, metadata=_key("revision"))
-    dtype: str = field(default="float32", metadata=_key("dtype"))
-    dropout: float | None = field(default=None, metadata=_key("dropout"))
-    from_scratch: bool = field(
-        default=False, metadata=_key("from_scratch", "Needs unfreeze=['*'].")
+    revision: str | None = _ours("revision")
+    dtype: str = _ours("dtype", "float32")
+    dropout: float | None = _ours("dropout")
+    from_scratch: bool = _ours("from_scratch", False, "Needs unfreeze=['*'].")
+    pooling: str | None = _ours("pooling")
+    unfreeze: int | str | list[str] | dict[str, Any] = _ours(
+        "unfreeze",
+        1,
+        "A number of blocks from the top, or patterns of parameter names of the backbone. "
+        "Source: NeoBERT recipe, block 27 of 28.",
     )
-    pooling: str | None = field(default=None, metadata=_key("pooling"))
-    unfreeze: int | str | list[str] | dict[str, Any] = field(
-        default=1,
-        metadata=_key(
-            "unfreeze",
-            "A number of blocks from the top, or patterns of parameter names of the backbone. "
-            "Source: NeoBERT recipe, block 27 of 28.",
-        ),
+    head: dict[str, Any] | str | None = _ours(
+        "head",
+        more="Name of a head, or a dictionary with its arguments, init and tie. Default: dist, a "
+        "DistLayer on the unit sphere; on one of our models that has been loaded, its own.",
     )
-    head: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_key(
-            "head",
-            "Name of a head, or a dictionary with its arguments, init and tie. Default: dist, a "
-            "DistLayer on the unit sphere; on one of our models that has been loaded, its own.",
-        ),
+    h_exp: float | str | dict[str, Any] | None = _ours(
+        "h_exp",
+        more="A number holds it, {'start': -12, 'end': -4} anneals it. Default: that, or nothing "
+        "for a head without an exponent; a model that keeps its head keeps its exponent. "
+        "Source: Baek et al. 2025, arXiv:2502.01628, and NeoBERT recipe.",
     )
-    h_exp: float | str | dict[str, Any] | None = field(
-        default=None,
-        metadata=_key(
-            "h_exp",
-            "A number holds it, {'start': -12, 'end': -4} anneals it. Default: that, or nothing "
-            "for a head without an exponent; a model that keeps its head keeps its exponent. "
-            "Source: Baek et al. 2025, arXiv:2502.01628, and NeoBERT recipe.",
-        ),
+    loss: dict[str, Any] | str | None = _ours(
+        "loss",
+        more="Name of a loss, a dictionary with its fields, or the loss. Default: harmonic, or "
+        "cross_entropy for a head without an exponent.",
     )
-    loss: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_key(
-            "loss",
-            "Name of a loss, a dictionary with its fields, or the loss. Default: harmonic, or "
-            "cross_entropy for a head without an exponent.",
-        ),
+    schedule: dict[str, Any] | str | None = _ours(
+        "schedule",
+        more="Keys: warmup_ratio (0.1), decay_ratio (0.2) and decay (cosine). A warmup_steps above "
+        "0 wins over the first.",
     )
-    schedule: dict[str, Any] | str | None = field(
-        default=None,
-        metadata=_key(
-            "schedule",
-            "Keys: warmup_ratio (0.1), decay_ratio (0.2) and decay (cosine). A warmup_steps above "
-            "0 wins over the first.",
-        ),
+    context_length: int | None = _ours(
+        "context_length", more="Default: what the model takes, at most 1024."
     )
-    context_length: int | None = field(
-        default=None,
-        metadata=_key("context_length", "Default: what the model takes, at most 1024."),
+    mask: float | str | dict[str, Any] | None = _ours(
+        "mask",
+        more="The share of masked tokens, or probability (0.2), policy (mask_only) and whole_word. "
+        "Source: NeoBERT, Le Breton et al. 2025, arXiv:2502.19587.",
     )
-    mask: float | str | dict[str, Any] | None = field(
-        default=None,
-        metadata=_key(
-            "mask",
-            "The share of masked tokens, or probability (0.2), policy (mask_only) and whole_word. "
-            "Source: NeoBERT, Le Breton et al. 2025, arXiv:2502.19587.",
-        ),
-    )
-    packing: bool = field(default=False, metadata=_key("packing"))
-    padding_free: bool = field(default=False, metadata=_key("padding_free"))
-    pad_to_multiple_of: int | None = field(default=None, metadata=_key("pad_to_multiple_of"))
-    loss_on: str = field(default="all", metadata=_key("loss_on"))
+    packing: bool = _ours("packing", False)
+    padding_free: bool = _ours("padding_free", False)
+    pad_to_multiple_of: int | None = _ours("pad_to_multiple_of")
+    loss_on: str = _ours("loss_on", "all")
     text_column: str = field(
         default="text", metadata={"help": "Column of the text, where the rows are plain text."}
     )
-    label_column: str | None = field(
-        default=None, metadata=_key("label_column", "Default: labels.")
-    )
-    weight_column: str | None = field(default=None, metadata=_key("weight_column"))
-    on_bad_row: str = field(default="error", metadata=_key("on_bad_row"))
-    dataset_num_proc: int | None = field(default=None, metadata=_key("dataset_num_proc"))
-    oom_fallback: bool = field(default=True, metadata=_key("oom_fallback"))
-    save: str = field(default="full", metadata=_key("save", "The result is a whole model."))
-    skip_bad_steps: int = field(default=0, metadata=_key("skip_bad_steps"))
+    label_column: str | None = _ours("label_column", more="Default: labels.")
+    weight_column: str | None = _ours("weight_column")
+    on_bad_row: str = _ours("on_bad_row", "error")
+    dataset_num_proc: int | None = _ours("dataset_num_proc")
+    oom_fallback: bool = _ours("oom_fallback", True)
+    save: str = _ours("save", "full", "The result is a whole model.")
+    skip_bad_steps: int = _ours("skip_bad_steps", 0)
     hub_form: str = field(
         default="full",
         metadata={

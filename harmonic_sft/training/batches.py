@@ -103,12 +103,7 @@ def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Te
 def examples_of_step(
     rows: MaskedRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:
-    """Name the rows that an optimizer step reads, of all processes.
-
-    Args:
-        rows: Of the training, in the epoch of the step.
-        args: Of the trainer.
-        step: How many steps came before.
+    """Name the rows that the optimizer step after `step` others reads, of all processes.
 
     Returns:
         Of each row its `row` in the table, its `source` and its `document`.
@@ -132,16 +127,7 @@ def save_bad_step(
     loss: float,
     gradient_norm: float,
 ) -> None:
-    """Write which rows gave a loss or gradients that are not finite, into the output folder.
-
-    Args:
-        args: Of the trainer.
-        rows: Of the training.
-        place: Of streams; else None.
-        step: How many steps came before.
-        loss: Of the step.
-        gradient_norm: Before it was clipped.
-    """
+    """Write which rows gave a loss or gradients that are not finite, into the output folder."""
     examples = [] if place is None else place.examples
     if isinstance(rows, MaskedRows):
         examples = examples_of_step(rows, args, step=step)
@@ -161,13 +147,6 @@ def take_out_repeated_(
     """Leave out of the loss the rows that accelerate repeats, so that all processes have as many.
 
     A batch that is laid out as one row keeps them.
-
-    Args:
-        batches: Of this process in one optimizer step. Changed in place.
-        args: Of the trainer.
-        count: What counted their labels.
-        num_rows: In an epoch, of all processes.
-        step: How many steps came before.
     """
     size = args.per_device_train_batch_size
     first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps

@@ -143,9 +143,6 @@ class LabeledProgress(ProgressCallback):
 def check_reporters(names: Sequence[str]) -> None:
     """Refuse to report to what is not installed, before anything is loaded.
 
-    Args:
-        names: `report_to` of `TrainingArguments`, which has resolved "all" and "none".
-
     Raises:
         ValueError: One is missing.
     """

@@ -27,31 +27,13 @@ NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors"
 
 
 def write_manifest(folder: Path, *, rows_per_step: int) -> None:
-    """Write the last file of a checkpoint: the checksums of all the others, and of itself.
-
-    Args:
-        folder: A checkpoint to which every process has written its files.
-        rows_per_step: Rows of one optimizer step, of all processes.
-    """
+    """Write the last file of a checkpoint: the checksums of all the others, and of itself."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
     content = {"rows_per_step": rows_per_step, "files": files}
     draft = folder.with_name(f".{folder.name}.{MANIFEST_NAME}")
     draft.write_text(json.dumps({**content, "sha256": _sha256_of(content)}, indent=2))
     os.replace(draft, folder / MANIFEST_NAME)
-
-
-def seal(folder: Path, args: TrainingArguments, *, keep: int | None, best: str | None) -> None:
-    """Write the manifest of the newest checkpoint of a run; then delete the oldest ones.
-
-    Args:
-        folder: The checkpoint.
-        args: Of the trainer.
-        keep: How many stay; None and 0 are all.
-        best: The best checkpoint, which stays.
-    """
-    write_manifest(folder, rows_per_step=rows_per_step(args))
-    rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 
 
 def remove_manifest(folder: Path) -> None:
@@ -72,10 +54,6 @@ def rows_per_step(args: TrainingArguments) -> int:
 
 def same_accumulation(folder: Path, args: TrainingArguments) -> int:
     """Return over how many micro-batches to accumulate for the effective batch of a checkpoint.
-
-    Args:
-        folder: The checkpoint; if an earlier version wrote it, the arguments decide.
-        args: Of the run that continues, perhaps with another number of processes.
 
     Raises:
         ValueError: No number of micro-batches gives it.
@@ -122,11 +100,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
-    """Return the checkpoint to continue from.
-
-    Args:
-        asked: A checkpoint, True for the newest whole one, None for a new run.
-        folder: Of the run.
+    """Return the checkpoint that was asked for, by True the newest whole one.
 
     Raises:
         ValueError: It is damaged, or there is none.
@@ -166,11 +140,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint, None if there is none; newer ones are named in the log.
-
-    Args:
-        folder: Of a run.
-    """
+    """Return the newest whole checkpoint or None; damaged newer ones are named in the log."""
     for checkpoint in reversed(all_checkpoints(folder)):
         damage = find_damage(checkpoint)
         if damage is None:
@@ -180,12 +150,9 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None:
-    """Delete the checkpoints of the lowest steps; the clock plays no part.
+    """Delete the checkpoints of the lowest steps, but not protected ones, until `keep` are left.
 
-    Args:
-        folder: Of a run.
-        keep: How many stay; None and 0 are all.
-        protected: Stay in any case, and count.
+    None and 0 keep all. The clock plays no part.
     """
     if not keep:
         return
@@ -198,12 +165,7 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
 
 
 def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
-    """Save what training changes, and the configuration: enough to continue, and no model.
-
-    Args:
-        model: Trained parameters and buffers are saved.
-        folder: Of the checkpoint; made if needed.
-    """
+    """Save what training changes, and the configuration: enough to continue, and no model."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("model*.safetensors*"):  # saved otherwise before
         path.unlink()
@@ -216,10 +178,6 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
 
 def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
     """Load what `save_trained` wrote over the weights of the base.
-
-    Args:
-        model: As it was before training. Changed in place.
-        folder: The checkpoint.
 
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.

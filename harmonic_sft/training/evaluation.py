@@ -336,11 +336,6 @@ def _read_ruler(name: str, opened: Opened) -> Ruler:
 def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:
     """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
 
-    Args:
-        folder: Of the model.
-        data: To evaluate on.
-        config: The `data` section that they come from.
-
     Returns:
         What is known of the model and its bases.
 
@@ -380,11 +375,7 @@ def _load(
 
 
 def _like(first: Opened, folder: Path) -> Opened:
-    """Load another model, to be measured on the data of the first.
-
-    Raises:
-        ValueError: It has another tokenizer, task or classes.
-    """
+    """Load another model, to be measured on the data of the first."""
     config, task = _harmonic_config(folder, "--against")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
@@ -417,11 +408,7 @@ def fingerprint(rows: MaskedRows) -> str:
 
 
 def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
-    """Return the configuration of a trained model and its task.
-
-    Raises:
-        ValueError: There is none, it is another model, or has no head.
-    """
+    """Return the configuration of a trained model and its task."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: expected a folder with a trained model, got {str(folder)!r}")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -30,10 +30,6 @@ class Part(NamedTuple):
 def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
     """Freeze the backbone except what `unfreeze` names; the head trains.
 
-    Args:
-        model: Changed in place: `requires_grad`, and the dtype of what trains.
-        unfreeze: Blocks from the top, or patterns of parameter names.
-
     Raises:
         ValueError: More blocks than there are, or a pattern without a parameter.
     """
@@ -65,10 +61,6 @@ def frozen_copy(module: nn.Module) -> nn.Module:
 
 def load_head_(model: HarmonicHeadModel, folder: Path) -> None:
     """Load the head from a saved model; the frozen rest stays as it is.
-
-    Args:
-        model: With the same head. Changed in place.
-        folder: With `model.safetensors`, or its shards.
 
     Raises:
         RuntimeError: The head in `folder` has other weights.

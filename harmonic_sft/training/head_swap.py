@@ -60,10 +60,6 @@ def measure_swap(
 ) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
-    Args:
-        trainer: Has the model, whose head and exponents are changed in place.
-        data: Of the run.
-
     Returns:
         Metrics of the evaluation split: `old_head`, where there is one, and `swapped`, the new head
         as it was put there, where it is then fitted; and the fit.
@@ -140,10 +136,6 @@ def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
     """Give a head as it was loaded the exponent that was found, and anneal from there.
 
     The end is as many times the start as the run says.
-
-    Args:
-        trainer: Its model and its recipe are changed in place.
-        fit: Of this session, or of the run's first one.
     """
     h_exp = trainer.run_config.h_exp
     assert h_exp is not None, "only a distance head is fitted"

@@ -45,10 +45,7 @@ MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 
 
 def locate_base(base: str) -> str:
-    """Turn `model.base` into what transformers can load.
-
-    Args:
-        base: A folder, a name on the Hub, or `package:NAME`.
+    """Turn a folder, a name on the Hub, or `package:NAME` into what transformers can load.
 
     Raises:
         ValueError: The folder or the package is missing, or a checkpoint holds only what trains.
@@ -185,10 +182,6 @@ def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
     """Refuse to train more than the head on a quantized base, or to save only what trains.
-
-    Args:
-        run: The checked configuration.
-        config: Of the base.
 
     Raises:
         ValueError: Something else would train, checkpoints would not be whole, or the base is

@@ -97,11 +97,6 @@ def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
 def check_optimizer(model: nn.Module, optimizer: Any, *, is_given: bool) -> None:
     """Refuse an optimizer that would not train everything, or would lose updates.
 
-    Args:
-        model: With what trains.
-        optimizer: Made by the user, or None.
-        is_given: The user gave an optimizer, or its class.
-
     Raises:
         ValueError: It would.
     """

@@ -111,11 +111,6 @@ def estimate_step(
 ) -> tuple[list[Part], MemoryEstimate]:
     """Estimate the peak memory of one training step.
 
-    Args:
-        run: Gives the shape of the batch, the head, and what trains.
-        config: Of the base.
-        batch_size: Rows of one micro-batch.
-
     Returns:
         The parameters by part, and the bytes of a step.
     """

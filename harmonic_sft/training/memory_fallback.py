@@ -43,16 +43,7 @@ class MemoryFallback:
         *,
         step: int,
     ) -> Tensor:
-        """Run one micro-batch of a step; `batches` are those before it.
-
-        Args:
-            backward: Makes the gradients of a batch and returns its loss.
-            batch: Kept in `batches` until the trainer empties the list.
-            model: The whole model, as the trainer has it.
-            step: Number of the optimizer step, for the log.
-
-        Returns:
-            The loss of the micro-batch.
+        """Return the loss of one micro-batch of a step; `batches` are those before it.
 
         Raises:
             StoppedError: One row does not fit into memory.

@@ -106,11 +106,7 @@ def _last_step(run: RunConfig) -> int:
 
 
 def _check_longer(run: RunConfig, last_step: int) -> None:
-    """Let a run train for more steps where what it did so far does not depend on their number.
-
-    Raises:
-        ValueError: Its schedules stretch over the run, or nothing is there to continue from.
-    """
+    """Let a run train for more steps where what it did so far does not depend on their number."""
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
     warmup = 0
@@ -195,11 +191,7 @@ def claim_output_folder(run: RunConfig) -> None:
 
 
 def _start_again(folder: Path) -> None:
-    """Delete what a run left that ended before its first checkpoint.
-
-    Raises:
-        ValueError: Another run has claimed the folder since it was checked.
-    """
+    """Delete what a run left that ended before its first checkpoint."""
     leftovers = _leftovers(folder)
     if not leftovers:
         raise ValueError(
@@ -222,9 +214,6 @@ class FolderLock:
     """Keeps other processes from training in a folder, from the first `hold` to its end.
 
     The main process, which writes, locks it for all.
-
-    Args:
-        folder: Of a run.
     """
 
     def __init__(self, folder: Path):
@@ -279,14 +268,6 @@ def _flock(handle: int) -> bool:
             return True
         else:
             return True
-
-
-def release_output_folder(run: RunConfig) -> None:
-    """Let a folder go in which nothing but the claim is: its run was refused before training."""
-    folder = run.output_dir
-    if [path.name for path in folder.iterdir()] == [CONFIG_NAME]:
-        (folder / CONFIG_NAME).unlink(missing_ok=True)
-        folder.rmdir()
 
 
 def is_finished(run: RunConfig) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -62,16 +62,7 @@ LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transfor
 
 
 class Preparation:
-    """Makes models and rows as the arguments of a trainer say.
-
-    Args:
-        model: A name, a folder, one of our models, or a model of transformers.
-        args: Of the trainer.
-        peft_config: LoRA, ours or PEFT's.
-        tokenizer: None loads that of the model.
-        collator: Of rows that are left as they are; None makes rows and has a collator for them.
-        formatting_func: Makes a text of a row.
-        is_stream: The training data are read while training.
+    """Makes models and rows as the arguments of a trainer say; they are explained there.
 
     Raises:
         ValueError: The model cannot be found, or does not fit the arguments.
@@ -89,7 +80,11 @@ class Preparation:
         is_stream: bool,
     ):
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        _check_given(model, tokenizer)
+        if not isinstance(model, str | PreTrainedModel):
+            raise ValueError(
+                "model: expected a name, a folder or a model of transformers, got "
+                f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
+            )
         self.model, self.args, self._is_stream = model, args, is_stream
         self._peft = _checked_lora(peft_config)
         self._format = formatting_func
@@ -150,13 +145,10 @@ class Preparation:
         return with_padding(self._given_tokenizer, self.config.model.task)
 
     def train_rows(self, data: Any) -> Any:
-        """Tokenize, mask and pack a data set of the datasets library.
+        """Return rows with `input_ids` and `labels`, tokenized, masked and packed.
 
-        Args:
-            data: Left as it is if it is none, or if the trainer was given a collator.
-
-        Returns:
-            Rows with `input_ids` and `labels`.
+        What is no data set of the datasets library is left as it is; so is everything, if the
+        trainer was given a collator.
 
         Raises:
             ValueError: Bad rows, or columns that are not known.
@@ -204,9 +196,9 @@ class Preparation:
     def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
         settings, column = self.config.data, self.args.text_column
-        if self._format is not None:
-            data = data.map(_formatted(self._format), remove_columns=data.column_names)
-            column = "text"
+        if (text_of := self._format) is not None:
+            columns, column = data.column_names, "text"
+            data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
         streaming = isinstance(data, datasets.IterableDataset)
         row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
         source = GivenSource(
@@ -226,13 +218,7 @@ class Preparation:
         return loaded
 
     def build(self, train: Any) -> tuple[HarmonicHeadModel, Head | None]:
-        """Load the model, put the head on it, freeze it and set the loss.
-
-        Args:
-            train: Training rows; None if nothing is trained.
-
-        Returns:
-            The model, and the head that its base predicted with, if that is known.
+        """Return the model that trains, and the head that its base predicted with, if known.
 
         Raises:
             ValueError: The classes of a new head are not known.
@@ -373,13 +359,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
-    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
-
-    Args:
-        model: Changed in place.
-        run: The checked configuration.
-        old_head: What the base predicted with: the teacher, if the loss has one.
-    """
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss."""
     unfreeze_(model, run.model.unfreeze)
     changes = run.peft is not None or trains(model.model)
     old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
@@ -415,28 +395,6 @@ def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str
     )
 
 
-def _check_given(model: Any, tokenizer: Any) -> None:
-    """Refuse what is no model or no tokenizer.
-
-    Raises:
-        ValueError: It is something else, or the model has no weights yet.
-    """
-    if not isinstance(model, str | PreTrainedModel):
-        raise ValueError(
-            "model: expected a name, a folder or a model of transformers, got "
-            f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
-        )
-    if isinstance(model, PreTrainedModel) and model.device.type == "meta":
-        raise ValueError(
-            "model: expected one with weights, got one on the meta device. Load it, or name it"
-        )
-    if tokenizer is not None and not callable(tokenizer):
-        raise ValueError(
-            f"processing_class: expected a tokenizer, got {tokenizer!r}. Load it: "
-            "AutoTokenizer.from_pretrained(...)"
-        )
-
-
 def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
     """Return PEFT's configuration as ours; refuse what has no counterpart."""
     if not isinstance(peft_config, LoraConfig):
@@ -463,15 +421,3 @@ def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | N
     if targets is None:
         del given["target_modules"]
     return PeftConfig(**given)
-
-
-def _formatted(
-    formatting_func: Callable[[dict[str, Any]], str],
-) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-    def text_of(row: Mapping[str, Any]) -> dict[str, str]:
-        text = formatting_func(dict(row))
-        if not isinstance(text, str):
-            raise ValueError(f"formatting_func: expected text, got {type(text).__name__}")
-        return {"text": text}
-
-    return text_of

@@ -3,11 +3,9 @@
 import logging
 import os
 
-from transformers import PreTrainedConfig
-
 from harmonic_sft.config import to_yaml
 from harmonic_sft.data.inspection import inspect_data
-from harmonic_sft.models import NeoBERTConfig, max_positions
+from harmonic_sft.models import max_positions
 from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
@@ -16,7 +14,6 @@ from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
-NEOBERT = "chandar-lab/NeoBERT"
 
 
 def dry_run(run: RunConfig) -> None:
@@ -27,7 +24,7 @@ def dry_run(run: RunConfig) -> None:
     """
     args = run.training_arguments()
     check_launch(args)
-    config = _base_config(run)
+    config = load_base_config(run.model)
     check_frozen(run, config)
     longest = max_positions(config.get_text_config())
     if run.data.context_length > longest:
@@ -42,23 +39,8 @@ def dry_run(run: RunConfig) -> None:
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
 
 
-def _base_config(run: RunConfig) -> PreTrainedConfig:
-    """Without a network NeoBERT's published configuration is known: ours has its values."""
-    try:
-        return load_base_config(run.model)
-    except ValueError:
-        if run.model.base != NEOBERT:
-            raise
-        logger.info("%s cannot be reached; its published configuration is used.", NEOBERT)
-        return NeoBERTConfig()
-
-
 def show_data(run: RunConfig, *, row: int = 0) -> None:
     """Load the data of a run and print counts, lengths, fill rate, one row, and steps.
-
-    Args:
-        run: Its configuration.
-        row: Number of the row, or pack, that is shown.
 
     Raises:
         ValueError: Bad data, or no row of this number.

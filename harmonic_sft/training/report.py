@@ -200,19 +200,12 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
 
 
 def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
-    """Refuse runs with different held-out data; warn of those that recorded none."""
-    names = [run["run"] for run in runs]
-    found = [run.get("data", {}).get("eval_sha256") for run in runs]
-    unknown = [name for name, value in zip(names, found, strict=True) if value is None]
-    if unknown:
-        logger.warning(
-            "Evaluation data: an earlier version did not record those of %s.", ", ".join(unknown)
-        )
-    known = [(name, value) for name, value in zip(names, found, strict=True) if value is not None]
-    others = [name for name, value in known if value != known[0][1]]
+    found = [(run["run"], run.get("data", {}).get("eval_sha256")) for run in runs]
+    first, expected = found[0]
+    others = [name for name, value in found if value != expected]
     if others:
         raise ValueError(
-            f"compare: expected runs with the held-out data of {known[0][0]}, got others in "
+            f"compare: expected runs with the held-out data of {first}, got others in "
             f"{', '.join(others)}. Their losses cannot be compared; run `harmonic-sft eval` on the "
             "same data for all of them"
         )

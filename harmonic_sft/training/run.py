@@ -36,10 +36,8 @@ from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
     check_output_folder,
-    claim_output_folder,
     is_finished,
     read_verdicts,
-    release_output_folder,
     results_path,
 )
 from harmonic_sft.training.publishing import (
@@ -100,11 +98,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 
 def _check(run: RunConfig) -> None:
-    """Refuse what can be refused before anything is loaded.
-
-    Raises:
-        ValueError: No evaluation, a launch, a reporter, a folder or a destination that will not do.
-    """
+    """Refuse what can be refused before anything is loaded."""
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     for number, source in enumerate(run.data.sources):
@@ -188,22 +182,16 @@ def _show_finished(run: RunConfig) -> dict[str, Any]:
 
 def _claim(trainer: HarmonicTrainer) -> None:
     """Make the output folder this run's, and show what it trains."""
-    run, state = trainer.run_config, PartialState()
-    if state.is_main_process:
+    run = trainer.run_config
+    if PartialState().is_main_process:
         if run.hub.push:
             check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
-        claim_output_folder(run)
         show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
-    trainer.claimed = True
-    state.wait_for_everyone()
+    trainer.claim_output_folder(resume=run.resume)
 
 
 def _measure_before(ready: Ready) -> dict[str, Any]:
-    """Evaluate the model as loaded; a resumed run remembers what that was.
-
-    Raises:
-        ValueError: The model is not fit for training; a new output folder is given up.
-    """
+    """Evaluate the model as loaded; a resumed run remembers what that was."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     if path.is_file():
@@ -211,13 +199,8 @@ def _measure_before(ready: Ready) -> dict[str, Any]:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
+    before = _evaluated(ready)
     state = PartialState()
-    try:
-        before = _evaluated(ready)
-    except ValueError:
-        if state.is_main_process:
-            release_output_folder(run)
-        raise
     state.wait_for_everyone()
     if state.is_main_process:
         data, sources = ready.data, to_plain(run.data)["sources"]
@@ -229,9 +212,11 @@ def _measure_before(ready: Ready) -> dict[str, Any]:
 
 
 def _evaluated(ready: Ready) -> dict[str, Any]:
-    swap, fit = measure_swap(ready.trainer, ready.data)
-    unigrams = _unigram_loss(ready.data)
-    check_base(ready.trainer.run_config, ready.data, swap, unigrams)
+    data = ready.data
+    swap, fit = measure_swap(ready.trainer, data)
+    counts = data.unigram_counts
+    unigrams = None if counts is None else unigram_loss(eval_labels(data), counts)
+    check_base(ready.trainer.run_config, data, swap, unigrams)
     metrics = evaluate(ready.trainer, "before")
     return {
         "before": metrics,
@@ -240,12 +225,6 @@ def _evaluated(ready: Ready) -> dict[str, Any]:
         "unigram_loss": unigrams,
         "neighbors_before": _neighbors(ready),
     }
-
-
-def _unigram_loss(data: LoadedData) -> float | None:
-    if data.unigram_counts is None:
-        return None
-    return unigram_loss(eval_labels(data), data.unigram_counts)
 
 
 def _neighbors(ready: Ready) -> dict[str, list[str]]:
@@ -300,11 +279,7 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
 
 
 def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerState:
-    """Return the state of a checkpoint, which training may delete when newer ones come.
-
-    Raises:
-        ValueError: It has other classes.
-    """
+    """Return the state of a checkpoint, which training may delete when newer ones come."""
     logger.info("Continuing from %s", checkpoint)
     saved, now = HarmonicConfig.from_pretrained(checkpoint), trainer.model.config
     if saved.id2label != now.id2label:
@@ -367,12 +342,7 @@ def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
 
 
 def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:
-    """Return what the results say of the held-out documents; warn if a base was trained on them.
-
-    Args:
-        ready: The run.
-        duplicates: Training documents that are copies of them, as far as they were read.
-    """
+    """Return what the results say of the held-out documents; warn if a base was trained on them."""
     run, held_out = ready.trainer.run_config, ready.data.held_out
     ancestors = lineage(_base(run), held_out.fingerprints, to_plain(run.data)["sources"])
     if sentence := seen_by(ancestors, len(held_out.fingerprints)):

@@ -581,14 +581,8 @@ def _check_refresh(training: Mapping[str, Any], intervals: Sequence[int]) -> Non
             )
 
 
-def _best_metric(training: Mapping[str, Any]) -> str | None:
-    """Return what the best checkpoint is chosen by, None if the run does not say."""
-    metric = training.get("metric_for_best_model")
-    return None if metric is None else str(metric).removeprefix("eval_")
-
-
 def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:
-    metric = _best_metric(training) or "loss"
+    metric = str(training.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if metric not in METRICS:
         raise ValueError(
             f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"

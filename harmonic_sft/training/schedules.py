@@ -43,11 +43,7 @@ def phase_schedule(
 ) -> LambdaLR:
     """Return the schedule of the learning rate, the ratios turned into whole steps.
 
-    Args:
-        optimizer: Whose rates are set.
-        schedule: The ratios.
-        total: Optimizer steps of the run.
-        warmup_steps: In place of the ratio.
+    `warmup_steps` stand in place of their ratio.
     """
     steps = phase_steps(total, warmup_ratio=schedule.warmup_ratio, decay_ratio=schedule.decay_ratio)
     return get_wsd_schedule(

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from harmonic_sft.data.streams import (
     PlacedCollator,
-    Snapshot,
     StreamedRows,
     StreamState,
     advance,
@@ -21,12 +20,7 @@ STATE_NAME = "stream_state_{}.json"  # of a process
 
 
 class StreamPlace:
-    """Follows which rows of the streams were used, so that a resumed run takes the next ones.
-
-    Args:
-        rows: Of all streams.
-        args: Of the trainer.
-    """
+    """Follows which rows of the streams were used, so that a resumed run takes the next ones."""
 
     def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
         self._rows, self._args = rows, args
@@ -76,20 +70,9 @@ class StreamPlace:
         path.write_text(json.dumps({**self._state, "left_out": self._left_out}))
 
     def load(self, checkpoint: Path) -> None:
-        """Continue where the run of a checkpoint stood.
-
-        Raises:
-            ValueError: An earlier version wrote it.
-        """
+        """Continue where the run of a checkpoint stood."""
         paths = sorted(checkpoint.glob(STATE_NAME.format("*")))
-        states: list[Any] = [{"left_out": {}, **json.loads(path.read_text())} for path in paths]
-        snapshots = [snapshot for state in states for snapshot in state["streams"].values()]
-        if not states or any(Snapshot.__required_keys__ - s.keys() for s in snapshots):
-            raise ValueError(
-                f"resume: expected {STATE_NAME.format(0)} of this version in "
-                f"{str(checkpoint)!r}, got {'another' if states else 'none'}. "
-                "An earlier version wrote this checkpoint; start a new run"
-            )
+        states: list[Any] = [json.loads(path.read_text()) for path in paths]
         self._rows.state = self._state = merge(states)
         for state in states:
             known = {int(stream): tuple(counts) for stream, counts in state["left_out"].items()}

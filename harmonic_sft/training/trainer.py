@@ -56,9 +56,11 @@ from harmonic_sft.training.checkpoints import (
     check_whole,
     find_checkpoint,
     remove_manifest,
+    rotate,
+    rows_per_step,
     same_accumulation,
     save_trained,
-    seal,
+    write_manifest,
 )
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
@@ -204,9 +206,6 @@ class HarmonicTrainer(Trainer):
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
 
-        Args:
-            resume: The folder holds a run that continues.
-
         Raises:
             ValueError: It holds something else, or another run.
         """
@@ -265,10 +264,6 @@ class HarmonicTrainer(Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
-
-        Args:
-            args: Of `transformers.Trainer.hyperparameter_search`.
-            kwargs: As well.
 
         Raises:
             ValueError: The trainer was given a model, which a trial would change.
@@ -373,7 +368,9 @@ class HarmonicTrainer(Trainer):
             self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            seal(folder, self.args, keep=keep, best=self.state.best_model_checkpoint)
+            write_manifest(folder, rows_per_step=rows_per_step(self.args))
+            best = self.state.best_model_checkpoint
+            rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

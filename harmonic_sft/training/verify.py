@@ -190,11 +190,7 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
 
 
 def _check_base(run: RunConfig, data: LoadedData, folder: Path) -> dict[str, float] | None:
-    """Return how well the base's own head predicts the text, None if it has none.
-
-    Raises:
-        ValueError: No better than the frequencies of the tokens.
-    """
+    """Return how well the base's own head predicts the text, None if it has none."""
     if data.labels is not None:
         return None
     assert isinstance(data.train, MaskedRows), "nothing is streamed"
@@ -209,11 +205,7 @@ def _check_base(run: RunConfig, data: LoadedData, folder: Path) -> dict[str, flo
 
 
 def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
-    """Return rows of many lengths; of text as tokens, which can be packed and streamed.
-
-    Raises:
-        ValueError: There are fewer than a step takes.
-    """
+    """Return rows of many lengths; of text as tokens, which can be packed and streamed."""
     if data.labels is not None:
         material = Material(data.train, data.collator)
     else:
@@ -273,10 +265,7 @@ def residuals(
 ) -> dict[str, float] | None:
     """Return the largest and the mean signed relative difference of a quantity over the steps.
 
-    Args:
-        first: Log entries of the steps.
-        second: Of the other training; None is returned where it has another number of steps.
-        quantity: A key of the entries.
+    None where the two trainings have logged different numbers of steps.
     """
     pairs = [(a[quantity], b[quantity]) for a, b in zip(first, second, strict=False)]
     if not pairs or len(first) != len(second):

@@ -21,7 +21,6 @@ from harmonic_sft.data import DataConfig
 from harmonic_sft.data.loading import load_data
 from harmonic_sft.eval.word_similarity import read_word_pairs
 from harmonic_sft.training.checkpoints import last_checkpoint, read_rows_per_step, write_manifest
-from harmonic_sft.training.output_folder import check_output_folder
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS
 from tests.faults.kills import World
@@ -111,7 +110,6 @@ class Feeder:
             "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
         )
         self.run_yaml = self.world.yaml_of("table", folder / "run").read_text()
-        self.run = load_run_config(folder / "run.yaml")
         self.checkpoint = self.make_checkpoint()
         lines = "".join(f'{{"text": "{a} {b}"}}\n' for a, b in itertools.pairwise(WORDS))
         self.files = {"a.jsonl": lines.encode(), "a.txt": lines.encode()}
@@ -214,13 +212,6 @@ class Feeder:
         )
         read_rows_per_step(found)
 
-    def run_folder(self, content):
-        """Continue a run whose run.yaml is damaged."""
-        run = self.folder / "run"
-        run.mkdir(exist_ok=True)
-        (run / "run.yaml").write_bytes(content)
-        check_output_folder(self.run)
-
     def pairs(self, content):
         path = self.folder / "pairs.tsv"
         path.write_bytes(content)
@@ -252,10 +243,6 @@ def strategies(feeder):
     files = sorted(path.name for path in feeder.checkpoint.iterdir() if path.suffix != ".json")
     return {
         "YAML, bytes": (feeder.yaml, st.tuples(DAMAGE.map(lambda d: damaged(plain, d)))),
-        "YAML, text": (
-            feeder.yaml,
-            st.tuples(st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass"))),
-        ),
         "YAML, values": (
             feeder.value,
             st.tuples(st.lists(st.tuples(st.sampled_from(keys), JSON), min_size=1, max_size=3)),
@@ -269,7 +256,6 @@ def strategies(feeder):
             feeder.checkpoints,
             st.tuples(st.sampled_from(files), DAMAGE, st.none() | JSON),
         ),
-        "run folders": (feeder.run_folder, st.tuples(DAMAGE.map(lambda d: damaged(plain, d)))),
         "pair files": (feeder.pairs, st.tuples(DAMAGE.map(lambda d: damaged(ratings, d)))),
     }
 

@@ -117,18 +117,15 @@ def _times(metrics):
     return {key: metrics[key] for key in metrics if "runtime" in key or "per_second" in key}
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_streams_and_packs_are_read_as_from_a_file(
-    make_yaml, texts, text_file, arguments, packing, make
-):
+def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arguments, make):
     source = {"path": str(text_file), "streaming": True}
-    path = make_yaml(data={"sources": [source], "packing": packing, "eval": {"documents": 0}})
+    path = make_yaml(data={"sources": [source], "packing": True, "eval": {"documents": 0}})
     from_yaml = prepare(load_run_config(path, ["training.max_steps=4"])).trainer
     from_yaml.train()
     trainer = make(
         arguments(
             "python",
-            packing=packing,
+            packing=True,
             per_device_train_batch_size=8,
             schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
         ),
@@ -199,7 +196,7 @@ def test_labelled_rows_make_a_classifier(arguments, make):
     assert trainer.predict(Dataset.from_list(rows[:6])).predictions.shape == (6, 2)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "packed", "stream", "decoder", "classes"])
+@pytest.mark.parametrize("kind", ["packed", "stream", "decoder", "classes"])
 def test_rows_weigh_in_the_loss_what_their_column_says(
     tiny_base, decoder, texts, arguments, kind, make
 ):
@@ -236,18 +233,15 @@ def test_a_weight_is_a_number_of_0_or_more(texts, arguments, make):
             make(arguments(weight_column="importance"), train_dataset=rows)
 
 
-def test_a_schedule_of_transformers_is_honoured(arguments, make):
-    args = arguments(lr_scheduler_type="linear", warmup_steps=2)
-    trainer = make(args)
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [({"lr_scheduler_type": "linear"}, 5e-3), ({"schedule": {"decay_ratio": 0.25}}, 1e-2)],
+    ids=["a schedule of transformers", "ours, with other phases"],
+)
+def test_a_schedule_is_honoured_and_warmup_steps_win_over_the_ratio(arguments, make, fields, last):
+    trainer = make(arguments(warmup_steps=2, **fields))
     trainer.train()
-    assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 5e-3])
-
-
-def test_warmup_steps_win_over_the_ratio(arguments, make):
-    args = arguments(warmup_steps=2, schedule={"decay_ratio": 0.25})
-    trainer = make(args)
-    trainer.train()
-    assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
+    assert rates(trainer) == pytest.approx([0.0, 5e-3, 1e-2, last])
 
 
 def test_another_optimizer_is_honoured(arguments, make):
@@ -259,7 +253,10 @@ def test_another_optimizer_is_honoured(arguments, make):
     assert isinstance(given.optimizer.optimizer, torch.optim.SGD)
 
 
-def test_an_optimizer_has_to_hold_what_trains(tiny_base, make, tokenizer):
+def test_an_optimizer_has_to_hold_what_trains(tiny_base, arguments, make, tokenizer):
+    args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"optimizers: expected none with torch\.bfloat16"):
+        make(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
     model = BertForMaskedLM.from_pretrained(tiny_base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="optimizers: expected one that holds all that trains"):
@@ -271,12 +268,6 @@ def test_an_optimizer_has_to_hold_what_trains(tiny_base, make, tokenizer):
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
     assert rates(trainer) == [0.1] * 4
-
-
-def test_bfloat16_weights_keep_their_masters(arguments, make):
-    args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
-    with pytest.raises(ValueError, match=r"optimizers: expected none with torch\.bfloat16"):
-        make(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
 
 
 def test_metrics_and_predictions_are_those_of_transformers(texts, make):
@@ -388,7 +379,7 @@ def test_a_formatting_function_makes_the_text(make):
         train_dataset=rows, formatting_func=lambda row: f"{row['first']} {row['second']}"
     )
     assert len(trainer.train_dataset.rows[0]["input_ids"]) == 5
-    with pytest.raises(ValueError, match="formatting_func: expected text, got list"):
+    with pytest.raises(ValueError, match="expected a column of text"):
         make(train_dataset=rows, formatting_func=lambda row: [1])
 
 
@@ -405,10 +396,8 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
 
 def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = make(arguments("whole", **saving))
+    whole = make(arguments("run", **saving))
     whole.train()
-    stopped = make(arguments("run", **saving))
-    stopped.train()
     resumed = make(arguments("run", **saving))
     with pytest.raises(ValueError, match=r"training.output_dir: expected an empty folder"):
         resumed.train()
@@ -467,37 +456,18 @@ def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments, make, 
 
 
 WRONG = {
-    "model: expected a name, a folder or a model of transformers, got NoneType": {"model": None},
     "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": {
         "model": BertForMaskedLM
     },
-    "processing_class: expected a tokenizer, got 'bert'": {"processing_class": "bert"},
     r"train_dataset: expected a data set of the datasets library, got a str. Make one: "
     r"load_dataset\(\"text\", data_files='my.txt'": {"train_dataset": "my.txt"},
     "train_dataset: expected a data set of the datasets library, got a list. Make one: "
     "Dataset.from_dict": {"train_dataset": ["aa ab"]},
     "eval_dataset: expected a data set of the datasets library, got a dict": {"eval_dataset": {}},
-    "eval_dataset: expected a data set of the datasets library, got a list": {
-        "eval_dataset": ["aa ab"]
-    },
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_no_model_tokenizer_or_data_set_is_refused(message, make):
+def test_what_is_no_model_or_data_set_is_refused(message, make):
     with pytest.raises(ValueError, match=message):
         make(**WRONG[message])
-
-
-def test_a_model_without_weights_is_refused(tiny_base, make, tokenizer):
-    with torch.device("meta"):
-        model = BertForMaskedLM(BertForMaskedLM.config_class.from_pretrained(tiny_base))
-    with pytest.raises(ValueError, match="model: expected one with weights, got one on the meta"):
-        make(model=model, processing_class=tokenizer)
-
-
-def test_wrong_kinds_of_values_are_refused_by_the_arguments(arguments):
-    with pytest.raises(ValueError, match="head: expected a name or a dictionary, got 3"):
-        arguments(head=3)
-    with pytest.raises(ValueError, match=r"data.context_length: expected .*, got 0"):
-        arguments(context_length=0)
