@@ -88,14 +88,9 @@ def test_an_untested_version_is_refused_with_its_number(monkeypatch, found):
     monkeypatch.setattr(trl, "version", lambda name: found)
     with pytest.raises(ValueError, match=rf"trl: expected version 1.0 to 1.16, got {found}. Run"):
         trl.patch()
-
-
-def test_a_tested_version_is_not(monkeypatch):
     monkeypatch.setattr(trl, "version", lambda name: "1.16.3")
     trl.check_version()
 
-
-def test_without_trl_it_says_what_to_install(monkeypatch):
     def missing(name):
         raise trl.PackageNotFoundError(name)
 

@@ -19,7 +19,7 @@ from harmonic_sft.training.adapters import (
     merged_state,
     save_adapter,
 )
-from harmonic_sft.training.freezing import parts, unfreeze_
+from harmonic_sft.training.freezing import unfreeze_
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import build_fake_model
 from harmonic_sft.training.run import prepare
@@ -41,11 +41,10 @@ def neobert(tmp_path_factory):
     return folder
 
 
-def with_lora(base, *, dtype=torch.float32, last_blocks=0, patterns=(), **lora):
+def with_lora(base, *, dtype=torch.float32, last_blocks=0, **lora):
     torch.manual_seed(0)
     model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
-    unfreeze = {"patterns": list(patterns)} if patterns else {"last_blocks": last_blocks}
-    unfreeze_(model, UnfreezeConfig(**unfreeze))
+    unfreeze_(model, UnfreezeConfig(last_blocks=last_blocks))
     add_lora_(model, PeftConfig(**lora))
     return model
 
@@ -87,12 +86,8 @@ def test_only_lora_and_the_head_train(tiny_base, dtype):
     assert model.config.trained_parameters == ["dist_head.weight", *merged]
     kept = sorted(name.removeprefix("model.backbone.") for name in merged)
     assert model.config.float32_modules == (None if dtype == torch.float32 else kept)
-
-
-def test_lora_starts_as_the_base(tiny_base):
-    plain = HarmonicForMaskedLM.from_base(str(tiny_base))
-    assert torch.equal(logits(with_lora(tiny_base, **LORA)), logits(plain))
-    assert not torch.equal(logits(move_(with_lora(tiny_base, **LORA))), logits(plain))
+    plain = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=dtype)
+    assert torch.equal(logits(model), logits(plain))  # LoRA starts as nothing
 
 
 def test_all_linear_layers_that_stay_frozen(tiny_base, neobert):
@@ -113,12 +108,6 @@ def test_unfrozen_parts_train_beside_lora_and_are_in_the_adapter(tiny_base, tmp_
     save_adapter(model, tmp_path)
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(".layer.2." in name for name in saved)
-    model = with_lora(tiny_base, patterns=["*LayerNorm*"], target_modules=["query"])
-    norms = {name for name, _ in model.named_parameters() if "LayerNorm" in name}
-    lora = {
-        f"{LAYER}.{i}.attention.self.query.lora_{s}.default.weight" for i in range(3) for s in "AB"
-    }
-    assert trained(model) == norms | lora | {"dist_head.weight"}
 
 
 def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
@@ -147,17 +136,6 @@ def test_checkpointing_changes_no_gradient(tiny_base):
         assert torch.equal(gradient, gradients[1][name])
 
 
-def test_the_table_counts_lora(tiny_base):
-    model = with_lora(tiny_base, **LORA)
-    rows = {row.name: row for row in parts(model)}
-    block = rows["blocks 1-2, trained"]
-    assert block.trainable == 2 * 2 * 4 * (32 + 32)  # blocks, targets, rank, sides
-    assert block.training_bytes == 12 * block.trainable
-    assert sum(row.parameters for row in rows.values()) == sum(
-        p.numel() for p in model.parameters()
-    )
-
-
 def test_lora_goes_on_a_model_without_memory(make_yaml):
     run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": "bfloat16"}, peft=LORA))
     with FakeTensorMode():
@@ -171,8 +149,9 @@ def test_lora_goes_on_a_model_without_memory(make_yaml):
     assert all(p.dtype == torch.float32 and p.grad.shape == p.shape for p in lora)
 
 
-@pytest.mark.parametrize("family", ["bert", "neobert"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("bert", torch.bfloat16), ("neobert", torch.float32)]
+)
 def test_merging_is_exact_and_leaves_the_live_model(tiny_base, neobert, dtype, family):
     """Against B @ A in float64."""
     base, targets = (tiny_base, ["value"]) if family == "bert" else (neobert, ["qkv", "ffn.w3"])
@@ -255,7 +234,6 @@ def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
             r"peft.target_modules: expected names of linear layers such as \['query', .*'qurey'",
         ),
         ({"target_modules": ["LayerNorm"]}, "got 'LayerNorm', which matches none"),
-        ({"target_modules": ["word_embeddings"]}, "got 'word_embeddings', which matches none"),
         (
             {"layers_to_transform": [1, 3, -1]},
             r"peft.layers_to_transform: expected blocks from 0 to 2, got \[-1, 3\]",

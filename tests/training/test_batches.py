@@ -40,11 +40,6 @@ def test_labels_and_tokens_are_counted(causal, positions):
     assert count(without_padding)["num_tokens"] == 8
 
 
-def test_classes_of_whole_texts_are_counted():
-    batch = {"input_ids": BATCH["input_ids"], "labels": torch.tensor([2, -100])}
-    assert count(batch)["label_positions"].tolist() == [0]
-
-
 def test_a_label_that_is_no_class_is_refused():
     with pytest.raises(ValueError, match="labels: expected values from 0 to 5 or -100, got 3 to 6"):
         count(BATCH, num_classes=6)

@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCallback
 
+from harmonic_sft.config import to_yaml
 from harmonic_sft.hub import read_trained
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
@@ -139,8 +140,6 @@ def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
         "checkpoint-100",
         "checkpoint-200",
     }
-    rotate(tmp_path, keep=1, protected=[saved, best])
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "checkpoint-200"}
 
 
 def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
@@ -199,7 +198,6 @@ BEST = {
     "metric_for_best_model": "post_hoc_loss",
 }
 PARTS = {
-    "a block": {},
     "LoRA and a bfloat16 block": {"peft": LORA, "model": BLOCK},
     "the best model": {"training": BEST},
 }
@@ -230,10 +228,19 @@ def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
         assert state["best_global_step"] < 6
 
 
-def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(make_yaml, tmp_path):
-    train(load_run_config(make_yaml(), ["save=trainable"]))
-    final = load_file(tmp_path / "run" / "model.safetensors")
-    folder = tmp_path / "run" / "checkpoint-6"
+@pytest.fixture(scope="module")
+def trainable_run(tmp_path_factory, tiny_base, run_settings):
+    """The folder of a run that saved only what trains; beside it is its file."""
+    folder = tmp_path_factory.mktemp("trainable") / "run"
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({**run_settings(tiny_base, folder), "save": "trainable"}))
+    train(load_run_config(path))
+    return folder
+
+
+def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(trainable_run):
+    final = load_file(trainable_run / "model.safetensors")
+    folder = trainable_run / "checkpoint-6"
     saved = load_file(folder / RESUME_FILE)
     trained = {name for name in final if ".layer.2." in name or name == "dist_head.weight"}
     assert saved.keys() == trained
@@ -244,18 +251,17 @@ def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(make_yaml,
     assert {p.name for p in folder.iterdir()} == {*left, "trainer_state.json", RESUME_FILE}
 
 
-def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, tmp_path):
-    train(load_run_config(make_yaml(), ["save=trainable"]))
-    run, name = tmp_path / "run", "checkpoint-6"
+def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
+    run, name = trainable_run, "checkpoint-6"
     message = "expected a model, got a checkpoint that holds only what trains .*resume=true"
     for model_class in (AutoModel, AutoModelForMaskedLM, HarmonicForMaskedLM):
         with pytest.raises(ValueError, match=message):
             model_class.from_pretrained(run / name)
     with pytest.raises(ValueError, match=message):
         AutoModelForMaskedLM.from_pretrained(run, subfolder=name)
-    words = [f"model.base={run / name}", f"training.output_dir={tmp_path / 'next'}"]
+    words = [f"model.base={run / name}", "head.init=base_head"]
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(make_yaml(), [*words, "head.init=base_head"]))
+        train(load_run_config(make_yaml(), words))
     with pytest.raises(ValueError, match=message):
         read_trained(run / name)
     AutoModelForMaskedLM.from_pretrained(run)
@@ -277,16 +283,19 @@ def test_another_base_than_such_a_checkpoint_was_trained_on_is_refused(
         train(load_run_config(path, ["resume=true", "save=trainable"]))
 
 
-@pytest.mark.parametrize("kinds", [("full", "trainable"), ("trainable", "full")])
-def test_a_resumed_run_may_save_in_the_other_way(make_yaml, finished_run, tmp_path, kinds):
+@pytest.mark.parametrize("save", ["full", "trainable"])
+def test_a_resumed_run_may_save_in_the_other_way(
+    make_yaml, finished_run, trainable_run, tmp_path, save
+):
     """Files that a checkpoint of the same step had before are not mixed with its own."""
-    train(load_run_config(make_yaml(), [f"save={kinds[0]}"]))
-    folder = tmp_path / "run"
+    other = trainable_run if save == "full" else finished_run[1]
+    folder = shutil.copytree(other, tmp_path / "run")
+    (folder / "run.yaml").write_text(to_yaml(load_run_config(make_yaml())))
     (folder / "results" / "train.json").unlink()
     (folder / "checkpoint-6" / "rng_state.pth").unlink()
-    train(load_run_config(make_yaml(), [f"save={kinds[1]}", "resume=true"]))
-    names = {"full": "model.safetensors", "trainable": RESUME_FILE}
-    assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [names[kinds[1]]]
+    train(load_run_config(make_yaml(), [f"save={save}", "resume=true"]))
+    name = "model.safetensors" if save == "full" else RESUME_FILE
+    assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [name]
     weights = [run / "model.safetensors" for run in (folder, finished_run[1])]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
@@ -307,12 +316,6 @@ def test_buffers_are_saved_with_what_trains_and_other_tensors_are_refused(tiny_b
     message = "expected the tensors that this run trains, .* such as 'model.backbone.embeddings"
     with pytest.raises(ValueError, match=message):
         load_trained_(again, tmp_path)
-
-
-def test_only_whole_models_are_pushed(make_yaml):
-    hub = {"push": True, "repo_id": "me/x", "every_save": True}
-    with pytest.raises(ValueError, match="every_save: expected false with save: trainable"):
-        load_run_config(make_yaml(hub=hub), ["save=trainable"])
 
 
 def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):

@@ -23,6 +23,13 @@ def test_last_blocks_and_the_head(model):
     assert trained(model) == expected | {"dist_head.weight"}
 
 
+def test_what_fits_no_parameter_is_refused(model):
+    with pytest.raises(ValueError, match=r"model.unfreeze.last_blocks: expected at most 3, got 4"):
+        unfreeze_(model, UnfreezeConfig(last_blocks=4))
+    with pytest.raises(ValueError, match=r"model.unfreeze.patterns: expected a pattern of param"):
+        unfreeze_(model, UnfreezeConfig(patterns=["blocks.*"]))
+
+
 def test_patterns_name_parameters(model):
     unfreeze_(model, UnfreezeConfig(patterns=["*.LayerNorm.*", "encoder.layer.0.*.dense.bias"]))
     names = trained(model) - {"dist_head.weight"}
@@ -31,13 +38,10 @@ def test_patterns_name_parameters(model):
     assert all("LayerNorm" in name or name.endswith("dense.bias") for name in names)
 
 
-def test_nothing_but_the_head(model):
-    unfreeze_(model, UnfreezeConfig(last_blocks=0))
-    assert trained(model) == {"dist_head.weight"}
-
-
-def test_table_adds_up(model):
-    unfreeze_(model, UnfreezeConfig(last_blocks=1))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_table_adds_up_with_the_masters_of_16_bit_weights(tiny_base, dtype):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=getattr(torch, dtype))
+    unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype=dtype))
     rows = parts(model)
     names = [row.name for row in rows]
     assert names == [
@@ -51,17 +55,12 @@ def test_table_adds_up(model):
     assert sum(row.trainable for row in rows) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
-    head = rows[-1]
+    block, head = rows[-2:]
+    size, master = (4, 0) if dtype == "float32" else (2, 4)
+    assert block.bytes == size * block.parameters
+    assert block.training_bytes == (4 + 8 + master) * block.parameters
     assert head.bytes == 4 * head.parameters
     assert head.training_bytes == 12 * head.parameters  # gradient and two moments
-
-
-def test_bfloat16_parts_count_their_masters(tiny_base):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
-    unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="bfloat16"))
-    block = next(row for row in parts(model) if row.name == "block 2, trained")
-    assert block.bytes == 2 * block.parameters
-    assert block.training_bytes == (4 + 8 + 4) * block.parameters
 
 
 def test_a_tied_head_is_counted_once(tiny_base):

@@ -19,13 +19,15 @@ HEAD = ("dist_head.weight", "bert.embeddings.word_embeddings.weight")  # where t
 DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dtype=bfloat16"]}
 
 
-def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base):
+def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_file):
     """In float32, and with 16-bit weights, whose gradients we average ourselves.
 
     An epoch has 17 rows: in its last step one process has a single row and the other one none.
     """
+    lines = text_file.read_text().splitlines()
+    (tmp_path / "text.txt").write_text("\n".join(lines[:19]))
     path = make_yaml(
-        data={"eval": {"documents": 106}},
+        data={"sources": [{"path": str(tmp_path / "text.txt")}], "eval": {"documents": 5}},
         training={"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "max_steps": 4},
     )
 

@@ -48,10 +48,13 @@ def test_the_demo_is_that_recipe_on_a_small_base():
 
 
 def test_the_comparison_runs_differ_in_one_thing():
-    demo, constant, linear = (
+    """Also in what they hold out, which their base held out too."""
+    demo, constant, linear, base = (
         load_run_config(CONFIGS / f"{name}.yaml")
-        for name in ("demo", "demo_constant", "demo_linear")
+        for name in ("demo", "demo_constant", "demo_linear", "demo_base")
     )
+    assert base.data == demo.data
+    assert (base.data.eval.documents, base.data.eval.seed) == (32, 42)
     for other, sections in ((constant, {"h_exp"}), (linear, {"head", "h_exp", "loss"})):
         fields = RunConfig.__dataclass_fields__
         different = {name for name in fields if getattr(other, name) != getattr(demo, name)}
@@ -113,36 +116,22 @@ REFUSED = [
         "^modle: expected one of the known keys, .* Did you mean 'model'",
     ),
     (["max_steps=5"], r"^max_steps: .* Did you mean 'training\.max_steps'\?"),
-    (["max_step=5"], r"^max_step: .* Did you mean 'training\.max_steps'\?"),
-    (["base=x"], r"^base: .* Did you mean 'model\.base'\?"),
-    (["data.policy=x"], r"^data\.policy: .* Did you mean 'data\.mask\.policy'\?"),
     (["training.h_exp=-3"], r"training\.h_exp: .* Did you mean 'h_exp' at the top level\?"),
-    (["training.epochs=3"], r"training\.epochs: .* Did you mean 'num_train_epochs'\?"),
-    (["training=null"], "training: expected a mapping, got None"),
     (["training.output_dir="], "training.output_dir: expected a folder, got nothing"),
     (["training.max_stepz=5"], r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'"),
-    (["training.max_steps=many"], "training.max_steps: expected a whole number, got 'many'"),
-    (["training.max_steps"], "override: expected key=value like .*, got 'training.max_steps'"),
-    (["data.mask.probability=1.5"], "data.mask.probability: expected a number below 1"),
-    (["data.sources=[]"], "data.sources: "),
     # The exponent.
     (["h_exp=null"], "h_exp: expected start and end for a dist head, got nothing"),
     (["h_exp=2.0"], "h_exp: expected a number below 0, got 2.0"),
-    (["h_exp.start=2.0"], "h_exp.start: expected a number below 0, got 2.0"),
     (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
-    (["h_exp={strat: -8}"], "h_exp.strat: expected one of the known keys.* Did you mean 'start'"),
     (["h_exp={start: -8}"], "h_exp.end: expected .* Write end: -8.0 to hold the exponent, or end:"),
     (["h_exp.schedule=learned"], "h_exp.end: expected the start, -12.0, for a learned exponent"),
     # The head.
-    (["head={name: dits}"], r"head\.name: expected one of .*, got 'dits'. Did you mean 'dist'"),
     (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
     (["head.h_exp=-3"], r"head\.h_exp: .* known keys.* Did you mean 'h_exp' at the top level\?"),
-    (["head.metric=lq"], r"metric: expected"),
     (["head.p=2.0"], r"p: expected"),
     (["head.eps=-1"], r"eps: expected a number above 0, got -1"),
     (["head={name: rotation, inner: {name: dits}}"], r"head\.inner\.name: expected one of"),
     (["head={name: rotation, inner: {name: dist, h_exp: 1}}"], r"head\.inner\.h_exp: expected"),
-    (["head={name: rotation, inner: {name: dist, init: x}}"], r"head\.inner\.init: expected"),
     (
         ["head={name: rotation, inner: {name: multi_head, inner: {name: dist, eps: a}}}"],
         r"head\.inner\.inner\.eps: expected a number, got 'a'",
@@ -153,6 +142,7 @@ REFUSED = [
     (["head.tie=true", "model.dtype=bfloat16"], "head.tie: expected false with model.dtype bfl"),
     (["head.tie=true"], "head.tie: expected false with model.unfreeze.last_blocks"),
     (["head.init=random"], r"head.init: expected one of \['input_embeddings'.* for masked_lm, got"),
+    (["model.task=causal_lm", "data.mask.probability=0.3"], "data.mask: expected nothing for cau"),
     # Parts that train, and how fast.
     (["model.unfreeze.dtype=bfloat16"], "unfreeze.dtype: expected 'float32' on a float32 body"),
     (["model.unfreeze={}"], "last_blocks: expected this or patterns, got neither"),
@@ -161,13 +151,12 @@ REFUSED = [
     (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
     (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
     (["hub.every_save=true"], "hub.every_save: expected push: true beside it, got false"),
-    (["hub={push: true, repo_id: me/model, form: half}"], "hub.form: expected one of"),
+    (
+        ["hub={push: true, repo_id: me/model, every_save: true}", "save=trainable"],
+        "hub.every_save: expected false with save: trainable, got true",
+    ),
     # LoRA.
     (["peft.r=0"], "peft.r: expected a number of at least 1, got 0"),
-    (["peft.lora_alpha=-1"], "peft.lora_alpha: expected a number of at least 1, got -1"),
-    (["peft.lora_dropout=1.0"], "peft.lora_dropout: expected a number below 1, got 1.0"),
-    (["peft.rank=8"], "peft.rank"),
-    (["peft.target_modules=qkv"], "peft.target_modules"),
     (["peft.target_modules=[]"], "peft.target_modules: expected at least one, got none"),
     (["peft.layers_to_transform=[]"], "peft.layers_to_transform: expected at least one, got none"),
     (
@@ -176,18 +165,11 @@ REFUSED = [
     ),
     # The loss.
     (["loss.epsilon=0.1"], r"loss.epsilon: expected one of the known keys, got 'epsilon'"),
-    (["loss={name: wasserstein, topk: 5}"], r"loss.topk: .* Did you mean 'top_k'\?"),
-    (["loss={name: wasserstein, ground: moved}"], "loss.ground: expected one of .* got 'moved'"),
     (["loss={name: knn_label_smothing}"], r"loss.name: .* Did you mean 'knn_label_smoothing'\?"),
-    (["loss={name: knn_label_smoothing, epsilon: 1.0}"], "loss.epsilon: expected a number below 1"),
     (["loss={name: distill}"], r"loss.name: expected another one for masked_lm"),
     (
         ["loss={name: sum, terms: [{loss: {name: harmonic}}, {loss: {name: cosface}}]}"],
         "loss cosface: expected a cosine head, got dist",
-    ),
-    (
-        ["loss={name: sum, terms: [{loss: {name: harmonic, margn: 1}}]}"],
-        "loss.terms.0.loss.margn: expected one of the known keys",
     ),
     (
         ["head={name: multi_head}", "h_exp=null", "loss={name: info_nce}"],
@@ -257,7 +239,7 @@ def test_an_error_does_not_repeat_a_token(make_yaml):
 
 @pytest.mark.parametrize(
     ("metric", "greater"),
-    [("post_hoc_loss", False), ("eval_ece", False), ("post_hoc_ece", False), ("accuracy", True)],
+    [("eval_ece", False), ("accuracy", True)],
 )
 def test_the_best_checkpoint_may_be_that_of_any_metric(make_yaml, metric, greater):
     run = load_run_config(

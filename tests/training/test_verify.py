@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, trainer
+from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
@@ -57,16 +57,6 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     assert (
         f"verify: expected ways of training that agree, got {NAMES[:1]}" in capsys.readouterr().err
     )
-
-
-def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, only, monkeypatch):
-    only(NAMES[0])
-    warned = []
-    monkeypatch.setattr(trainer.logger, "warning", warned.append)
-    linear = ["head={name: linear, init: input_embeddings, tie: true}", "h_exp=null"]
-    linear += ["loss={name: cross_entropy}", "model.unfreeze={patterns: ['*'], dtype: float32}"]
-    assert main(["verify", str(make_yaml(check_base=False)), *linear]) == 0
-    assert not [text for text in warned if "missing keys" in text]
 
 
 def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_base, capsys):
