@@ -132,19 +132,14 @@ def read_shards(shards: list[Shard]) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of files, read as often as they are asked for.
+    """Rows of files, read as often as they are asked for."""
 
-    Attributes:
-        parts: Shards with the first row to give and the one after the last; bad rows have no number
-            and are all given.
-    """
-
-    parts: Sequence[tuple[list[Shard], int, int]]
+    shards: list[Shard]
 
     @property
     def features(self) -> datasets.Features:
         """What the first parquet file says of its columns; nothing for other kinds."""
-        shard = self.parts[0][0][0]
+        shard = self.shards[0]
         if shard.kind != "parquet":
             return datasets.Features()
         with _open_parquet(shard.file) as parquet:
@@ -152,12 +147,7 @@ class FileRows:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield rows as `read_shards` does."""
-        for shards, first, end in self.parts:
-            number = 0
-            for row in read_shards(shards):
-                if BAD in row or first <= number < end:
-                    yield row
-                number += BAD not in row
+        return read_shards(self.shards)
 
 
 def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) -> Iterator[Row]:

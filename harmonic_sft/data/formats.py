@@ -375,13 +375,8 @@ def _read_tokens(
         if len(outside):
             raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
     scored = _scored(row, input_ids, loss_on)
-    own = np.ones(len(input_ids), dtype=bool)
-    if row.get("labels") is not None:
-        own = np.asarray(row["labels"]) != IGNORE_INDEX
-    for mask in ("completion_mask", "assistant_masks"):
-        if row.get(mask) is not None:
-            own &= _integers(row, mask, len(input_ids)) != 0
-    texts = [" ".join(map(str, part)) for part in (input_ids, input_ids[own])]
+    own = input_ids if scored is None else input_ids[scored]
+    texts = [" ".join(map(str, part)) for part in (input_ids, own)]
     if row.get("attention_mask") is not None:  # leave padding out
         seen = _integers(row, "attention_mask", len(input_ids)) != 0
         input_ids = input_ids[seen]

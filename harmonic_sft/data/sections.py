@@ -46,7 +46,9 @@ class Source:
         description="a file, glob, web address or folder, owner/name on the Hub, python:docstrings",
     )
     name: str | None = Field(default=None, description="configuration of a Hub data set")
-    split: str = Field(default="train", description="split, as the datasets library writes it")
+    split: str = Field(
+        default="train", description="split; on the Hub also a part of it, train[:1000]"
+    )
     format: Literal[
         "auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt", "tokens"
     ] = Field(default="auto", description="what a row holds; auto goes by the columns")

@@ -3,7 +3,6 @@
 import copy
 import glob
 import re
-import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,7 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     List,
-    ReadInstruction,
     Value,
-    concatenate_datasets,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -214,17 +211,7 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
     with _explained(source, name):
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    tables = {str(split): table for split, table in splits.items()}
-    _split_names(source, tables, name)
-    documents = tables.get(source.split)
-    if documents is None:
-        lengths = {split: len(table) for split, table in tables.items()}
-        documents = concatenate_datasets(
-            [
-                tables[split].select(range(first, end))
-                for split, first, end in _slices(source, lengths, name)
-            ]
-        )
+    documents = splits[_split_name(source, list(splits), name)]
     if not source.streaming:
         return documents
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
@@ -234,44 +221,21 @@ def _load_files(
     source: Source, splits: Mapping[str, Sequence[str]], name: str
 ) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    names, shards = _split_names(source, splits, name), {}
-    for split in names:
-        _check_kinds(splits[split], name)
-        shards[split] = [shard for file in splits[split] for shard in file_shards(file, name=name)]
-        if not shards[split]:
-            raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
-    is_part = "[" in source.split
-    if source.streaming and is_part:
-        raise ValueError(
-            f"{name}.split: expected a whole split for a stream, got {source.split!r}. "
-            "Set streaming: false to read a part."
-        )
+    files = splits[_split_name(source, list(splits), name)]
+    _check_kinds(files, name)
+    shards = [shard for file in files for shard in file_shards(file, name=name)]
+    if not shards:
+        raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
     if source.streaming:
-        every = [shard for split in names for shard in shards[split]]
-        return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": every})
-    if not is_part:
-        return FileRows([(shards[split], 0, sys.maxsize) for split in names])
-    lengths = {
-        split: sum(BAD not in row for row in read_shards(part)) for split, part in shards.items()
-    }
-    slices = _slices(source, lengths, name)
-    return FileRows([(shards[split], first, end) for split, first, end in slices])
+        return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": shards})
+    return FileRows(shards)
 
 
-def _split_names(source: Source, splits: Mapping[str, Any], name: str) -> list[str]:
-    """Name the splits in specifications such as `train`, `train[:100]` and `train+test`."""
-    wanted = [part.partition("[")[0].strip() for part in source.split.split("+")]
-    for split in wanted:
-        if split not in splits:
-            raise ValueError(f"{name}.split: expected one of {sorted(splits)}, got {split!r}.")
-    return wanted
-
-
-def _slices(source: Source, lengths: dict[str, int], name: str) -> list[tuple[str, int, int]]:
-    """Spell out a specification: the split, the first row and the one after the last."""
-    with _explained(source, name):
-        parts = ReadInstruction.from_spec(source.split).to_absolute(lengths)
-    return [(part.splitname, part.from_, part.to) for part in parts]
+def _split_name(source: Source, splits: Sequence[object], name: str) -> str:
+    known = sorted(map(str, splits))
+    if source.split not in known:
+        raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.")
+    return source.split
 
 
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] | None:

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import datasets
 import numpy as np
@@ -39,8 +39,7 @@ class Snapshot(TypedDict):
             those found while opening the sources not at all.
         reasons: The first of these that were not blank, those of the window included.
         sources: The `epoch` of every source, the documents read in it, the library's own state.
-        duplicates: Copies of held-out documents that it had met in the first pass; without them,
-            an earlier version wrote the snapshot and looked for none.
+        duplicates: Copies of held-out documents that it had met in the first pass.
     """
 
     rows: int
@@ -48,7 +47,7 @@ class Snapshot(TypedDict):
     skipped: int
     reasons: list[str]
     sources: list[dict[str, Any]]
-    duplicates: NotRequired[Duplicates]
+    duplicates: Duplicates
 
 
 class StreamState(TypedDict):
@@ -89,16 +88,7 @@ class SourceReader:
         return {"epoch": self.epoch, "number": self.number, "documents": copy.deepcopy(documents)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to where a reader stood.
-
-        Raises:
-            ValueError: An earlier version wrote the state and did not number bad rows.
-        """
-        if state.get("last_bad") is not None:
-            raise ValueError(
-                "resume: expected streams without bad rows in a checkpoint of an earlier version, "
-                f"got {state['last_bad']}. Start a new run"
-            )
+        """Go to where a reader stood."""
         self.epoch, self.number = state["epoch"], state["number"]
         self._loaded, self._begun = state["documents"], False
         self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
@@ -226,7 +216,7 @@ class LogicalStream:
         if snapshot is not None:
             given, windows = snapshot["rows"], snapshot["windows"]
             skipped, reasons = snapshot["skipped"], snapshot["reasons"]
-            duplicates = Duplicates(*snapshot.get("duplicates", ()))
+            duplicates = Duplicates(*snapshot["duplicates"])
             for reader, state in zip(readers, snapshot["sources"], strict=True):
                 reader.load(state)
         barren = [0] * len(readers)  # ends of each source since the last row

@@ -30,22 +30,8 @@ from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
 from harmonic_sft.hub.staging import FIGURE, LICENSE, SENTENCES, TOKENIZER, Form, check_form, stage
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
 
-# What an earlier push may have left, also code of models/ in earlier versions.
+# What an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
-OLD_CODE = (
-    "bases.py",
-    "cosine_heads.py",
-    "decoders.py",
-    "metrics.py",
-    "modeling_causal.py",
-    "modeling_classification.py",
-    "multi_head.py",
-    "packing.py",
-    "partial.py",
-    "rotation.py",
-    "scaled_head.py",
-    "unit_rows.py",
-)
 OURS = (
     "config.json",
     "generation_config.json",
@@ -57,7 +43,6 @@ OURS = (
     "adapter_config.json",
     "adapter_model.safetensors",
     *CODE,
-    *OLD_CODE,
     *SENTENCES,
     *TOKENIZER,
 )

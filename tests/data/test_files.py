@@ -312,17 +312,9 @@ def test_failing_disk_is_no_bad_row(tmp_path, monkeypatch):
         read(tmp_path / "a.txt")
 
 
-def test_parts_of_files_are_counted_in_good_rows(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"n": 0}\n[]\n{"n": 1}\n{"n": 2}\n')
-    shards = file_shards(f"{tmp_path}/a.jsonl", name="s")
-    rows = FileRows([(shards, 1, 3), (shards, 0, 1)])
-    for _ in range(2):
-        assert [row.get("n", "bad") for row in rows] == ["bad", 1, 2, 0, "bad"]
-
-
 def test_parquet_files_say_what_their_columns_are(tmp_path):
     features = Features({"label": ClassLabel(names=["no", "yes"]), "text": Value("string")})
     rows = {"label": [0], "text": ["a"]}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
-    found = FileRows([(file_shards(f"{tmp_path}/a.parquet", name="s"), 0, 1)])
+    found = FileRows(file_shards(f"{tmp_path}/a.parquet", name="s"))
     assert found.features == features

@@ -419,12 +419,6 @@ def test_documents_are_tokenized_alike_alone_and_in_a_batch(tokenizer):
         ),
         ({"input_ids": [5, 6, 7]}, "tokens", "5 6 7", "5 6 7"),
         ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "tokens", "5 6 7", "6 7"),
-        (
-            {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "completion_mask": [0, 0, 1]},
-            "tokens",
-            "5 6 7",
-            "7",
-        ),
     ],
 )
 def test_prompts_and_templates_are_not_a_rows_own(tokenizer, row, form, whole, own):

@@ -141,7 +141,7 @@ def lines(tmp_path):
 
 
 def rows_of(path):
-    return FileRows([(file_shards(str(path), name="s"), 0, 100)])
+    return FileRows(file_shards(str(path), name="s"))
 
 
 def test_table_of_a_file_is_made_once_until_the_file_changes(tokenizer, lines, monkeypatch):

@@ -68,11 +68,6 @@ def test_docstrings_of_the_standard_library_are_a_source(monkeypatch, streaming)
     assert list(documents) == [{"text": text} for text in TEXTS]
 
 
-def test_slice_of_a_split_can_be_read(folder):
-    documents = load(path=f"{folder}/a.txt", split="train[1:]+train[:1]")
-    assert texts(documents) == [*TEXTS[1:], TEXTS[0]]
-
-
 def test_path_may_start_at_home(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     assert texts(load(path="~/a.txt")) == TEXTS
@@ -146,15 +141,6 @@ def test_unknown_split_is_refused_with_the_splits_there_are(folder, streaming):
     )
 
 
-def test_part_of_a_stream_is_refused(folder):
-    refused(
-        "split: expected a whole split for a stream, got 'train[:2]'",
-        path=f"{folder}/a.txt",
-        split="train[:2]",
-        streaming=True,
-    )
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
     (tmp_path / "train.txt").write_text("one\ntwo\n")
@@ -163,7 +149,6 @@ def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
     for split, expected in [
         ("train", ["one", "two"]),
         ("test", ["three"]),
-        ("test+train", ["three", "one", "two"]),
     ]:
         documents = load(path=str(tmp_path), split=split, streaming=streaming)
         assert texts(documents) == expected
@@ -178,8 +163,6 @@ def test_what_save_to_disk_wrote_is_a_source(tmp_path, streaming):
         documents = load(path=f"{tmp_path}/{path}", streaming=streaming)
         assert list(documents) == [{"text": text} for text in TEXTS]
     path = f"{tmp_path}/splits"
-    cut = load(path=path, split="train[1:]+train[:1]", streaming=streaming)
-    assert texts(cut) == [*TEXTS[1:], TEXTS[0]]
     refused("split: expected one of ['test', 'train'], got 'x'", path=path, split="x")
 
 

@@ -530,26 +530,3 @@ def test_bad_lines_are_told_once_also_by_a_reader_that_continues(lines, stop):
     assert told + places == [f"{lines!r}, line {line}" for line in (2, 5, 8)]
     second.restart()
     assert read_lines(second)[0] == [(f"{number}", number) for number in range(7)]
-
-
-def test_state_of_an_earlier_version_is_taken_unless_it_had_bad_rows(lines):
-    reader = open_lines(lines)
-    for _ in range(3):
-        reader.next()
-    state = {**reader.state(), "last_bad": None}
-    reader.load(state)
-    assert read_lines(reader)[0][0] == ("3", 3)
-    with pytest.raises(ValueError, match=r"resume: expected streams without bad .* got line 2"):
-        reader.load({**state, "last_bad": "line 2"})
-
-
-def test_snapshot_of_a_version_that_looked_for_no_copies_is_taken():
-    (stream,) = logical_streams()
-    whole = list(itertools.islice(stream.rows(None), 12))
-    _, place = whole[-1]
-    old = {key: value for key, value in place.snapshot.items() if key != "duplicates"}
-    resumed = list(itertools.islice(stream.rows(old), 12 - old["rows"]))
-    assert [collect(rows) for rows, _ in resumed] == [
-        collect(rows) for rows, _ in whole[old["rows"] :]
-    ]
-    assert resumed[-1][1].duplicates == (0, 0)

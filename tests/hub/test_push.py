@@ -242,7 +242,7 @@ def test_a_failed_push_at_the_end_loses_nothing(hub, client, tmp_path, run_setti
 def test_files_of_others_stay_and_leftovers_of_ours_go(hub, client, pushed):
     client("push", pushed, "--repo-id", "alice/kept")
     mine = {"examples/demo.py": b"1", "extra/probe.safetensors": b"2", "notes.md": b"3"}
-    left = {"added_tokens.json": b"{}", "dist_head.safetensors": b"4", "partial.py": b"5"}
+    left = {"added_tokens.json": b"{}", "dist_head.safetensors": b"4", "heads.py": b"5"}
     hub.add_repo("alice/kept", {**hub.files("alice/kept"), **mine, **left})
     done = client("push", pushed, "--repo-id", "alice/kept", "--form", "peft")
     assert done["status"] == 0, done["err"]

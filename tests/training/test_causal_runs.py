@@ -226,22 +226,13 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(base, tmp_path,
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
 
 
-def test_the_readme_of_a_16_bit_export_counts_what_rounding_swaps(base, tmp_path):
+def test_a_16_bit_export_says_that_it_is_rounded(base, tmp_path):
     model = HarmonicForCausalLM.from_base(str(base), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto").eval()
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
     assert native.dtype == torch.bfloat16
-    model = HarmonicForCausalLM.from_pretrained(tmp_path / "model").eval()
-    rows = torch.randint(V, (4, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        states = model.model(input_ids=rows).last_hidden_state.flatten(0, 1)
-        first = model.dist_head(states.double()).argmax(-1)
-        logits = native.lm_head(states)
-    swapped = int((logits.gather(1, first[:, None])[:, 0] < logits.amax(-1)).sum())
-    readme = (tmp_path / "plain" / "README.md").read_text()
-    assert "rounding to bfloat16" in readme or "rounded to bfloat16" in readme
-    assert f"another one in\n{swapped} of 64 rankings" in readme
+    assert "rounded to bfloat16" in (tmp_path / "plain" / "README.md").read_text()
 
 
 def test_a_head_with_a_bias_has_no_ordinary_place(base, tmp_path):
