@@ -62,8 +62,6 @@ def inspect_data(
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    if any(epochs):
-        console.print("A source of the stream ended within these and began again.")
     lines = [f"Rows left out: {data.bad_rows.total}", *data.bad_rows.first]
     console.print("\n  ".join(lines))
     if not is_stream:

@@ -115,12 +115,11 @@ def with_template(tokenizer, template):
     return tokenizer
 
 
-def encode_one(tokenizer, messages, loss_on, *, tools=(), completion=None, word_ids=False):
-    row, form = {"messages": messages, "tools": list(tools)}, "messages"
-    if completion is not None:
-        row = {"prompt": messages[:completion], "completion": messages[completion:]}
-        form = "prompt_completion"
-    (encoded,) = encode_rows([row], form, tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids)
+def encode_one(tokenizer, messages, loss_on, *, tools=(), word_ids=False):
+    rows = [{"messages": messages, "tools": list(tools)}]
+    (encoded,) = encode_rows(
+        rows, "messages", tokenizer=tokenizer, loss_on=loss_on, word_ids=word_ids
+    )
     return encoded
 
 
@@ -182,12 +181,6 @@ def test_own_form_scores_what_is_written_by_hand(bert, messages, tools, expected
     assert starred(bert, encoded) == " ".join(bare)
 
 
-def test_completion_of_several_turns_is_scored_where_the_assistant_speaks(bert):
-    encoded = encode_one(bert, CHAT, "completion", completion=3)
-    expected = [turn.replace("*", "") if i < 3 else turn for i, turn in enumerate(BERT_CHAT)]
-    assert starred(bert, encoded) == " ".join(expected)
-
-
 CHATML_CHAT = (
     "<|im_start|>user\nhi there<|im_end|>\n"
     "<|im_start|>assistant\n[[hello<|im_end|>]]\n"
@@ -223,38 +216,6 @@ def test_chat_template_writes_tools_and_several_calls(merges):
     )
 
 
-@pytest.mark.parametrize("messages", [CHAT, SYSTEM_FIRST])
-def test_masks_are_the_differences_of_tokenized_prefixes(merges, messages):
-    tokenizer = with_template(merges, CHATML)
-
-    def ids(end, header=False):
-        return tokenizer.apply_chat_template(
-            messages[:end], add_generation_prompt=header, return_dict=False
-        )
-
-    whole = ids(len(messages))
-    expected = [False] * len(whole)
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start, end = len(ids(turn, header=True)), len(ids(turn + 1)) - 1  # less the line break
-            assert whole[: end + 1] == ids(turn + 1)
-            expected[start:end] = [True] * (end - start)
-    encoded = encode_one(tokenizer, messages, "assistant")
-    assert encoded.input_ids == whole
-    assert encoded.scored == expected
-
-
-def test_marks_agree_with_the_library_but_for_whitespace_after_the_turn(merges):
-    tokenizer = with_template(merges, MARKED)
-    expected = tokenizer.apply_chat_template(
-        CHAT, return_dict=True, return_assistant_tokens_mask=True
-    )
-    encoded = encode_one(tokenizer, CHAT, "assistant")
-    assert encoded.input_ids == expected["input_ids"]
-    after = np.roll(np.asarray(encoded.input_ids) == tokenizer.eos_token_id, 1)
-    np.testing.assert_array_equal(encoded.scored, np.asarray(expected["assistant_masks"]) & ~after)
-
-
 def test_end_of_turn_just_after_a_mark_is_scored(merges):
     template = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
     assert template != MARKED
@@ -275,10 +236,8 @@ def test_token_across_the_start_of_a_turn_is_scored(merges):
 @pytest.mark.parametrize(
     ("template", "spelled"),
     [
-        (CHATML, "a <|im_end|> b"),
         (MARKED, "<|im_end|><|im_start|>"),
         (CHATML, "\u00e9<s>\u4e2d"),
-        (MARKED, "a\u241eb"),
     ],
 )
 def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
@@ -307,18 +266,6 @@ def test_whitespace_tokens_with_empty_offsets_belong_to_their_turn(merges):
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert encode_one(tokenizer, chat, "assistant") == expected
     assert bracketed(tokenizer, expected).endswith("assistant\n[[   x   <|im_end|>]]\n")
-
-
-def test_whitespace_that_ends_a_turn_without_a_special_token_is_scored(merges):
-    tokenizer = with_template(
-        merges,
-        "{% for message in messages %}{{ message.role }}:\n{{ message.content }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:\n{% endif %}",
-    )
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    chat = [CHAT[0], {"role": "assistant", "content": "x  "}, {"role": "user", "content": "y"}]
-    encoded = encode_one(tokenizer, chat, "assistant")
-    assert bracketed(tokenizer, encoded) == "user:\nhi thereassistant:\n[[x  ]]user:\ny"
 
 
 def test_unknown_word_is_a_word_in_a_chat_template(bert):
@@ -430,13 +377,6 @@ def test_words_are_numbered_through_the_turns(bert, merges):
     np.testing.assert_array_equal(np.asarray(encoded.word_ids) == -1, special)
 
 
-def test_assistant_may_answer_a_system_turn(bert):
-    chat = [{"role": "system", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    assert starred(bert, encode_one(bert, chat, "assistant")) == (
-        "system : hi [SEP] assistant : *hello *[SEP]"
-    )
-
-
 USER = {"role": "user", "content": "word1"}
 ASSISTANT = {"role": "assistant", "content": "word2"}
 ANSWER = {"role": "tool", "content": "word3"}
@@ -459,13 +399,3 @@ ANSWER = {"role": "tool", "content": "word3"}
 def test_turns_that_cannot_be_are_refused(messages, reason):
     with pytest.raises(BadRow, match=reason):
         Conversation(messages=messages, tools=[])
-
-
-def test_bad_rows_leave_the_others_in_their_places(bert):
-    good = {"messages": [USER, ASSISTANT, ANSWER]}
-    broken = {"messages": [{"role": "user", "content": "\ud83d"}]}
-    encoded = encode_rows([broken, good, {}, good], "messages", tokenizer=bert, loss_on="all")
-    assert encoded[0] == "expected text, got a surrogate, which is no character"
-    assert encoded[2].startswith("conversations: expected a column of that name")
-    assert encoded[1] == encoded[3]
-    assert bert.decode(encoded[1].input_ids).count("[SEP]") == 3

@@ -86,15 +86,6 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     assert len(data.train) + len(data.eval) == 5
 
 
-def test_labels_of_csv_are_text(tmp_path, tokenizer):
-    labels = [10, 2, 2, 10, 2, 10]
-    lines = ["text,label", *(f"{text},{n}" for text, n in zip(TEXTS, labels, strict=False))]
-    (tmp_path / "a.csv").write_text("\n".join(lines))
-    data = load(str(tmp_path / "a.csv"), tokenizer)
-    assert data.labels == ["10", "2"]
-    assert data.num_documents == 4
-
-
 def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):
     rows = [*ROWS, {"text": "red  blue", "label": "c"}]
     held_out = write([{"text": "red blue", "label": "a"}], "eval.jsonl")

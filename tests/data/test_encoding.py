@@ -1,8 +1,5 @@
-import pytest
-
 from harmonic_sft.data import encoding
-from harmonic_sft.data.bad_rows import BadRow
-from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens, check_pieces, encode_pieces
+from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens, encode_pieces
 
 
 def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch):
@@ -42,11 +39,6 @@ def test_a_label_stands_at_the_first_token_of_its_piece(tokenizer):
     pieces = [Piece("ab", True, True, "x"), Piece("", True, True, "y"), Piece("word1", True, True)]
     (encoded,) = encode_pieces([pieces], tokenizer=tokenizer, word_ids=False)
     assert encoded.labels == ["x", None, None]
-
-
-def test_surrogates_are_bad():
-    with pytest.raises(BadRow, match="expected text, got a surrogate, which is no character"):
-        check_pieces([Piece("a", False, True), Piece("\ud800", False, True)])
 
 
 def test_special_tokens_around_a_text_are_found(tokenizer, byte_tokenizer):

@@ -106,12 +106,6 @@ def test_file_that_changes_has_another_version_whatever_its_time(tmp_path):
     assert versions[0] != versions[1]
 
 
-def test_compressed_files_may_be_joined(tmp_path):
-    joined = gzip.compress(b"one\r\n") + gzip.compress(b"two\r\n")
-    (tmp_path / "a.txt.gz").write_bytes(joined)
-    assert read(tmp_path / "a.txt.gz")[0] == [{"text": "one"}, {"text": "two"}]
-
-
 @pytest.mark.parametrize(
     ("path", "kind"),
     [

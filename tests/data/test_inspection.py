@@ -116,7 +116,7 @@ def table_of(scored, masker, num_rows=30):
     return Dataset.from_dict(columns)
 
 
-@pytest.mark.parametrize(("scored", "num_rows"), [(True, 30), (False, 10_030)])  # in two parts
+@pytest.mark.parametrize(("scored", "num_rows"), [(True, 30), (False, 30)])
 def test_counts_equal_a_loop_over_the_rows(masker, scored, num_rows):
     table = table_of(scored, masker, num_rows).select(range(num_rows - 1, 2, -1))
     rows = table.to_list()
@@ -146,7 +146,7 @@ def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
     assert [shortest, middle, longest] == [str(lengths[0]), str(median), str(lengths[-1])]
 
 
-@pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (4, 1), (7, 3), (1000, 1)])
+@pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (7, 3)])
 def test_fill_rate_and_steps_are_those_of_the_first_epoch(
     data, tokenizer, capsys, batch_size, multiple
 ):
@@ -166,15 +166,6 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
     ]
     free = dataclasses.replace(data, collator=PaddingFreeCollator())
     assert cells(show(free, tokenizer, capsys), "rows ")[5] == "100.0 %"
-
-
-def test_packs_are_shown_beside_the_rows_they_are_made_of(packed, tokenizer, capsys):
-    output = show(packed, tokenizer, capsys)
-    rows = cells(output, "rows, if not packed")
-    packs = cells(output, "packs ")
-    assert int(rows[-1]) == -(-len(packed.train.rows) // 8)
-    assert int(packs[-1]) == -(-len(packed.train) // 8) < int(rows[-1])
-    assert float(packs[5].removesuffix(" %")) > float(rows[5].removesuffix(" %"))
 
 
 def test_members_of_a_pack_are_shown_apart_as_they_are_masked_in_training(
@@ -235,20 +226,13 @@ def test_every_kind_of_token_is_told(tokenizer, masker):
     )
 
 
-def test_what_a_terminal_would_obey_is_spelled_out(byte_tokenizer):
+def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_tokenizer):
+    ids = byte_tokenizer("ab cd\x1b[31m\nna\u00efve")["input_ids"]
+    row = {"input_ids": ids, "scored": [True] * 5 + [False] * (len(ids) - 5)}
     masker = make_masker(byte_tokenizer)
-    ids = byte_tokenizer("a\x1b[31m\nna\u00efve\t")["input_ids"]
-    text = sample_text({"input_ids": ids}, 0, masker=fixed(masker), tokenizer=byte_tokenizer)
-    assert text == "<<s>>a\\x1b[31m\\nna\u00efve\\t<</s>>"
-
-
-def test_spaces_stand_where_the_tokens_have_them(byte_tokenizer):
-    masker = make_masker(byte_tokenizer)
-    ids = byte_tokenizer("ab cd")["input_ids"]
-    row = {"input_ids": ids, "scored": [True] * 5 + [False] * 2}
     masker = fixed(masker, (2, byte_tokenizer.mask_token_id), (3, ids[1]))
     text = sample_text(row, 0, masker=masker, tokenizer=byte_tokenizer)
-    assert text == "<<s>>a[b][  -> a]c(d)<</s>>"
+    assert text == "<<s>>a[b][  -> a]c(d\\x1b[31m\\nna\u00efve)<</s>>"
 
 
 def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
@@ -275,18 +259,11 @@ def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, toke
     title = f"first {STREAM_ITEMS} rows of a stream"
     assert cells(output, title)[1:] == ["1,000", "1,000", "3,000", "1,000"]
     assert f"Batches of 8, 8 in a step: {title}" in " ".join(output.split())
-    assert "began again" not in output
     assert cells(output, "rows ")[6:] == ["24", "-"]  # how many steps an epoch has is not known
     third = list(itertools.islice(data.train, 3))[2]
     (_, word, _), (_, label, _) = third["input_ids"], third["labels"]
     expected = f"word{word - 5}" if label == IGNORE_INDEX else f"[word{label - 5}]"
     assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
-
-
-def test_a_short_stream_is_said_to_have_begun_again(make_stream, tokenizer, capsys):
-    output = show(make_stream(100), tokenizer, capsys)
-    assert cells(output, f"first {STREAM_ITEMS} rows of a stream")[1:3] == ["94", "1,000"]
-    assert "A source of the stream ended within these and began again." in output
 
 
 def test_packs_of_a_stream_are_shown(make_stream, tokenizer, capsys):

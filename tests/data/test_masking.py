@@ -3,7 +3,6 @@ import pickle
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from transformers import AddedToken
 
 from harmonic_sft.data.keyed_random import random_bits
@@ -63,13 +62,6 @@ def test_many_masks_are_bit_identical_to_those_recorded_before(ordinary_ids):
     assert digest.hexdigest() == "24b7db5d686cf6f1"
 
 
-@pytest.mark.parametrize("probability", [0.01, 0.9])
-def test_share_of_masked_tokens_is_the_probability(ordinary_ids, probability):
-    _, labels = mask(ordinary_ids, probability=probability)
-    share = (labels != IGNORE_INDEX).mean()
-    assert abs(share - probability) < three_sigma(probability, len(labels))
-
-
 @pytest.mark.parametrize("position", range(5))
 def test_every_part_of_the_key_changes_the_mask(ordinary_ids, position):
     other = tuple(part + (index == position) for index, part in enumerate(KEY))
@@ -111,17 +103,6 @@ def test_only_scored_tokens_are_masked_and_those_as_without_the_column(
 
 
 @every_policy
-def test_mask_of_a_token_does_not_depend_on_the_tokens_after_it(
-    ordinary_ids, word_ids, policy, whole_word
-):
-    settings = {"policy": policy, "whole_word": whole_word}
-    whole = mask(ordinary_ids, columns={"word_ids": word_ids}, **settings)
-    part = mask(ordinary_ids[:333], columns={"word_ids": word_ids[:333]}, **settings)
-    np.testing.assert_array_equal(whole[0][:333], part[0])
-    np.testing.assert_array_equal(whole[1][:333], part[1])
-
-
-@every_policy
 def test_a_mask_depends_on_the_row_and_its_name_alone(ordinary_ids, word_ids, policy, whole_word):
     settings = {"policy": policy, "whole_word": whole_word}
     rows = [
@@ -147,29 +128,6 @@ def test_a_mask_depends_on_the_row_and_its_name_alone(ordinary_ids, word_ids, po
         for other in others:
             np.testing.assert_array_equal(expected["input_ids"], other["input_ids"])
             np.testing.assert_array_equal(expected["labels"], other["labels"])
-
-
-def test_the_policy_changes_what_is_seen_but_not_what_is_predicted(ordinary_ids):
-    plain_ids, plain_labels = mask(ordinary_ids)
-    input_ids, labels = mask(ordinary_ids, policy="80_10_10")
-    np.testing.assert_array_equal(labels, plain_labels)
-    masked = labels != IGNORE_INDEX
-    np.testing.assert_array_equal(input_ids[~masked], plain_ids[~masked])
-    assert (input_ids[masked] != plain_ids[masked]).any()
-
-
-def test_eighty_ten_ten_percent_become_mask_random_and_themselves(ordinary_ids):
-    input_ids, labels = mask(ordinary_ids, probability=0.9, policy="80_10_10")
-    masked = labels != IGNORE_INDEX
-    draws = masked.sum()
-    is_mask = input_ids[masked] == MASK_TOKEN_ID
-    is_same = input_ids[masked] == ordinary_ids[masked]
-    # A random token is the right one in 1 of 95 cases.
-    same = 0.1 + 0.1 / NUM_ORDINARY
-    assert abs(is_mask.mean() - 0.8) < three_sigma(0.8, draws)
-    assert abs(is_same.mean() - same) < three_sigma(same, draws)
-    other = 0.1 - 0.1 / NUM_ORDINARY
-    assert abs((~is_mask & ~is_same).mean() - other) < three_sigma(other, draws)
 
 
 def test_what_a_masked_token_becomes_equals_a_loop_over_the_draws(ordinary_ids):
@@ -231,21 +189,6 @@ def test_ids_without_a_token_and_added_special_tokens_are_special(byte_tokenizer
     assert not special[plain]
     assert special[-7:].all()
     assert special[:-7].sum() == len(tokenizer.all_special_ids) + 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"probability": 0.0},
-        {"probability": 1.0},
-        {"policy": "x"},
-        {"probabilty": 0.1},
-        {"whole_word": "some"},
-    ],
-)
-def test_bad_mask_settings_are_refused(settings):
-    with pytest.raises(ValidationError, match=next(iter(settings))):
-        MaskConfig(**settings)
 
 
 def test_the_first_token_is_never_predicted():

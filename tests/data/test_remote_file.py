@@ -1,7 +1,6 @@
 import contextlib
 import functools
 import http.server
-import io
 import re
 import threading
 import urllib.error
@@ -119,14 +118,6 @@ def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_pa
     assert stream.num_shards == 40
     assert next(iter(stream))["text"] == noise[0]
     assert 0 < sum(counts) < 5e6
-
-
-def test_end_of_a_file_can_be_read_alone(server, tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"x" * 1_000_000 + b"the end")
-    with RemoteFile(f"{server.url}/a.bin") as raw, io.BufferedReader(raw, 1 << 16) as file:
-        assert file.seek(-3, io.SEEK_END) == 1_000_004
-        assert file.read() == b"end"
-    assert server.sent == 3
 
 
 def test_broken_connection_is_opened_again(server, tmp_path):

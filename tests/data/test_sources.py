@@ -1,6 +1,5 @@
 import copy
 import gzip
-import itertools
 import json
 import re
 
@@ -73,7 +72,7 @@ def test_path_may_start_at_home(folder, monkeypatch):
     assert texts(load(path="~/a.txt")) == TEXTS
 
 
-@pytest.mark.parametrize("path", ["missing.txt", "./missing", "~/missing-folder", "/missing/x"])
+@pytest.mark.parametrize("path", ["missing.txt", "./missing", "~/missing-folder"])
 def test_missing_file_is_refused_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr(sources, "load_dataset", None)
     refused("data.sources[0].path: expected an existing file, got ", path=path)
@@ -166,19 +165,6 @@ def test_what_save_to_disk_wrote_is_a_source(tmp_path, streaming):
     refused("split: expected one of ['test', 'train'], got 'x'", path=path, split="x")
 
 
-@pytest.mark.parametrize("stop", [0, 6, 7])
-def test_stopped_stream_continues_with_the_next_row(tmp_path, stop):
-    rows = [{"text": f"document {index}"} for index in range(20)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
-    stream = load(path=f"{tmp_path}/a.parquet", streaming=True)
-    assert stream.num_shards == 3
-    before = list(itertools.islice(iter(stream), stop))
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed = load(path=f"{tmp_path}/a.parquet", streaming=True)
-    resumed.load_state_dict(state)
-    assert [row["text"] for row in before + list(resumed)] == [row["text"] for row in rows]
-
-
 def test_shards_of_a_stream_can_be_read_apart(tmp_path):
     pq.write_table(pa.table({"n": range(20)}), tmp_path / "a.parquet", row_group_size=7)
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes())
@@ -216,7 +202,7 @@ def test_failure_of_a_library_is_named_by_source_and_place():
     assert document_name((2 << 40) + 7) == "document 7 of logical stream 2"
 
 
-@pytest.mark.parametrize("name", ["script.py", "table.tsv", "noending", "a.parquet.gz"])
+@pytest.mark.parametrize("name", ["script.py", "a.parquet.gz"])
 def test_file_of_another_kind_is_never_read(tmp_path, name, monkeypatch):
     monkeypatch.setattr(sources, "load_dataset", None)
     (tmp_path / name).write_text("raise SystemExit")
