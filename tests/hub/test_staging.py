@@ -134,16 +134,6 @@ def test_lora_beside_a_tied_head_is_refused():
         check_form(HarmonicConfig(tie_word_embeddings=True), "peft", True)
 
 
-def test_no_local_path_and_no_token_is_published(staged, tiny_base, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret_of_this_test")
-    target = staged()
-    private = [str(tiny_base.parent), str(Path.home()) + "/", "hf_secret_of_this_test"]
-    for path in target.rglob("*"):
-        if path.is_file():
-            assert not [text for text in private if text.encode() in path.read_bytes()], path
-    assert json.loads((target / "config.json").read_text())["base_model"] == tiny_base.name
-
-
 @pytest.mark.parametrize("secret", ["token", "run"])
 def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_this_test")
