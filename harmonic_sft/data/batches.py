@@ -61,8 +61,7 @@ class MaskedRows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return `input_ids` and `labels`, both `[T]` int64, of one row.
 
-        Those of a pack are its rows' one after the other, with `position_ids` `[T]` that start
-        again at 0 in each.
+        Those of a pack are its rows' one after the other, with `position_ids` from `join_rows`.
         """
         epoch = self.epoch
         if self.packs is None:
@@ -78,10 +77,6 @@ class EpochSampler(torch.utils.data.Sampler[int]):
     on the number of processes and on whether the run was resumed in mid-epoch
     (`DataLoaderShard.set_epoch`). The sampler has no epoch of its own and passes on the one it is
     given, so either way both see it.
-
-    Args:
-        rows: Owns the epoch; the items shuffled are its rows or packs.
-        seed: Seed of the order.
     """
 
     def __init__(self, rows: MaskedRows, *, seed: int) -> None:
@@ -102,12 +97,7 @@ class EpochSampler(torch.utils.data.Sampler[int]):
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingCollator:
-    """Pad rows or packs on the right to the longest one.
-
-    Args:
-        pad_token_id: Fills `input_ids`; `labels` are filled with `IGNORE_INDEX`.
-        pad_to_multiple_of: Round the length up to a multiple of this.
-    """
+    """Pad rows or packs on the right, to the longest one or a multiple of `pad_to_multiple_of`."""
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
@@ -152,27 +142,17 @@ class PaddingFreeCollator:
     """
 
     def __call__(self, rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        """Make one batch.
+        """Return the columns of the rows, one after the other: `[1, T]`, int64.
 
-        Args:
-            rows: `input_ids` and `labels`, both `[T]`, of each row, and `position_ids` of packs.
-
-        Returns:
-            `input_ids`, `labels` and `position_ids`, all `[1, T]` int64, T being the sum of the
-            lengths. The positions start again at 0 in every document.
+        The positions start again at 0 in every document.
         """
         return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
 
 
 def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Make one row of several.
+    """Make one row of several, with `position_ids` `[T]` that start again at 0 in each.
 
-    Args:
-        rows: The same columns in each, all `[T]`, `input_ids` among them.
-
-    Returns:
-        The columns, one row after the other. If there are no `position_ids` yet they are added,
-        int64, starting again at 0 in each row.
+    Rows that have positions, those of packs, keep them.
     """
     joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     if "position_ids" not in joined:

@@ -15,13 +15,7 @@ def standard_library_docstrings(root: Path | None = None, *, min_length: int = 4
     """Collect the distinct docstrings of modules, classes and functions, without importing them.
 
     Those of one file are one document: rows of a context length come out full, and about one thing.
-
-    Args:
-        root: Folder to walk; None is the running Python's standard library.
-        min_length: Shorter docstrings are left out, in characters.
-
-    Returns:
-        One text per file that has docstrings of its own, in the order of the sorted files.
+    They come in the order of the sorted files of `root`, by default the running Python's library.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = sorted(

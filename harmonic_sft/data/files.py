@@ -109,9 +109,7 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
 def read_shards(shards: list[Shard]) -> Iterator[Row]:
     """Yield the rows of files in order, those of one shard never needing more memory than a batch.
 
-    Args:
-        shards: Of one or several kinds. A list, so that `datasets` deals it out to processes
-            and workers.
+    A list, so that `datasets` deals it out to processes.
 
     Yields:
         Rows with the columns of the file, a line of text having the one column `text`, and the

@@ -55,17 +55,9 @@ ALPACA_WITH_INPUT = (
 
 
 def recognize(row: Mapping[str, Any]) -> Format:
-    """Tell the format of a source from its first row.
+    """Tell the format of a source from the columns and values of its first row.
 
     What has more structure goes first: a row of Alpaca that also has its text is Alpaca.
-
-    Args:
-        row: Columns and their values.
-
-    Returns:
-        `tokens` for integers in `input_ids`; `messages` for turns with `role` and `sharegpt` for
-        turns with `from`, in `messages` or `conversations`; `prompt_completion`; `alpaca` for
-        `instruction` with `output`, or with Dolly's `response`; `text`.
 
     Raises:
         ValueError: No format has these columns and types.
@@ -128,8 +120,7 @@ def reader(
     Args:
         row_format: The format that all documents have.
         tokenizer: A fast one.
-        loss_on: What is scored: everything, the assistant's turns or the completion. Labels and
-            masks of pretokenized rows count too.
+        loss_on: What is scored; labels and masks of pretokenized rows count too.
         column: Name of the column of text, or of words, where the format does not say.
         word_ids: Whether words will be numbered, for masks of whole words.
         label_column: Name of the column of labels, for labeled formats.

@@ -53,10 +53,9 @@ class Ancestor(NamedTuple):
 
 
 def fingerprint(text: str) -> str:
-    """Name a document by its text: 32 hexadecimal digits, equal up to white space.
+    """Name a document by its text, of a conversation by every turn: 32 hexadecimal digits.
 
-    Args:
-        text: All that the document says; of a conversation every turn.
+    Texts that differ in white space alone have the same name.
     """
     plain = " ".join(text.split()).encode("utf-8", "surrogatepass")
     return sha256(plain).hexdigest()[:32]
@@ -65,8 +64,7 @@ def fingerprint(text: str) -> str:
 def word_hashes(text: str) -> np.ndarray:
     """Return the hash of every word, `[W]` uint32, without case and punctuation.
 
-    Args:
-        text: What is the document's own: without templates, system prompts and prompts.
+    The text is the document's own: without templates, system prompts and prompts.
     """
     words = WORD.findall(text.lower())
     return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)
@@ -114,11 +112,7 @@ class HeldOut:
         return sha256("\n".join(sorted(self.fingerprints)).encode()).hexdigest()
 
     def kind_of(self, document: str, words: np.ndarray) -> Kind | None:
-        """Tell whether a document stands in the list.
-
-        Args:
-            document: Its `fingerprint`.
-            words: `[W]`, its `word_hashes`.
+        """Tell whether a document, by its fingerprint and `[W]` word hashes, stands in the list.
 
         Returns:
             `exact` for the same text; `near` if more than half of its distinct 13-grams stand in
@@ -146,9 +140,6 @@ class HeldOut:
         self, documents: Iterable[tuple[str, np.ndarray]]
     ) -> tuple[np.ndarray, Duplicates, np.ndarray]:
         """Leave copies of held-out documents out of training documents.
-
-        Args:
-            documents: Fingerprint and word hashes of each.
 
         Returns:
             Which documents stay, `[documents]` bool; how many copies there were, those that stay
@@ -225,8 +216,8 @@ def lineage(
     A model has seen a document if its run recorded it as a training document. Of a run on a stream,
     which records none, it has seen what comes from one of the run's own sources and is not in the
     run's list. It has not seen what the list holds, nor, of a table, anything else. Everything else
-    is unknown: a model of others, a run of an earlier version, another stream than that of the
-    documents, a base that was replaced since.
+    is unknown: a model of others, another stream than that of the documents, a base that was
+    replaced since.
 
     Args:
         model: Folder or name; None for random weights, which have seen nothing.
@@ -249,11 +240,7 @@ def lineage(
 
 
 def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
-    """Say which model did not hold out the documents that it would be evaluated on.
-
-    Returns:
-        None if none is known to be.
-    """
+    """Say which model did not hold out the documents to evaluate on; None if none is known."""
     for ancestor in ancestors:
         if ancestor.verdict == "seen":
             share = f"{ancestor.documents_seen} of the {num_documents} documents"

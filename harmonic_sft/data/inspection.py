@@ -151,16 +151,9 @@ def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
 def sample_text(
     row: Mapping[str, Any], epoch: int, *, masker: TokenLabels, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Write one row with every token's part in training.
+    """Write one row with every token's part in training in this epoch.
 
-    Args:
-        row: What `masker` takes.
-        epoch: The epoch whose masks are shown.
-        masker: The run's masker.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        Special tokens in `<>`, predicted ones in `[]`, context in `()`, and the text in between.
+    Special tokens stand in `<>`, predicted ones in `[]`, context in `()`, and the text in between.
     """
     masked = masker(row, epoch)
     row_ids = np.asarray(row["input_ids"])  # [T]

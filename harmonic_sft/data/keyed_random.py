@@ -28,14 +28,5 @@ def random_bits(purpose: str, key: tuple[int, ...], size: int) -> np.ndarray:
 
 
 def permutation(purpose: str, key: tuple[int, ...], size: int) -> np.ndarray:
-    """Shuffle `0 .. size - 1` by the generator of `random_bits`.
-
-    Args:
-        purpose: As in `random_bits`.
-        key: As in `random_bits`.
-        size: How many integers to shuffle.
-
-    Returns:
-        `[size]`, int64.
-    """
+    """Shuffle `0 .. size - 1` by the generator of `random_bits`, `[size]` int64."""
     return np.argsort(random_bits(purpose, key, size), kind="stable")

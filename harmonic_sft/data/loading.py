@@ -248,9 +248,6 @@ def split_table(
 
     Returns:
         Rows to train on and to evaluate on, in the order of `rows`.
-
-    Raises:
-        ValueError: Nothing would be left to train on.
     """
     numbers = document_numbers(rows)
     num_documents = int(numbers[-1]) + 1
@@ -277,9 +274,6 @@ def split_streams(
 
     Returns:
         The streams that have something left to train on, and rows to evaluate on.
-
-    Raises:
-        ValueError: Nothing would be left to train on.
     """
     rows: list[Row] = []
     kept, waiting = 0, list(streams)

@@ -60,14 +60,7 @@ class RowMasker:
         return np.flatnonzero(~self.special_tokens)
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Tell which tokens of a row can ever be masked.
-
-        Args:
-            row: `input_ids` `[T]` and perhaps `scored` `[T]`, true where a token may be predicted.
-
-        Returns:
-            `[T]` bool.
-        """
+        """Tell which tokens of a row, `[T]` bool, can ever be masked: ordinary and scored ones."""
         ordinary = ~self.special_tokens[np.asarray(row["input_ids"])]  # [T]
         scored = row.get("scored")
         return ordinary if scored is None else ordinary & np.asarray(scored, dtype=bool)
@@ -124,42 +117,25 @@ def _of_words(chosen: np.ndarray, word_ids: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenLabels:
-    """Label rows of a decoder, in which every token is predicted from those before it.
+    """Label rows of a decoder, where every token, special ones too, is predicted from those before.
 
-    Stands where a `RowMasker` stands for an encoder.
-
-    Attributes:
-        seed: Orders the rows; the labels do not depend on it.
-        special_tokens: `[V]` bool; they are predicted too.
+    Stands where a `RowMasker` stands for an encoder. The seed orders the rows alone.
     """
 
     seed: int
     special_tokens: np.ndarray
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Tell which tokens of rows, one after the other, may be predicted.
+        """Tell which tokens of rows, one after the other, may be predicted, `[T]` bool.
 
-        Args:
-            row: `input_ids` `[T]` and perhaps `scored` `[T]`.
-
-        Returns:
-            `[T]` bool; that nothing stands before the first token of a row is not looked at.
+        That nothing stands before the first token of a row is not looked at.
         """
         scored = row.get("scored")
         length = len(row["input_ids"])
         return np.ones(length, dtype=bool) if scored is None else np.asarray(scored, dtype=bool)
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
-        """Label one row.
-
-        Args:
-            row: As in `maskable`; the first token is never predicted.
-            epoch: Not looked at: all passes are alike.
-
-        Returns:
-            `input_ids` and `labels`, both `[T]` int64, the labels being the tokens themselves, or
-            `IGNORE_INDEX`; and `label_weights` `[T]` float32 of a row with a `weight`.
-        """
+        """Return what `RowMasker` does of one row; the first token is never predicted."""
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
         labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
         labels[:1] = IGNORE_INDEX
@@ -170,10 +146,10 @@ class NextTokenLabels:
 class ClassLabels:
     """Label rows of a classifier with the numbers of their classes.
 
-    Stands where a `RowMasker` stands for an encoder.
+    Stands where a `RowMasker` stands for an encoder. The seed orders the rows alone.
 
     Attributes:
-        seed: Orders the rows; the labels do not depend on it.
+        seed: Of the order.
         names: Of the classes, in the order of their numbers.
         numbers: Of the classes, by the labels that rows have.
         of_tokens: Whether a row has a label for each word, at its first token, or only one.
@@ -185,17 +161,7 @@ class ClassLabels:
     of_tokens: bool
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
-        """Label one row.
-
-        Args:
-            row: `input_ids` and `labels`, both `[T]`, None where a token has no label.
-            epoch: Not looked at: all passes are alike.
-
-        Returns:
-            `input_ids` `[T]`, and `labels` `[T]`, `IGNORE_INDEX` where there is none, or the one
-            label of the row, `[]`, all int64; and `label_weights` of a row with a `weight`, as the
-            labels.
-        """
+        """Return what `RowMasker` does of one row; the one label of a text is `[]`."""
         found = [self.numbers.get(label, IGNORE_INDEX) for label in row["labels"]]
         labels = np.array(found, dtype=np.int64)  # [T]
         if not self.of_tokens:

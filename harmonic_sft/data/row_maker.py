@@ -142,11 +142,7 @@ class RowMaker:
         return [name for name in FEATURES if optional.get(name, True)]
 
     def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
-        """Return the rows of documents, which have a `document` number.
-
-        Args:
-            documents: Rows of the source; some may be bad rows of a file.
-            bad_rows: Where documents that make no row are reported.
+        """Return the rows of documents, which have a `document` number; some may be bad rows.
 
         Raises:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
@@ -184,11 +180,7 @@ class RowMaker:
     def _cut(
         self, encoded: Encoded, special: SpecialTokens, document: Row, bad_rows: BadRows
     ) -> list[Row]:
-        """Cut a document, and leave out the chunks in which nothing is scored.
-
-        Raises:
-            BadRow: It makes no row.
-        """
+        """Cut a document, and leave out the chunks in which nothing is scored."""
         if not encoded.input_ids:
             raise BadRow(BLANK)
         if not any(encoded.scored):
@@ -230,11 +222,7 @@ class RowMaker:
 
 
 def weight_of(row: Row, column: str) -> float:
-    """Return the weight of a row.
-
-    Raises:
-        BadRow: It is not a finite number of 0 or more.
-    """
+    """Return the weight of a row; a `BadRow` unless it is a finite number of 0 or more."""
     value = row.get(column)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:

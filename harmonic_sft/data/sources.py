@@ -108,11 +108,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
 
 
 def check_path(source: Source, name: str) -> None:
-    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address."""
     known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
     here = Path(source.path).expanduser().exists() or glob.has_magic(source.path)
     if not (known or here or (HUB_NAME.fullmatch(source.path) and not _looks_local(source.path))):
@@ -138,15 +134,10 @@ def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None
 
 
 def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
-    """Yield rows with their `document` number; bad ones have that of the next one.
-
-    Args:
-        rows: Of what `load_documents` returned.
-        name: Where the source stands in the configuration, for error messages.
-        first: Number of the first document.
+    """Yield rows with their `document` number, from `first`; bad ones have that of the next one.
 
     Raises:
-        ValueError: The disk, the network or a library fails.
+        ValueError: The disk, the network or a library fails, at the source called `name`.
     """
     iterator, number = iter(rows), first
     while True:
@@ -181,9 +172,6 @@ def check_column(
         column: Name of the column.
         name: The setting that names the column, for error messages.
         is_text: Whether it must hold text.
-
-    Raises:
-        ValueError: The column is missing or holds something else.
     """
     features = documents.features or {}
     columns = [key for key in features or first if key != PLACE]

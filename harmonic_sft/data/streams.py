@@ -113,9 +113,6 @@ class SourceReader:
 
         Returns:
             The bad rows before it and the document, and whether there was one; else the pass ends.
-
-        Raises:
-            ValueError: It cannot be read.
         """
         rows: list[Row] = []
         for row in self._rows:
@@ -201,10 +198,7 @@ class LogicalStream:
         ]
 
     def rows(self, snapshot: Snapshot | None) -> Iterator[tuple[Members, Place]]:
-        """Yield packs of rows with their epochs, without end.
-
-        Args:
-            snapshot: Where to begin; None is the beginning.
+        """Yield packs of rows with their epochs, without end, from a snapshot or the beginning.
 
         Raises:
             ValueError: There is no row in a whole pass.
@@ -314,13 +308,10 @@ class LogicalStream:
 
 
 class StreamedRows(torch.utils.data.IterableDataset):
-    """Rows of logical streams in turn: row i of a run is row i // S of stream i % S.
+    """Rows of S logical streams in turn: row i of a run is row i // S of stream i % S.
 
-    Every process and worker reads only the streams that hold rows of its own batches.
-
-    Args:
-        streams: S of them.
-        finish: Makes an item of a pack.
+    Every process and worker reads only the streams that hold rows of its own batches. What is
+    given is what `finish` makes of a pack.
     """
 
     def __init__(
@@ -336,11 +327,7 @@ class StreamedRows(torch.utils.data.IterableDataset):
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield items with their `place`, batch after batch of this process and worker.
-
-        Raises:
-            DataError: A document cannot be read or used.
-        """
+        """Yield items with their `place`, batch after batch of this process and worker."""
         try:
             yield from self._items()
         except ValueError as error:

@@ -57,11 +57,6 @@ def brier_score(
 ) -> np.ndarray:
     """Return the squared distance of each distribution from its label, `[N]`, from 0 to 2.
 
-    Args:
-        normalizers: `[N, G]`.
-        margins: `[N]`.
-        inverse_temperature: Factor on the logits.
-
     Source:
         Brier 1950, Verification of Forecasts Expressed in Terms of Probability. The sum of squared
         probabilities is exp(normalizer at twice the scale - twice the normalizer).

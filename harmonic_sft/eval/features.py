@@ -18,17 +18,7 @@ MLP_WIDTH, MLP_EPOCHS = 128, 200
 def encode(
     body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
 ) -> np.ndarray:
-    """Return the mean of the last hidden states of every text, `[N, D]` float32.
-
-    Args:
-        body: A model without a head.
-        tokenizer: Of the model.
-        texts: Cut to 128 tokens.
-        batch_size: Changes nothing but speed and memory.
-
-    Raises:
-        ValueError: There is no text.
-    """
+    """Return the last of `encode_layers`, `[N, D]` float32."""
     return encode_layers(body, tokenizer, texts, batch_size=batch_size, count=1)[0][1]
 
 
@@ -36,20 +26,17 @@ def encode(
 def encode_layers(
     body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, count: int = 5
 ) -> list[tuple[str, np.ndarray]]:
-    """Return the mean hidden states of every text after some of the layers.
+    """Return the mean hidden states of every text, cut to 128 tokens, after some of the layers.
 
     Args:
         body: A model without a head.
         tokenizer: Of the model.
-        texts: Cut to 128 tokens.
+        texts: At least one.
         batch_size: Changes nothing but speed and memory.
         count: Of layers, evenly spread from the embeddings to the last; 1 is the last alone.
 
     Returns:
         For each layer its name, as in "layer 3 of 12", and `[N, D]` float32.
-
-    Raises:
-        ValueError: There is no text.
     """
     if not len(texts):
         raise ValueError("texts: expected at least one, got none")
@@ -91,9 +78,8 @@ def probe(
         labels: Classes of these texts.
 
     Returns:
-        One accuracy for each of the tests, of
-        `logistic` regression, of an `mlp` with one hidden layer, the nearest of 5 `knn` neighbors
-        and of `class_means`, both by cosine.
+        One accuracy for each of the tests, of `logistic` regression, of an `mlp` with one hidden
+        layer, the nearest of 5 `knn` neighbors and of `class_means`, both by cosine.
 
     Raises:
         ValueError: Training rows of one class only, or a class that stands in the test rows alone.
@@ -151,12 +137,7 @@ def wrong_labels(labels: Sequence[str], share: float, *, seed: int = 0) -> list[
 def out_of_scope(
     train: tuple[np.ndarray, Sequence[str]], inside: np.ndarray, outside: np.ndarray
 ) -> dict[str, float]:
-    """Return how well texts of unknown classes are told from those of known ones.
-
-    Args:
-        train: Features `[N, D]` and classes.
-        inside: Features of texts of these classes.
-        outside: Features of texts of others.
+    """Return how well features `[N, D]` of unknown classes are told from those of known ones.
 
     Returns:
         The AUROC, 0.5 by chance, of the highest probability of logistic regression
@@ -197,13 +178,7 @@ def out_of_scope(
 
 
 def typos(texts: Sequence[str], *, rate: float = 0.1, seed: int = 0) -> list[str]:
-    """Swap two neighboring letters inside some of the words.
-
-    Args:
-        texts: Any.
-        rate: Share of the words of at least 4 characters that are changed.
-        seed: Of the choice.
-    """
+    """Swap two neighboring letters inside a share of the words of 4 characters or more."""
     generator = np.random.default_rng(seed)
     changed = []
     for text in texts:
@@ -221,10 +196,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def repetition(continuations: Tensor) -> dict[str, float]:
-    """Return how varied sampled continuations are.
-
-    Args:
-        continuations: `[B, T]` token ids.
+    """Return how varied sampled continuations, `[B, T]` token ids, are.
 
     Returns:
         `distinct_1` and `distinct_2`, different n-grams over all n-grams of all continuations, and

@@ -16,10 +16,7 @@ NUM_NEIGHBORS = 10
 
 @torch.no_grad()
 def spectrum(prototypes: Tensor) -> dict[str, float]:
-    """Return how many directions the prototypes fill.
-
-    Args:
-        prototypes: `[V, D]`.
+    """Return how many directions the prototypes, `[V, D]`, fill.
 
     Returns:
         `explained_variance_2` and `explained_variance_10`, the shares of the 2 and 10 first
@@ -45,10 +42,7 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def hubness(prototypes: Tensor) -> dict[str, float]:
-    """Return whether a few prototypes are the neighbors of many.
-
-    Args:
-        prototypes: `[V, D]`; the Euclidean neighbors of evenly spread ones are counted.
+    """Return whether a few prototypes, `[V, D]`, are the Euclidean neighbors of many.
 
     Returns:
         `hubness`, the skewness of how often a prototype is among the 10 neighbors of others, and
@@ -68,11 +62,7 @@ def hubness(prototypes: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def drift(table: Tensor, base: Tensor) -> dict[str, float]:
-    """Return how far vectors moved from those they started as.
-
-    Args:
-        table: `[V, D]`.
-        base: `[V, D]`.
+    """Return how far vectors, `[V, D]`, moved from those they started as.
 
     Returns:
         `drift_cosine`, the mean cosine of old and new, and `neighbors_kept`, the share of the 10
@@ -96,13 +86,7 @@ def _spread(count: int) -> Tensor:
 def class_center_alignment(hidden_states: Tensor, labels: Tensor, prototypes: Tensor) -> float:
     """Return the mean cosine of a class's prototype and the mean of its hidden states.
 
-    Args:
-        hidden_states: `[N, D]`.
-        labels: `[N]`.
-        prototypes: `[V, D]`. Classes without a hidden state do not count.
-
-    Raises:
-        ValueError: A label is not a class.
+    Classes without a hidden state do not count.
 
     Source:
         Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3.

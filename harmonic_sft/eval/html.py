@@ -12,8 +12,7 @@ COLORS = ("#2b6cb0", "#c8702a", "#2f855a", "#805ad5", "#b83280", "#718096")
 def report_page(payload: dict[str, Any]) -> str:
     """Return a whole HTML page: tables and figures in light and dark, for screens of any width.
 
-    Args:
-        payload: Of `results/suite.json`.
+    The payload is that of `results/suite.json`.
     """
     names, figures = payload["models"], payload["figures"].values()
     points = [point for one in figures for point in one["frequency"]]

@@ -16,11 +16,8 @@ FREQUENCIES = (1, 10, 100, 1000)  # least count of a label in the scored text, o
 def bits_per_byte(scores: TokenScores, tokenizer: Any) -> float:
     """Return the loss of the scored tokens in bits, over the UTF-8 bytes that they stand for.
 
-    Unlike nats per token, models with different tokenizers can be compared by it.
-
-    Args:
-        scores: Of a language model.
-        tokenizer: Of the same; marks of sub-words are not counted, a space is.
+    Unlike nats per token, models with different tokenizers can be compared by it. Marks of
+    sub-words are not counted, a space is.
     """
     labels, counts = np.unique(scores.labels, return_counts=True)
     texts = tokenizer.batch_decode([[label] for label in labels.tolist()])

@@ -14,13 +14,9 @@ from harmonic_sft.models.head import squared_distances
 def nearest_prototypes(
     head: Head, tokenizer: Any, words: Sequence[str], *, num_neighbors: int = 5
 ) -> dict[str, list[str]]:
-    """Return the tokens whose prototypes are closest to each word's.
+    """Return the tokens whose prototypes are closest to each word's, by Euclidean distance.
 
-    Args:
-        head: Its prototypes are compared by Euclidean distance.
-        tokenizer: Words that are not a single token of it are left out.
-        words: What to look up.
-        num_neighbors: How many to return for each word.
+    Words that are not a single token of the tokenizer are left out.
     """
     prototypes = head.prototypes.float()
     neighbors = {}
@@ -34,12 +30,10 @@ def nearest_prototypes(
 
 
 def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:
-    """Return the Euclidean neighbors `[Q, K]` of some rows, the closest first.
+    """Return the Euclidean neighbors `[Q, K]` of some rows of a table `[V, D]`, the closest first.
 
-    Args:
-        table: `[V, D]`.
-        queries: `[Q]`, numbers of rows, which are not their own neighbors.
-        num_neighbors: Per row, if there are as many.
+    Queries `[Q]` are numbers of rows, which are not their own neighbors. K is `num_neighbors`, or
+    fewer if there are not as many.
     """
     queries, count = queries.to(table.device), min(num_neighbors, len(table) - 1)
     parts = [

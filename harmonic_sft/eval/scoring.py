@@ -149,10 +149,8 @@ def score(
 def documents_of(dataset: Any, num_rows: int) -> np.ndarray:
     """Return the number of the document that every scored row belongs to, `[num_rows]`.
 
-    Args:
-        dataset: What was read. Rows that are no chunks of documents are documents of their own, and
-            so is a batch that a padding-free collator has made one row of.
-        num_rows: How many rows were scored.
+    Rows that are no chunks of documents are documents of their own, and so is a batch that a
+    padding-free collator has made one row of.
     """
     if isinstance(dataset, MaskedRows) and dataset.packs is None and len(dataset) == num_rows:
         return np.unique(document_names(dataset.rows), axis=1, return_inverse=True)[1]
@@ -227,11 +225,9 @@ def _halves(documents: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def unigram_loss(labels: np.ndarray, counts: np.ndarray) -> float:
-    """Return the mean loss, in nats, of predicting every label by its frequency in training.
+    """Return the mean loss, in nats, of predicting every label `[N]` by its frequency in training.
 
-    Args:
-        labels: `[N]`, the labelled tokens.
-        counts: `[V]`, occurrences in the training text; one is added to each.
+    One is added to the counts `[V]`.
     """
     log_probs = np.log((counts + 1.0) / (counts + 1.0).sum())
     return float(-log_probs[labels].mean())

@@ -52,11 +52,9 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def verdict(difference: dict[str, Any], p: float | None) -> str:
-    """Say "higher", "lower" or "undecided".
+    """Say "higher", "lower" or "undecided" of a `t_interval` and its p corrected by `holm`.
 
-    Args:
-        difference: Of `t_interval`.
-        p: Corrected by `holm`; None of a single seed, which decides nothing.
+    A p of None, of a single seed, decides nothing.
     """
     half_width = difference["half_width"]
     inside = half_width is None or abs(difference["mean"]) <= half_width

@@ -80,12 +80,7 @@ def word_table(
 
 
 def similarity(first: np.ndarray, second: np.ndarray, ratings: Sequence[float]) -> dict[str, float]:
-    """Correlate the closeness of vectors with human ratings of what they stand for.
-
-    Args:
-        first: `[N, D]`.
-        second: `[N, D]`.
-        ratings: One for each pair, higher for more similar words or sentences.
+    """Correlate the closeness of vectors, `[N, D]` each, with human ratings of what they stand for.
 
     Returns:
         Spearman's rank correlation of the ratings with the cosine, `spearman_cosine`, and with
@@ -104,12 +99,7 @@ def similarity(first: np.ndarray, second: np.ndarray, ratings: Sequence[float]) 
 def word_similarity(
     table: Tensor, ids: Sequence[tuple[int, int]], ratings: Sequence[float]
 ) -> dict[str, float]:
-    """Return the `similarity` of pairs of rows.
-
-    Args:
-        table: `[V, D]`.
-        ids: Two rows of the table for each pair.
-        ratings: One for each pair.
+    """Return the `similarity` of pairs of rows of a table `[V, D]`.
 
     Raises:
         ValueError: Fewer than 3 pairs.

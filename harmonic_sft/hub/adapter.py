@@ -48,11 +48,7 @@ def save_peft(
 
 
 def covering_modules(trained: Iterable[str]) -> list[str]:
-    """Return the modules that PEFT saves whole: the head, and every layer with a trained parameter.
-
-    Args:
-        trained: Names of parameters of a harmonic model.
-    """
+    """Return the modules PEFT saves whole: the head, and every layer with a trained parameter."""
     found = {n.rpartition(".")[0] for n in trained if not n.startswith(f"{HEAD}.")} | {HEAD}
     return sorted(
         name for name in found if not any(name.startswith(f"{other}.") for other in found)

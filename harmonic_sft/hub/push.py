@@ -151,11 +151,6 @@ def check_destination(to: Destination) -> None:
 def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> None:
     """Refuse a form that does not suit a model, and a repo that holds something else.
 
-    Args:
-        config: The model's configuration.
-        to: Where.
-        has_adapter: The run trains LoRA weights.
-
     Raises:
         ValueError: The form, or the repo holds another model and `to.force` is not set.
         PushError: The Hub cannot be reached.

@@ -110,11 +110,7 @@ def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights of a saved model.
-
-    Raises:
-        ValueError: There are none, or not all.
-    """
+    """Return the files that hold the weights of a saved model; an error if there are not all."""
     check_not_partial(folder)
     names = [WEIGHTS]
     if (folder / INDEX).is_file():

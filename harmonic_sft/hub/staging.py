@@ -107,11 +107,6 @@ def stage(
 def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
     """Refuse a form that could not be loaded again.
 
-    Args:
-        config: The model's configuration.
-        form: The form.
-        has_adapter: The run trains LoRA weights.
-
     Raises:
         ValueError: Another form than `full` of a quantized model, one with a resized vocabulary, or
             one that does not say what was trained; `head` without a base on the Hub; `peft` without
@@ -157,9 +152,6 @@ def check_weights(trained: TrainedFolder) -> None:
     """Refuse to publish NaN, and prototypes that predict nothing.
 
     Of a head tied to the embeddings, and of what was not trained, nothing is read.
-
-    Raises:
-        ValueError: The weights are such.
     """
     config, state = trained.config, {}
     names = ("dist_head.", *(config.trained_parameters or ()))
@@ -193,11 +185,7 @@ def base_license(config: HarmonicConfig) -> dict[str, str]:
 
 
 def check_clean(target: Path, trained: TrainedFolder) -> None:
-    """Refuse to publish a token, or where files lie on this machine.
-
-    Raises:
-        ValueError: One was found, with the file it is in.
-    """
+    """Refuse to publish a token, or where files lie on this machine."""
     secrets = {
         "the token of the Hub": get_token(),
         "the path of your home": f"{Path.home()}/" if str(Path.home()) != "/" else None,
