@@ -168,30 +168,6 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
     assert cells(show(free, tokenizer, capsys), "rows ")[5] == "100.0 %"
 
 
-def test_members_of_a_pack_are_shown_apart_as_they_are_masked_in_training(
-    packed, tokenizer, capsys
-):
-    number = next(index for index, pack in enumerate(packed.train.packs) if len(pack) > 2)
-    item = packed.train[number]
-    output = show(packed, tokenizer, capsys, seed_row=number)
-    sample = output[output.index("\n-- ") :]
-    members = re.split(r"\n-- (.*) --\n", sample)[1:]
-    names, texts = members[::2], members[1::2]
-    starts = [*np.flatnonzero(item["position_ids"] == 0), len(item["input_ids"])]
-    assert len(texts) == len(starts) - 1 == len(packed.train.packs[number])
-    assert f"Pack of {len(texts)} rows, number {number} in the first epoch" in output
-    for name, text, start, end, row in zip(
-        names, texts, starts[:-1], starts[1:], packed.train.packs[number], strict=True
-    ):
-        document = int(packed.train.rows[int(row)]["document"])
-        assert f"document {document}, " in name
-        assert name.endswith(f": {end - start} tokens")
-        labels = item["labels"][start:end]
-        predicted = re.findall(r"(?<= )\[(word\d+)\]", text)
-        expected = labels[labels != IGNORE_INDEX].tolist()
-        assert tokenizer.convert_tokens_to_ids(predicted) == expected
-
-
 @dataclass(frozen=True, kw_only=True)
 class FixedMasker(RowMasker):
     """Masks some positions by hand."""

@@ -465,20 +465,6 @@ def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
         assert np.array_equal(pack["labels"][~first], pack["input_ids"][~first])
 
 
-def test_only_the_assistant_is_predicted(tmp_path, causal_tokenizer):
-    path = tmp_path / "chat.jsonl"
-    turns = [
-        [{"role": "user", "content": f"w5 w{i}"}, {"role": "assistant", "content": "w7"}]
-        for i in (5, 6)
-    ]
-    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
-    data = load_causal(path, causal_tokenizer, loss_on="assistant", context_length=8)
-    row = data.train[0]
-    predicted = row["labels"] != IGNORE_INDEX
-    assert row["input_ids"][predicted].tolist() == [7, 1]  # and the end of its turn
-    assert np.array_equal(row["labels"][predicted], row["input_ids"][predicted])
-
-
 def test_counts_are_of_all_tokens(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer)
     assert data.unigram_counts[1] >= 2  # the eos token is one that is predicted
@@ -490,6 +476,3 @@ def test_counts_are_of_all_tokens(text, causal_tokenizer):
 def test_a_mask_token_is_not_needed(text, causal_tokenizer):
     assert causal_tokenizer.mask_token is None
     load_causal(text, causal_tokenizer)
-    causal_tokenizer.pad_token = None
-    with pytest.raises(ValueError, match="expected a pad token, got none"):
-        load_causal(text, causal_tokenizer)

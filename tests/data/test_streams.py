@@ -3,7 +3,6 @@ import itertools
 import json
 from collections import Counter
 
-import numpy as np
 import psutil
 import pytest
 from datasets import IterableDataset
@@ -178,13 +177,6 @@ def test_every_pass_has_every_row_of_every_source_once(count, capacity):
         assert Counter(found) == wanted
         epochs = [name[-1] for name in found]
         assert epochs == sorted(epochs)
-
-
-def test_documents_are_numbered_by_stream_and_place():
-    for stream in logical_streams((20,), count=3):
-        first = shards(0, 20, 3)[stream.number][1]
-        for [(row, _)], _ in itertools.islice(stream.rows(None), 30):
-            assert row["document"] == (stream.number << SHIFT) + row["original"] - first
 
 
 @pytest.mark.parametrize(("count", "mixture"), [(1, "weights"), (3, "turns")])
@@ -374,13 +366,6 @@ def test_long_blank_part_beside_an_exhausted_source_is_passed_over(mixture):
     assert {source for source, *_ in rows} == {0}
 
 
-def test_source_whose_documents_are_all_kept_for_evaluation_gives_no_row():
-    streams = logical_streams((40, 2), weights=[1.0, 1.0])
-    streams, _ = split_streams(streams, eval_documents=8)
-    rows = names(plain_order(StreamedRows(streams, collect), 80))
-    assert {source for source, *_ in rows} == {0}
-
-
 def test_streams_without_a_row_left_take_no_part():
     streams = logical_streams((20,), count=2)
     streams[0].sources = [
@@ -397,16 +382,6 @@ def test_streams_without_a_row_left_take_no_part():
         maker.asked = 0
         assert rows + read(streamed, 20)[0] == expected[: stop + 20]
         assert maker.asked < 28  # not from the beginning again
-
-
-def test_latest_window_of_every_stream_counts():
-    def snapshot(rows):
-        return {"rows": rows, "windows": rows, "skipped": 0, "reasons": [], "sources": []}
-
-    one = StreamState(rows=8, streams={"0": snapshot(2), "1": snapshot(4)})
-    other = StreamState(rows=8, streams={"0": snapshot(3), "2": snapshot(1)})
-    expected = {"0": snapshot(3), "1": snapshot(4), "2": snapshot(1)}
-    assert merge([one, other]) == merge([other, one]) == {"rows": 8, "streams": expected}
 
 
 def test_memory_stays_flat_over_a_long_stream():
@@ -448,13 +423,6 @@ def test_failure_of_a_library_is_one_line_with_source_and_place(workers):
     with pytest.raises(DataError) as caught:
         read(streamed, 30, workers=workers)
     assert str(caught.value) == message
-
-
-def test_names_of_epochs_come_with_the_rows_of_a_pack():
-    """A mixture's pack may join rows of different passes."""
-    streamed = open_streams((200, 3), weights=[1.0, 1.0], capacity=40, window=16)
-    packs = [members for members, _ in plain_order(streamed, 12)]
-    assert any(np.unique([epoch for *_, epoch in members]).size > 1 for members in packs)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.head_variants import VARIANTS, D, V
 from tests.models.test_modeling_backbone import cache_repo, write_partial
 
 # With a learned matrix of their own, or with one weight for several heads.
-PARTIAL = ("rotation of multi_head", "multi_head of cosine")
+PARTIAL = ("rotation", "multi_head")
 INPUTS = {"input_ids": torch.randint(5, V, (2, 9), generator=torch.Generator().manual_seed(1))}
 READER = """
 import sys, torch

@@ -11,7 +11,6 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, Bert
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
 from harmonic_sft.models import (
-    DistLayer,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     NeoBERTConfig,
@@ -124,24 +123,6 @@ def test_all_tokens_are_ranked_as_before(bases, tmp_path, family, head, dtype):
     assert torch.equal(F.linear(hidden_states.float(), file["weight"], file.get("bias")), logits)
 
 
-@pytest.mark.parametrize("head", ["sphere", "euclid"])
-def test_weights_are_rounded_once_from_float64(head):
-    layer = DistLayer(D, V, unit_sphere=head == "sphere")
-    with torch.no_grad():
-        layer.weight.normal_(std=3.0)
-        layer.weight[7] = 0  # without a direction: cosine 0 with everything
-    linear = linear_head(layer)
-    for index, row in enumerate(layer.weight.detach().double()):
-        norm = float(row.square().sum()) ** 0.5
-        if head == "sphere":
-            expected = row / norm if norm else row
-        else:
-            expected = row
-            assert linear.bias[index].item() == (-row.square().sum() / 2).float().item()
-        torch.testing.assert_close(linear.weight[index].double(), expected, rtol=2**-23, atol=0)
-    assert (linear.bias is None) == (head == "sphere")
-
-
 READER = """
 import os, re, sys, torch
 from pathlib import Path
@@ -215,7 +196,7 @@ def test_the_tokenizer_goes_with_it_and_nothing_private(bases, tmp_path):
 
 @pytest.mark.parametrize(
     ("head", "dtype"),
-    [("sphere", torch.float32), ("euclid", torch.bfloat16), ("linear", torch.bfloat16)],
+    [("sphere", torch.float32), ("linear", torch.bfloat16)],
 )
 def test_a_tied_head_becomes_one_of_its_own(bases, tmp_path, head, dtype):
     folder = tmp_path / "model"
