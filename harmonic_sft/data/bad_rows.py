@@ -44,16 +44,10 @@ class BadRows:
         return [f"{place}: {reason}" for place, (reason, _) in shown]
 
     def report(self, name: str, place: str, reason: str, rows: int = 1) -> None:
-        """Count a row that cannot be used.
-
-        Args:
-            name: Where its source stands in the configuration.
-            place: File and row.
-            reason: What was expected there and what was found.
-            rows: How many rows are lost there.
+        """Count rows of the source called `name` that cannot be used, and that stand at a place.
 
         Raises:
-            ValueError: The row is not blank, and none may be skipped.
+            ValueError: They are not blank, and none may be skipped.
         """
         if reason == BLANK:
             self.blank += 1

@@ -19,14 +19,7 @@ def class_labels(
     of_tokens: bool,
     seed: int,
 ) -> ClassLabels:
-    """Number the classes of labeled rows.
-
-    Args:
-        train: Training rows.
-        held_out: Rows to evaluate on.
-        names: Of the classes of a trained model; None takes those of the training rows, sorted.
-        of_tokens: Whether a row has a label for each word.
-        seed: Of `ClassLabels`.
+    """Number the classes of labeled rows, by default those of the training rows, sorted.
 
     Raises:
         ValueError: Fewer than two classes, labels of two types, or a row of another class.

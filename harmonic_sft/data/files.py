@@ -69,11 +69,7 @@ def file_kind(path: str) -> str | None:
 
 
 def file_shards(file: str, *, name: str) -> list[Shard]:
-    """Look at a file and say in which parts it can be read.
-
-    Args:
-        file: Path or web address, of a kind that `file_kind` knows.
-        name: Where the source stands in the configuration, for error messages.
+    """Look at a file, a path or web address, and say in which parts it can be read.
 
     Returns:
         One shard per row group of a parquet file, one for any other file.

@@ -86,17 +86,11 @@ def ngram_hashes(words: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents that are kept out of training.
-
-    Attributes:
-        fingerprints: One per document.
-        ngrams: `[G]` uint64 of each document, from `ngram_hashes`.
-        drop_near: Whether near duplicates leave the training data too.
-    """
+    """Documents that are kept out of training."""
 
     fingerprints: Sequence[str] = ()
-    ngrams: Sequence[np.ndarray] = ()
-    drop_near: bool = False
+    ngrams: Sequence[np.ndarray] = ()  # of each document, `[G]`, from `ngram_hashes`
+    drop_near: bool = False  # whether near duplicates leave the training data too
 
     @classmethod
     def of(
@@ -188,12 +182,8 @@ def record(
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
-    Args:
-        folder: Of the run.
-        held_out: What the run does not train on.
-        sources: Where its data come from, as in `data.sources`.
-        base: `model.base`; None for random weights.
-        trained: `short_hashes` of its training documents; None for a stream.
+    `trained` are the `short_hashes` of the training documents, None for a stream; `base` is
+    `model.base`, None for random weights.
     """
     base_digest = None if base is None else (_read(_home(base)) or {}).get("digest")
     payload = {

@@ -36,12 +36,6 @@ class RowMasker:
     any number of processes, workers or restarts sees the same masks. As in NeoBERT's training a
     short row may end up with no masked token at all.
 
-    Attributes:
-        config: The `data.mask` part of the run's configuration.
-        seed: Part of the key of every mask.
-        mask_token_id: Stands for what is hidden.
-        special_tokens: `[V]` bool, true for ids that are never masked nor put in.
-
     Source:
         Le Breton et al. 2025, NeoBERT: A Next-Generation BERT, arXiv:2502.19587, section 3. The
         policy 80_10_10 is Devlin et al. 2019, BERT: Pre-training of Deep Bidirectional
@@ -52,7 +46,7 @@ class RowMasker:
     config: MaskConfig
     seed: int
     mask_token_id: int
-    special_tokens: np.ndarray
+    special_tokens: np.ndarray  # [V] bool, ids that are never masked nor put in
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
@@ -147,18 +141,12 @@ class ClassLabels:
     """Label rows of a classifier with the numbers of their classes.
 
     Stands where a `RowMasker` stands for an encoder. The seed orders the rows alone.
-
-    Attributes:
-        seed: Of the order.
-        names: Of the classes, in the order of their numbers.
-        numbers: Of the classes, by the labels that rows have.
-        of_tokens: Whether a row has a label for each word, at its first token, or only one.
     """
 
     seed: int
-    names: Sequence[str]
-    numbers: Mapping[str, int]
-    of_tokens: bool
+    names: Sequence[str]  # of the classes, in the order of their numbers
+    numbers: Mapping[str, int]  # of the classes, by the labels that rows have
+    of_tokens: bool  # whether a row has a label for each word, at its first token, or only one
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
         """Return what `RowMasker` does of one row; the one label of a text is `[]`."""

@@ -60,14 +60,7 @@ def check_tokenizer(
     context_length: int,
     needs_mask: bool = True,
 ) -> None:
-    """Refuse a tokenizer or a length that the model cannot take.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        vocab_size: Rows of the model's embedding table.
-        max_positions: Longest row the model takes, in tokens.
-        context_length: Longest row that will be made, in tokens.
-        needs_mask: Whether tokens will be masked.
+    """Refuse a tokenizer or a length, in tokens, that the model cannot take.
 
     Raises:
         ValueError: No mask or pad token, an id beyond `vocab_size`, or rows longer than the model.
@@ -103,31 +96,18 @@ class RowMaker:
 
     A document's tail is a row of its own. A blank document makes no row, nor does a chunk in which
     nothing is scored. A labeled document makes one row; if it is longer, it is cut.
-
-    Attributes:
-        name: Where the source stands in the configuration.
-        source: Its number.
-        row_format: Format of its documents.
-        read: Reads one of them, see `reader`.
-        tokenizer: The model's tokenizer.
-        context_length: Longest row, in tokens, special tokens included.
-        loss_on: What may be predicted.
-        word_ids: Whether rows number their words.
-        scored: Whether rows say which of their tokens may be predicted.
-        end_of_text: Token put after every document of plain text, None for none.
-        weight_column: Name of the column of a document's weight, None for none.
     """
 
-    name: str
-    source: int
+    name: str  # where the source stands in the configuration
+    source: int  # its number
     row_format: Format
-    read: Callable[[Row], Draft]
+    read: Callable[[Row], Draft]  # see `reader`
     tokenizer: PreTrainedTokenizerBase
-    context_length: int
+    context_length: int  # of the longest row, in tokens, special tokens included
     loss_on: LossOn = "all"
-    word_ids: bool = False
-    scored: bool = False
-    end_of_text: int | None = None
+    word_ids: bool = False  # whether rows number their words
+    scored: bool = False  # whether rows say which of their tokens may be predicted
+    end_of_text: int | None = None  # token put after every document of plain text
     weight_column: str | None = None
 
     @property

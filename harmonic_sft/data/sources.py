@@ -166,12 +166,7 @@ def check_column(
 ) -> None:
     """Refuse a column that is not there or, judging by the first row, holds no text.
 
-    Args:
-        documents: What `load_documents` returned.
-        first: Its first row.
-        column: Name of the column.
-        name: The setting that names the column, for error messages.
-        is_text: Whether it must hold text.
+    `name` is the setting that names the column, for error messages.
     """
     features = documents.features or {}
     columns = [key for key in features or first if key != PLACE]

@@ -30,24 +30,16 @@ class DataError(ValueError):
 
 
 class Snapshot(TypedDict):
-    """Where one logical stream stood before a window: enough to read it again.
+    """Where one logical stream stood before a window: enough to read it again."""
 
-    Attributes:
-        rows: Rows that the stream had given by then.
-        windows: Windows that it had read.
-        skipped: Rows of the source that it had left out, each counted in the first pass alone, and
-            those found while opening the sources not at all.
-        reasons: The first of these that were not blank, those of the window included.
-        sources: The `epoch` of every source, the documents read in it, the library's own state.
-        duplicates: Copies of held-out documents that it had met in the first pass.
-    """
-
-    rows: int
-    windows: int
+    rows: int  # that the stream had given by then
+    windows: int  # that it had read
+    # Rows of the source that it had left out, each counted in the first pass alone, and those found
+    # while opening the sources not at all.
     skipped: int
-    reasons: list[str]
-    sources: list[dict[str, Any]]
-    duplicates: Duplicates
+    reasons: list[str]  # the first of these that were not blank, those of the window included
+    sources: list[dict[str, Any]]  # of each its `epoch`, documents read in it, the library's state
+    duplicates: Duplicates  # that it had met in the first pass
 
 
 class StreamState(TypedDict):

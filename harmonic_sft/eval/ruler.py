@@ -16,35 +16,22 @@ from harmonic_sft.models import Head
 
 
 class Ruler(NamedTuple):
-    """What tokens mean to an encoder.
+    """What tokens mean to an encoder."""
 
-    Attributes:
-        vectors: `[V, D]`, of norm 1; a token's text is read alone, as a sentence.
-        is_word: `[V]`, whether a token is a word: letters that the tokenizer does not cut. With
-            byte-level BPE some pieces of words are, too.
-    """
-
-    vectors: Tensor
+    vectors: Tensor  # [V, D], of norm 1; a token's text is read alone, as a sentence
+    # [V], whether a token is letters that the tokenizer does not cut. With byte-level BPE some
+    # pieces of words are, too.
     is_word: np.ndarray
 
 
 class Judged(NamedTuple):
-    """What a ruler is asked about one model.
+    """What a ruler is asked about one model."""
 
-    Attributes:
-        scores: Of the held-out data.
-        documents: `[N]`, of every scored token.
-        expected: `[M, D]`, mean vector of the classes under the model's probabilities, of other
-            tokens.
-        labels: `[M]`, of these tokens.
-        wrong: `[M]`, whether another class is more probable.
-    """
-
-    scores: TokenScores
-    documents: np.ndarray
-    expected: np.ndarray
-    labels: np.ndarray
-    wrong: np.ndarray
+    scores: TokenScores  # of the held-out data
+    documents: np.ndarray  # [N], of every scored token
+    expected: np.ndarray  # [M, D], mean vector under the probabilities, of other tokens
+    labels: np.ndarray  # [M], of these tokens
+    wrong: np.ndarray  # [M], whether another class is more probable
 
 
 def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:

@@ -25,26 +25,15 @@ NUM_COLUMNS = 5  # before the normalizers: label, rank, prediction, cosine, marg
 
 
 class TokenScores(NamedTuple):
-    """What is known of every scored token, from which all metrics are computed.
+    """What is known of every scored token, from which all metrics are computed."""
 
-    Attributes:
-        rows: `[N]`, the row each token stands in, from 0 to `num_rows`.
-        labels: `[N]`.
-        ranks: `[N]`, how many classes have a higher logit than the label: 0 is a correct answer.
-        predicted: `[N]`, a class with the highest logit.
-        cosines: `[N]`, between the embeddings of label and prediction; 0 where they are the same.
-        margins: `[N]`, logit of the label minus the highest.
-        normalizers: `[N, G]`, log of the sum of exp(scale * (logit - highest)) at each scale.
-        num_rows: How many rows were read.
-    """
-
-    rows: np.ndarray
-    labels: np.ndarray
-    ranks: np.ndarray
-    predicted: np.ndarray
-    cosines: np.ndarray
-    margins: np.ndarray
-    normalizers: np.ndarray
+    rows: np.ndarray  # [N], the row each token stands in, from 0 to `num_rows`
+    labels: np.ndarray  # [N]
+    ranks: np.ndarray  # [N], how many classes have a higher logit: 0 is a correct answer
+    predicted: np.ndarray  # [N], a class with the highest logit
+    cosines: np.ndarray  # [N], of the embeddings of label and prediction; 0 where they are the same
+    margins: np.ndarray  # [N], logit of the label minus the highest
+    normalizers: np.ndarray  # [N, G], log sum of exp(scale * (logit - highest))
     num_rows: int
 
     def at(self, inverse_temperature: float) -> tuple[np.ndarray, np.ndarray]:

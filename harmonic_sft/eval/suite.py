@@ -43,21 +43,13 @@ NO_RULER = {"group": MEANING, "set": HELD_OUT, "missing": "--ruler ENCODER"}
 
 
 class Subject(NamedTuple):
-    """A model under evaluation.
+    """A model under evaluation."""
 
-    Attributes:
-        model: In evaluation mode.
-        tokenizer: Of the model.
-        states: Hidden states `[N, D]` of some held-out tokens, and their labels `[N]`.
-        base: The body that it was trained from, as it was; None where that is unknown.
-        texts: Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of
-            every row.
-    """
-
-    model: HarmonicHeadModel
+    model: HarmonicHeadModel  # in evaluation mode
     tokenizer: Any
-    states: tuple[Tensor, Tensor]
-    base: Any
+    states: tuple[Tensor, Tensor]  # hidden states [N, D] of some held-out tokens, and their labels
+    base: Any  # the body that it was trained from, as it was; None where that is unknown
+    # Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of every row.
     texts: dict[str, tuple[TokenScores, np.ndarray]]
 
 

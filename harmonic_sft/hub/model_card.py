@@ -39,21 +39,13 @@ PRIVATE_SETTINGS = re.compile(
 
 
 class Task(NamedTuple):
-    """How a card speaks of what a model predicts.
+    """How a card speaks of what a model predicts."""
 
-    Attributes:
-        pipeline: Its tag on the Hub, which is also the name of the pipeline.
-        title: Name of the task; in lower case with hyphens a further tag.
-        purpose: What the model was fine-tuned to do.
-        item: What the loss is a mean over.
-        choice: What the head chooses among, `token` or `class`.
-    """
-
-    pipeline: str
-    title: str
-    purpose: str
-    item: str
-    choice: str
+    pipeline: str  # its tag on the Hub, which is also the name of the pipeline
+    title: str  # name of the task; in lower case with hyphens a further tag
+    purpose: str  # what the model was fine-tuned to do
+    item: str  # what the loss is a mean over
+    choice: str  # what the head chooses among, `token` or `class`
 
     @property
     def where(self) -> str:

@@ -69,25 +69,15 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where and how to publish.
+    """Where and how to publish."""
 
-    Attributes:
-        repo_id: owner/name.
-        form: See `stage`.
-        private: Whether a new repo is private.
-        revision: A branch, made if it does not exist; None is main.
-        force: Push also over a model of another architecture.
-        message: Of the commit; None names form and step.
-        license: Of the weights, for the card; None is the base's.
-    """
-
-    repo_id: str
-    form: Form = "full"
-    private: bool = False
-    revision: str | None = None
-    force: bool = False
-    message: str | None = None
-    license: str | None = None
+    repo_id: str  # owner/name
+    form: Form = "full"  # see `stage`
+    private: bool = False  # whether a new repo is private
+    revision: str | None = None  # a branch, made if it does not exist; None is main
+    force: bool = False  # push also over a model of another architecture
+    message: str | None = None  # of the commit; None names form and step
+    license: str | None = None  # of the weights, for the card; None is the base's
 
     def command(self, folder: Path) -> str:
         """Return the command that pushes `folder` here."""

@@ -23,23 +23,14 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TrainedFolder:
-    """What a run has saved.
+    """What a run has saved."""
 
-    Attributes:
-        path: The folder with the weights.
-        config: The model's configuration.
-        run: The content of `run.yaml`.
-        results: The content of `results/train.json`, None before the run's end.
-        step: Optimizer steps behind the weights, None if unknown.
-        figure: The picture of the training, None before the run's end.
-    """
-
-    path: Path
+    path: Path  # with the weights
     config: HarmonicConfig
-    run: dict[str, Any]
-    results: dict[str, Any] | None
-    step: int | None
-    figure: Path | None
+    run: dict[str, Any]  # the content of `run.yaml`
+    results: dict[str, Any] | None  # of `results/train.json`, None before the run's end
+    step: int | None  # optimizer steps behind the weights, None if unknown
+    figure: Path | None  # of the training, None before the run's end
 
     @property
     def has_adapter(self) -> bool:
