@@ -9,6 +9,7 @@ import numpy as np
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.masking import ClassLabels
+from harmonic_sft.data.row_maker import column_batches
 
 
 def class_labels(
@@ -50,8 +51,8 @@ def class_counts(rows: MaskedRows) -> np.ndarray:
 
 def _count_labels(rows: datasets.Dataset) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for table in rows.select_columns(["labels"]).with_format("arrow").iter(batch_size=10_000):
-        for found in table["labels"].combine_chunks().flatten().value_counts().to_pylist():
+    for (labels,) in column_batches(rows, "labels"):
+        for found in labels.flatten().value_counts().to_pylist():
             counts[found["values"]] += found["counts"]
     del counts[None]  # tokens without a label
     return counts

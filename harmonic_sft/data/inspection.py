@@ -13,7 +13,12 @@ from harmonic_sft.data.batches import MaskedRows, PaddingCollator
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowMasker, TokenLabels
-from harmonic_sft.data.row_maker import document_names, row_lengths, rows_table
+from harmonic_sft.data.row_maker import (
+    column_batches,
+    document_names,
+    row_lengths,
+    rows_table,
+)
 from harmonic_sft.results import show_table
 
 STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
@@ -101,12 +106,10 @@ def _items(data: LoadedData) -> tuple[datasets.Dataset, Sequence[np.ndarray], Se
 def count_rows(rows: datasets.Dataset, masker: TokenLabels) -> tuple[int, int, int, int]:
     """Count documents, rows, tokens and those that can ever be predicted, in parts."""
     tokens = scored = 0
-    for batch in rows.with_format("arrow").iter(batch_size=10_000):
-        columns = {
-            name: batch[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            for name in ("input_ids", "scored")
-            if name in batch.column_names
-        }
+    names = [name for name in ("input_ids", "scored") if name in rows.column_names]
+    for batch in column_batches(rows, *names):
+        flat = (values.flatten().to_numpy(zero_copy_only=False) for values in batch)
+        columns = dict(zip(names, flat, strict=True))
         tokens += len(columns["input_ids"])
         scored += int(masker.maskable(columns).sum())
     documents = np.unique(document_names(rows), axis=1).shape[1]

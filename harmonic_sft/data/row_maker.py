@@ -312,14 +312,17 @@ def rows_table(rows: Sequence[Row]) -> datasets.Dataset:
     return datasets.Dataset.from_dict(table, features=features)
 
 
+def column_batches(rows: datasets.Dataset, *names: str) -> Iterator[list[pa.Array]]:
+    """Yield columns of a table, 10,000 rows at a time."""
+    if len(rows):  # one without rows may have no columns
+        for table in rows.select_columns(list(names)).with_format("arrow").iter(batch_size=10_000):
+            yield [table[name].combine_chunks() for name in names]
+
+
 def row_lengths(rows: datasets.Dataset) -> np.ndarray:
     """Return the length of every row in tokens, `[rows]`."""
-    if not len(rows):  # such a table may have no columns
-        return np.zeros(0, dtype=np.int64)
-    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    return np.concatenate(
-        [batch["input_ids"].combine_chunks().value_lengths().to_numpy() for batch in batches]
-    )
+    batches = [ids.value_lengths().to_numpy() for (ids,) in column_batches(rows, "input_ids")]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *batches])
 
 
 def document_numbers(rows: datasets.Dataset) -> np.ndarray:
@@ -330,12 +333,9 @@ def document_numbers(rows: datasets.Dataset) -> np.ndarray:
 
 def document_traces(rows: datasets.Dataset) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the fingerprint and the word hashes, `[W]`, of every document."""
-    if not len(rows):  # such a table may have no columns
-        return
-    for table in rows.select_columns(list(TRACES)).with_format("arrow").iter(batch_size=10_000):
-        words = table["words"].combine_chunks()
+    for fingerprints, words in column_batches(rows, *TRACES):
         ends, values = words.offsets.to_numpy(), words.values.to_numpy()
-        for index, name in enumerate(table["fingerprint"].to_pylist()):
+        for index, name in enumerate(fingerprints.to_pylist()):
             if name is not None:
                 yield name, values[ends[index] : ends[index + 1]]
 
@@ -349,7 +349,6 @@ def document_names(rows: datasets.Dataset) -> np.ndarray:
 def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
     """Count how often every token occurs in rows, `[V]` int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
-        input_ids = table["input_ids"].combine_chunks().flatten().to_numpy()
-        counts += np.bincount(input_ids, minlength=vocab_size)
+    for (input_ids,) in column_batches(rows, "input_ids"):
+        counts += np.bincount(input_ids.flatten().to_numpy(), minlength=vocab_size)
     return counts

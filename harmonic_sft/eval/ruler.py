@@ -35,12 +35,9 @@ class Judged(NamedTuple):
 
 
 def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
-    """Read every token of a vocabulary with a sentence encoder.
+    """Read every token of a vocabulary with an encoder that takes the mean of its hidden states.
 
-    Args:
-        folder: Of an encoder whose mean hidden state stands for a sentence.
-        tokenizer: Of the models that are judged.
-        vocab_size: Of their heads; tokens that the tokenizer does not know get a zero vector.
+    Tokens that the tokenizer does not know get a zero vector.
     """
     encoder = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     count = min(vocab_size, len(tokenizer))
@@ -68,12 +65,8 @@ def judge(
 ) -> Judged:
     """Collect what is needed of a model while it is loaded.
 
-    Args:
-        ruler: Of the same vocabulary.
-        head: Of the model.
-        states: Hidden states `[M, D]` and their labels `[M]`.
-        scores: Of the held-out data.
-        documents: `[N]`, of every scored token.
+    `states` are hidden states `[M, D]` and their labels `[M]`; `documents` `[N]` are of every
+    scored token.
     """
     hidden_states, labels = states
     vectors, expected, wrong = ruler.vectors.to(hidden_states.device), [], []

@@ -29,14 +29,8 @@ def save_peft(
     head settings. Where parts trained in float32 on a bfloat16 body it needs
     `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
     target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
-    finds none of them and says so.
-
-    Args:
-        config: The adapter's; its base and revision are set.
-        tensors: By their names in the file.
-        folder: Made if it does not exist.
-        base: Name of the base. Of a local path only the last component is written.
-        revision: The base's revision on the Hub.
+    finds none of them and says so. Of a base that is a local path only the last component is
+    written.
     """
     config.base_model_name_or_path = public_base(base, revision)
     config.revision = revision

@@ -80,7 +80,7 @@ def model_card(
     figure: str | None,
     license: Mapping[str, str],
 ) -> str:
-    """Write the model card; what is not known is left out.
+    """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
     Args:
         config: The published model's configuration.
@@ -92,9 +92,6 @@ def model_card(
         step: Optimizer steps behind the weights.
         figure: File name of the training's figure in the repo.
         license: Metadata of the weights' license: `license`, `license_name`, `license_link`.
-
-    Returns:
-        Markdown with a block of YAML metadata.
     """
     results = results or {}
     documents = (results.get("data") or {}).get("held_out") or {}
