@@ -5,6 +5,7 @@ the page's other blocks, an object with `page` and `code`.
 """
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -12,9 +13,12 @@ import sys
 import time
 import traceback
 
+import jinja2
+
 from harmonic_sft_cli import main
 
 time.sleep = lambda seconds: None  # the Hub's client waits between its tries
+jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)  # for every card
 
 
 pages: dict[str, dict] = {}

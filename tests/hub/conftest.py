@@ -1,10 +1,12 @@
 """Trained folders to publish."""
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 from huggingface_hub import constants
@@ -13,6 +15,15 @@ from tests.elsewhere import Elsewhere
 from tests.hub_server import HubServer
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once():
+    """Compiling the template of the card takes longer than all else of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = functools.lru_cache(jinja2.Environment.compile)
+        patch.setattr(jinja2.Environment, "compile", compiled)
+        yield
 
 
 @pytest.fixture
