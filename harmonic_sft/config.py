@@ -7,7 +7,7 @@ import inspect
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -225,11 +225,25 @@ def _index(node: Any, step: str, key: str) -> Any:
 
 def _validated(hint: Any, value: Any, name: str) -> tuple[Any, list[str]]:
     """Return the value with the hinted type, and the lines that describe its problems."""
+    adapter = TypeAdapter(hint)
     try:
-        result = TypeAdapter(hint).validate_python(value)
+        result = adapter.validate_python(value)
     except ValidationError as error:
         return None, _explain(error.errors(), hint, value, name)
-    return result, []
+    return result, list(_booleans_as_numbers(value, adapter.dump_python(result), name))
+
+
+def _booleans_as_numbers(given: Any, result: Any, name: str) -> Iterator[str]:
+    """Refuse what pydantic lets pass: nobody means one step by `max_steps: true`."""
+    pairs = []
+    if isinstance(given, dict) and isinstance(result, dict):
+        pairs = [(key, given[key], result[key]) for key in given if key in result]
+    elif isinstance(given, list) and isinstance(result, list):
+        pairs = zip(range(len(given)), given, result, strict=True)
+    elif isinstance(given, bool) and type(result) in (int, float):
+        yield f"{name}: expected a number, got {given}"
+    for step, inner, inner_result in pairs:
+        yield from _booleans_as_numbers(inner, inner_result, _dotted(name, (step,)))
 
 
 def _explain(errors: Sequence[ErrorDetails], hint: Any, data: Any, prefix: str) -> list[str]:

@@ -3,9 +3,11 @@
 import logging
 import os
 
+from transformers import PreTrainedConfig
+
 from harmonic_sft.config import to_yaml
 from harmonic_sft.data.inspection import inspect_data
-from harmonic_sft.models import max_positions
+from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
@@ -14,6 +16,7 @@ from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
+NEOBERT = "chandar-lab/NeoBERT"
 
 
 def dry_run(run: RunConfig) -> None:
@@ -24,7 +27,7 @@ def dry_run(run: RunConfig) -> None:
     """
     args = run.training_arguments()
     check_launch(args)
-    config = load_base_config(run.model)
+    config = _base_config(run)
     check_frozen(run, config)
     longest = max_positions(config.get_text_config())
     if run.data.context_length > longest:
@@ -37,6 +40,17 @@ def dry_run(run: RunConfig) -> None:
     logger.info("%s", without_secrets(to_yaml(run)))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
+
+
+def _base_config(run: RunConfig) -> PreTrainedConfig:
+    """Without a network NeoBERT's published configuration is known: ours has its values."""
+    try:
+        return load_base_config(run.model)
+    except ValueError:
+        if run.model.base != NEOBERT:
+            raise
+        logger.info("%s cannot be reached; its published configuration is used.", NEOBERT)
+        return NeoBERTConfig()
 
 
 def show_data(run: RunConfig, *, row: int = 0) -> None:
