@@ -53,8 +53,8 @@ def measured():
     """Return the losses of each recipe and of a linear head, as texts may round them."""
     demo = json.loads((ROOT / "docs" / "demo_results.json").read_text())
     final = {name: run["final"]["loss"] for name, run in demo.items()}
-    rows = json.loads((ROOT / "docs" / "family.json").read_text())["rows"]
-    family = {row["name"]: row["metrics"]["loss"]["values"][0] for row in rows if row["metrics"]}
+    rows = json.loads((ROOT / "docs" / "family_clean.json").read_text())["rows"]
+    family = {row["name"]: row["metrics"]["post_hoc_loss"]["mean"] for row in rows}
     linear = f"{final['demo_linear']:.2f}"
     return {
         "neobert": (f"{final['demo']:.2f}", linear),
