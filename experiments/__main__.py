@@ -14,6 +14,7 @@ from experiments import (
     kitsunp,
     multi_head_modular_addition,
     multi_head_toy,
+    small_gpt,
 )
 from harmonic_sft.training.callbacks import StoppedError
 
@@ -41,6 +42,7 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "multi_head_modular_addition": multi_head_modular_addition.main,
     "harmonic_loss": harmonic_loss,
     "worth_it": worth_it,
+    "small_gpt": small_gpt.main,
     "kitsunp": kitsunp.main,
     "draw": figures.main,
 }

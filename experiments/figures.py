@@ -293,6 +293,31 @@ def draw_sweep(payload: Payload, out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
+def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
+    """Draw the differences between arms, and reward against what was forgotten."""
+    figure = new_figure(width=11.0, height=4.0)
+    axes, leash = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    found = payload["differences"]
+    _draw_spread(axes, [_scaled(one, 1) for one in found], "95 % interval", CURRENT, "o")
+    labels = {"best_loss": "", "few_shot": ", after 8 rows"}
+    names = [f"{one['arm']} - {one['against']}{labels[one['value']]}" for one in found]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.axvline(0, color=REFERENCE, linewidth=1.0)
+    axes.set_xlabel(f"difference in loss (nats a token), {payload['num_seeds']} seeds")
+    for penalty, color in (("kl", TRAINING), ("w2", POST_HOC)):
+        for number, points in enumerate(payload["leash"]["points"]):
+            curve = sorted(
+                (one["reward"], one["forgotten"]) for one in points if one["penalty"] == penalty
+            )
+            label = penalty.upper() if number == 0 else None
+            leash.plot(*zip(*curve, strict=True), "o-", ms=4, color=color, label=label)
+    leash.set_xlabel("reward (cosine), a line for each seed")
+    leash.set_ylabel("forgotten (nats a token)")
+    leash.legend(**LEGEND)
+    return save_figure(figure, out_png, grid="both")
+
+
 def draw_benchmark_ops(payload: Payload, out_png: Path) -> Path:
     """Draw the time of each loss next to the baseline's, in a panel for each size.
 
@@ -327,6 +352,7 @@ FIGURES: dict[str, Callable[[Payload, Path], Path]] = {
     "refresh": draw_refresh,
     "subwords": draw_subwords,
     "sweep": draw_sweep,
+    "small_gpt": draw_small_gpt,
     "benchmark_ops": draw_benchmark_ops,
 }
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -122,8 +122,31 @@ def train(
         clipping at 1, warmup for a tenth, then a cosine to a twentieth of the rate.
     """
     body, head = build(arm, seed)
+    return body, head, fit(nn.ModuleList([body, head]), head.nll, rate, seed, corpus, num_steps)
+
+
+def fit(
+    model: nn.ModuleList,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    rate: float,
+    seed: int,
+    corpus: Corpus,
+    num_steps: int,
+) -> list[list[float]]:
+    """Train `model`, a body, its head and what else trains, in place; return the curve of `train`.
+
+    Args:
+        model: See above.
+        loss_fn: Maps hidden states `[N, D]` and next tokens `[N]` to losses `[N]`.
+        rate: The highest learning rate.
+        seed: Of the order of the text.
+        corpus: What it learns, and the validation text of the curve.
+        num_steps: Of ROWS rows.
+    """
+    body: Any = model[0]
+    head: Any = model[1]
     optimizer = torch.optim.AdamW(
-        body.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     generator = torch.Generator().manual_seed(seed)
     curve = []
@@ -131,14 +154,14 @@ def train(
         starts = torch.randint(len(corpus.train) - CONTEXT, (ROWS,), generator=generator)
         rows = corpus.train[starts[:, None] + torch.arange(CONTEXT + 1)]
         optimizer.param_groups[0]["lr"] = rate * rate_factor(step, num_steps)
-        loss = head.nll(*_states(body, rows)).mean()
+        loss = loss_fn(*states_of(body, rows)).mean()
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(body.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % CURVE_EVERY == 0 or step + 1 == num_steps:
             curve.append([step + 1, evaluate(body, head, corpus.validation)["loss"]])
-    return body, head, curve
+    return curve
 
 
 def rate_factor(step: int, num_steps: int) -> float:
@@ -150,7 +173,7 @@ def rate_factor(step: int, num_steps: int) -> float:
     return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
 
 
-def _states(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+def states_of(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return hidden states `[N, D]` and the next tokens `[N]` of rows `[B, T + 1]`."""
     return body(rows[:, :-1]).last_hidden_state.flatten(0, 1), rows[:, 1:].flatten()
 
@@ -162,7 +185,7 @@ def evaluate(
     """Return `loss` (nats a token), `accuracy` and `losses` with logits times each factor."""
     hits, totals, count = 0.0, torch.zeros(len(factors), dtype=torch.float64), 0
     for part in rows.split(ROWS):
-        states, labels = _states(body, part)
+        states, labels = states_of(body, part)
         logits = head(states)
         totals += torch.stack(
             [nn.functional.cross_entropy(f * logits, labels, reduction="sum") for f in factors]
