@@ -24,6 +24,7 @@ from harmonic_sft.results import environment, read_results, show_table, write_re
 from scripts import grpo_example
 
 logger = logging.getLogger(__name__)
+NUM_STEPS, TUNING_STEPS = 350, 150
 RATES = (1e-3, 3e-3, 1e-2)
 REFRESH_EVERY = 100  # steps after which neighbors are found again
 AUXILIARY_WEIGHT = 0.1  # of the von Mises-Fisher loss beside the main one
@@ -65,7 +66,7 @@ COMPARED = (
     ("few_shot", "smoothing", "uniform"),
 )
 OTHER_TEXT = "tinyshakespeare.txt"
-NUM_SHOTS, FEW_STEPS, FEW_RATES = 8, (5, 10, 20, 40), (3e-4, 1e-3, 3e-3)
+NUM_SHOTS, FEW_STEPS, FEW_RATES = 8, (5, 10, 20), (3e-4, 1e-3, 3e-3)
 FACTORS = gpt.FACTORS  # of the logits
 PENALTIES = ("kl", "w2")
 LEASH_STEPS, LEASH_RATE, LEASH_WORD, NUM_LAST = 40, 3e-4, " war", 10
@@ -84,7 +85,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with `text`")
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
-    parser.add_argument("--steps", type=int, default=gpt.NUM_STEPS, help="of every model")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of every model")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
     payload = run(options.data, options.seeds, options.steps, options.output)
@@ -187,7 +188,7 @@ def _rate(arm: str, corpus: gpt.Corpus, num_steps: int) -> dict[str, Any]:
     losses = []
     for rate in RATES:
         model, loss_fn = build(arm, gpt.TUNING_SEED)
-        num = min(gpt.TUNING_STEPS, num_steps)
+        num = min(TUNING_STEPS, num_steps)
         curve = gpt.fit(model, loss_fn, rate, gpt.TUNING_SEED, corpus, num)
         losses.append([rate, curve[-1][1]])
     known = [(loss, rate) for rate, loss in losses if math.isfinite(loss)]

@@ -8,13 +8,14 @@ from tests.clean_environment import clean_environment
 
 # Importing torch and transformers takes seconds, a fork none. No program here has a thread yet.
 SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from transformers.models.auto import modeling_auto
 from importlib.util import find_spec
 
 assert find_spec("harmonic_sft") is None
+gc.freeze()
 for line in sys.stdin:
     code, arguments, folder, output = json.loads(line)
     child = os.fork()

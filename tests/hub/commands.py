@@ -6,6 +6,7 @@ the page's other blocks, an object with `page` and `code`.
 
 import contextlib
 import functools
+import gc
 import io
 import json
 import logging
@@ -15,7 +16,10 @@ import traceback
 
 import jinja2
 
+import harmonic_sft.training.run  # noqa: F401
 from harmonic_sft_cli import main
+
+gc.freeze()  # collecting what is imported takes as long as a small run
 
 time.sleep = lambda seconds: None  # the Hub's client waits between its tries
 jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)  # for every card

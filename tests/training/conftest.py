@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
+from harmonic_sft.training import run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """A third of a tiny run is its picture; `finished_run` has one."""
+    monkeypatch.setattr(run, "plot_run", lambda results, path: path)
 
 
 class StopAt(TrainerCallback):
@@ -42,11 +49,13 @@ def losses(trainer):
 
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
-import json, os, signal, socket, sys
-from harmonic_sft.training.run import train
+import gc, json, os, signal, socket, sys
+from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 
+gc.freeze()
+run.plot_run = lambda results, path: path
 training_step = HarmonicTrainer.training_step
 for words, processes, kill_at, *number in json.loads(sys.argv[1]):
     number = number[0] if number else signal.SIGKILL
@@ -70,7 +79,7 @@ for words, processes, kill_at, *number in json.loads(sys.argv[1]):
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         HarmonicTrainer.training_step = killed
-        train(load_run_config(words[0], words[1:]))
+        run.train(load_run_config(words[0], words[1:]))
         sys.exit()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ended = 143 if number == signal.SIGTERM else -number
