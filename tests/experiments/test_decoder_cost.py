@@ -1,5 +1,6 @@
 """The measurement of decoders runs, and memory of a fused loss does not grow with T x V."""
 
+import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import decoder_cost
@@ -9,6 +10,7 @@ from harmonic_sft.results import read_results
 OPTIONS = ["--rounds", "1", "--batch-size", "1", "--hidden-size", "64", "--layers", "2"]
 
 
+@pytest.mark.slow
 def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     options = [*OPTIONS, "--length", "512", "--vocab-sizes", "8000", "--output", str(tmp_path)]
     assert main(["decoder_cost", *options]) == 0

@@ -27,6 +27,7 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(family, "ROUNDS", 2)
 
 
+@pytest.mark.slow
 def test_rows_hold_mean_and_spread_over_seeds(command, family_runs, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out

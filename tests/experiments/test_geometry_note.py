@@ -31,6 +31,7 @@ def by_name(payload):
     return {row["name"]: row for row in payload["rows"]}
 
 
+@pytest.mark.slow
 def test_overhead_is_of_whole_steps(run_part, monkeypatch):
     monkeypatch.setattr(geometry_note, "ROUNDS", 2)
     monkeypatch.setattr(

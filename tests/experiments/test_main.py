@@ -7,6 +7,7 @@ from experiments.__main__ import EXPERIMENTS, main
 from harmonic_sft.results import read_results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["multi_head_toy", "multi_head_modular_addition"])
 def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
     assert main([name, "--seeds", "2", "--epochs", "3", "--output", str(tmp_path)]) == 0

@@ -236,7 +236,7 @@ def test_the_reference_equals_dense_float64(option, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("option", [name for name in OPTIONS if not name.startswith("bfloat16")])
+@pytest.mark.parametrize("option", ["plain", "all", "soft target", "recompute"])
 def test_gradients_pass_gradcheck(option, kind):
     inputs = Inputs(option, (4, 6, 3), kind, -2.3, seed=1)
     hidden_states, prototypes = inputs.hidden_states, inputs.prototypes

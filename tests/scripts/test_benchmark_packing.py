@@ -8,6 +8,7 @@ import pytest
 from scripts import benchmark_packing
 
 
+@pytest.mark.slow
 def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     path = tmp_path / "packing.json"
     arguments = ["--steps", "3", "--rows", "100", "--layers", "1", "--hidden-size", "32"]

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from scripts import benchmark_step
 
 
+@pytest.mark.slow
 def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys, use_small_demo):
     use_small_demo(benchmark_step)
     path = tmp_path / "step.json"

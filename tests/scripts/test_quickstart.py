@@ -17,7 +17,7 @@ TEXTS = "standard_library_docstrings()"
 
 
 def test_the_program_trains_evaluates_and_fills_a_mask(small_demo, tmp_path, monkeypatch, capsys):
-    texts = [text[:300] for text in quickstart.standard_library_docstrings()[:30]]
+    texts = [f"Return the {word} of the list." for word in ("first", "last", "length")] * 8
     monkeypatch.setattr(quickstart, "standard_library_docstrings", lambda: texts)
     monkeypatch.setattr(quickstart, "BASE", str(small_demo / "base"))
     quickstart.main(["--steps", "2", "--output", str(tmp_path / "run")])

@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("harmonic_loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", QUICK)
 def test_every_figure_runs_and_is_drawn_again(figure, folder, capsys):
     command = ["harmonic_loss", "--figure", figure, "--out", str(folder)]

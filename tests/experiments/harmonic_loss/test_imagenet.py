@@ -57,6 +57,7 @@ def test_folders_without_images_are_refused(images, tmp_path):
         main([str(tmp_path), "--workers", "0"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["linear", "dist"])
 def test_two_epochs_run_and_write_what_was_found(head, images, tmp_path):
     small = ["--size", "32", "--batch", "4", "--workers", "0", "--epochs", "2", "--rate", "0.01"]

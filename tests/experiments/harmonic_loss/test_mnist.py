@@ -88,6 +88,7 @@ def test_what_is_trained_is_not_trained_again(digits, monkeypatch, tmp_path):
     assert run(digits, 2, 20, tmp_path / "out") == payload
 
 
+@pytest.mark.slow
 def test_the_command_draws_weights_and_class_means(digits, tmp_path, capsys):
     command = ["harmonic_loss", "--figure", "4-mnist", "--out", str(tmp_path / "out")]
     assert main([*command, "--quick", "--mnist", str(digits)]) == 0

@@ -49,6 +49,7 @@ def test_what_is_forgotten_is_compared_at_the_same_reward():
     assert small_gpt.compare_leashes([apart]) == {"num_apart": 1}
 
 
+@pytest.mark.slow
 def test_the_command_runs_once_and_draws(data, tmp_path, monkeypatch, capsys):
     for name, value in SIZES.items():
         monkeypatch.setattr(gpt, name, value)

@@ -15,6 +15,7 @@ def read(folder, name):
     return read_results(folder / f"quick_{name}.json")
 
 
+@pytest.mark.slow
 def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
     few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen", classes.CONTROL)}
@@ -59,6 +60,7 @@ def test_the_bottleneck_is_probed_at_every_width_and_loss(tmp_path, monkeypatch)
     assert imread(tmp_path / "quick_bottleneck.png").shape[1] > 800
 
 
+@pytest.mark.slow
 def test_language_compares_all_arms(tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(50, (300,), generator=generator), torch.randint(50, (4, 65))
@@ -75,6 +77,7 @@ def test_language_compares_all_arms(tmp_path, monkeypatch):
     assert imread(tmp_path / "quick_language.png").shape[1] > 800
 
 
+@pytest.mark.slow
 def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, monkeypatch, capsys):
     for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
         monkeypatch.setattr(masked, name, value)
