@@ -86,6 +86,7 @@ def test_every_relative_link_resolves(page):
             assert anchor in slugs(path), f"{name(page)}: {target}"
 
 
+@pytest.mark.slow  # it builds the site; the test above reads every link
 def test_dead_links_are_all_that_the_site_warns_of(tmp_path):
     """`make docs` turns warnings into errors."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "__pycache__")
