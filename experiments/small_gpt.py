@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ from transformers import GPT2LMHeadModel, GPT2Model
 from experiments.evidence import decide, paired_difference, show_difference, show_spread, spread
 from experiments.figures import keep
 from experiments.harmonic_loss import gpt
+from experiments.worth_it.store import Store
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.losses.sum import neighbor_tables
 from harmonic_sft.models import Head, build_head
-from harmonic_sft.results import environment, read_results, show_table, write_results
+from harmonic_sft.results import show_table
 from scripts import grpo_example
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,6 @@ COMPARED = (
 )
 OTHER_TEXT = "tinyshakespeare.txt"
 NUM_SHOTS, FEW_STEPS, FEW_RATES = 8, (5, 10, 20), (3e-4, 1e-3, 3e-3)
-FACTORS = gpt.FACTORS  # of the logits
 PENALTIES = ("kl", "w2")
 LEASH_STEPS, LEASH_RATE, LEASH_WORD, NUM_LAST = 40, 3e-4, " war", 10
 # Chosen on a model of seed 100, so that rewards under the two overlap.
@@ -77,7 +78,7 @@ LEASH_WEIGHTS = (0.1, 0.15, 0.2, 0.3)  # of either penalty
 def main(name: str, arguments: Sequence[str]) -> None:
     """Train every arm, adapt each to a few rows of another text, and run the policy loop.
 
-    What was trained is kept in OUTPUT/cells and not trained again.
+    What was trained is a line of OUTPUT/runs.jsonl and not trained again.
 
     Raises:
         ValueError: A text is missing.
@@ -107,19 +108,22 @@ def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, A
     """
     if num_seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {num_seeds}")
-    corpus, cells = gpt.read_corpus(data / "text"), output / "cells"
+    corpus = gpt.read_corpus(data / "text")
     other = read_other(data / "text", corpus)
+    swept = Store(output / "rates.jsonl", ("arm", "num_steps"))
+    trained = Store(output / "runs.jsonl", ("arm", "num_steps", "seed"))
     rows: dict[str, list[Any]] = {arm: [] for arm in ARMS}
     for seed in range(num_seeds):
         for arm in ARMS:
-            name = f"{arm}-num_steps={num_steps}"
-            rate = _kept(cells, f"{name}-rates", lambda a=arm: _rate(a, corpus, num_steps))["rate"]
-            found = _kept(
-                cells,
-                f"{name}-seed_{seed}",
-                lambda a=arm, r=rate, s=seed: run_once(a, r, s, corpus, other, num_steps),
+            key = {"arm": arm, "num_steps": num_steps}
+            sweep = swept.get(functools.partial(_rate, arm, corpus, num_steps), **key)
+            assert sweep is not None, "there is no deadline"
+            run_arm = functools.partial(
+                run_once, arm, sweep["rate"], seed, corpus, other, num_steps
             )
-            rows[arm].append({**found, "rate": rate})
+            found = trained.get(run_arm, **key, seed=seed)
+            assert found is not None, "there is no deadline"
+            rows[arm].append({**found, "rate": sweep["rate"]})
     points = [row["leash"] for row in rows["linear"]]
     return {
         "num_seeds": num_seeds,
@@ -128,14 +132,6 @@ def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, A
         "differences": compare(rows),
         "leash": {"points": points, "difference": compare_leashes(points)},
     }
-
-
-def _kept(folder: Path, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a file says, written by `make` if there is none."""
-    if not (folder / f"{name}.json").is_file():
-        write_results(folder, name, {**make(), "environment": environment()})
-        logger.info("%s", name)
-    return read_results(folder / f"{name}.json")
 
 
 def read_other(folder: Path, corpus: gpt.Corpus) -> Tensor:
@@ -203,8 +199,8 @@ def run_once(
     curve = gpt.fit(model, loss_fn, rate, seed, corpus, num_steps)
     body: Any = model[0]
     head: Any = model[1]
-    fitted = gpt.evaluate(body, head, corpus.validation, FACTORS)["losses"]
-    best = FACTORS[fitted.index(min(fitted))]
+    fitted = gpt.evaluate(body, head, corpus.validation, gpt.FACTORS)["losses"]
+    best = gpt.FACTORS[fitted.index(min(fitted))]
     found = gpt.evaluate(body, head, corpus.test, (1.0, best))
     validation, rest = other[: gpt.NUM_VALIDATION], other[gpt.NUM_VALIDATION :]
     test, shots = rest[: gpt.NUM_TEST], rest[gpt.NUM_TEST :].split(NUM_SHOTS)[seed]
@@ -241,8 +237,8 @@ def few_shot(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             if step in FEW_STEPS:
-                losses = gpt.evaluate(*adapted, validation, FACTORS)["losses"]
-                found = min(zip(losses, FACTORS, strict=True))
+                losses = gpt.evaluate(*adapted, validation, gpt.FACTORS)["losses"]
+                found = min(zip(losses, gpt.FACTORS, strict=True))
                 if found[0] < best[0]:
                     best, kept = found, copy.deepcopy(adapted)
     after = gpt.evaluate(*kept, test, (best[1],))["losses"][0]
