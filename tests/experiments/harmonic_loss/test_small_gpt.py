@@ -10,7 +10,7 @@ from experiments.harmonic_loss import gpt
 from harmonic_sft.results import read_results
 
 pytestmark = pytest.mark.usefixtures("small_language")
-SIZES = {"CONTEXT": 32, "VOCAB_SIZE": 360, "RATES": (3e-3,)}
+SIZES = {"CONTEXT": 32, "VOCAB_SIZE": 360}  # for prompts, and a token " war"
 
 
 @pytest.fixture
