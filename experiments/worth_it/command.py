@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.worth_it import bottleneck, classes, language, masked
+from experiments.worth_it import bottleneck, classes, language, masked, neobert
 from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_language, draw_masked
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval
 from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.evaluation import evaluate_suite
 
 logger = logging.getLogger(__name__)
 RATIO = 1.15  # of the share of the gradient, below which the claim counts as negative
@@ -29,6 +30,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("data", type=Path, help="a folder with probing/, text/ and tokenizer/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of runs of neobert")
     parser.add_argument("--part", required=True, choices=list(PARTS))
     parser.add_argument(
         "--regime", choices=list(classes.REGIMES), default="block", help="of classes"
@@ -45,7 +47,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
         "--base", default=classes.ENCODER, help="the encoder of classes and masked, a BERT"
     )
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.seeds = 2 if options.quick else options.seeds
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
@@ -218,6 +220,27 @@ def _masked(options: argparse.Namespace) -> None:
     if options.part == "bias":
         names, known, bases = tuple(masked.BIAS_ARMS), masked.BIAS_RATES, ["linear"]
     rates = masked.run_arms(store, load, bases, options.seeds, num_steps, names, known)
+    _show_masked(options, name, store, rates)
+
+
+def _neobert(options: argparse.Namespace) -> None:
+    name, folder = "neobert", options.output / "neobert"
+    store = Store(
+        options.output / f"{options.prefix}{name}.jsonl", masked.KEYS, deadline=options.deadline
+    )
+    steps = [f"training.max_steps={QUICK_STEPS}"] if options.quick else []
+    rates = neobert.run_arms(store, folder, options.seeds, [*options.overrides, *steps])
+    _show_masked(options, name, store, rates)
+    page = options.output / f"{options.prefix}{name}.html"
+    models = [neobert.run_folder(folder, arm, rate, 0) for arm, rate in rates["linear"].items()]
+    if not page.is_file() and all((model / "config.json").is_file() for model in models):
+        size = "quick" if options.quick else "full"
+        evaluate_suite(models, size=size, sets=options.data, html=page)
+
+
+def _show_masked(
+    options: argparse.Namespace, name: str, store: Store, rates: dict[str, dict[str, float]]
+) -> None:
     rows = masked.summarize(store, rates, options.seeds)
     lines = [
         [
@@ -252,4 +275,5 @@ PARTS = {
     "bias": _masked,
     "bottleneck": _bottleneck,
     "language": _language,
+    "neobert": _neobert,
 }

@@ -1,14 +1,17 @@
 """Every part runs three steps by its command, and tabulates what is there."""
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from matplotlib.image import imread
 
 from experiments.__main__ import main
-from experiments.worth_it import bottleneck, classes, command, language, masked
+from experiments.worth_it import bottleneck, classes, command, language, masked, neobert
 from harmonic_sft.results import read_results
+from scripts.make_neobert import main as make_neobert
 
 
 def read(folder, name):
@@ -113,6 +116,49 @@ def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, mo
     assert {row["rate"] for row in rows if row["arm"] in masked.BIAS_RATES} == set(
         masked.BIAS_RATES.values()
     )
+
+
+@pytest.mark.slow
+def test_neobert_trains_every_arm_on_a_stream_and_writes_its_report(
+    tmp_path, text_file, monkeypatch, capsys
+):
+    make_neobert(["--small", str(tmp_path / "base")])
+    monkeypatch.setattr(masked, "FACTORS", (0.3, 1))
+    few = neobert.read_arms()
+    rows = {arm: few.rows[arm] for arm in ("linear", "dist -12", "euclid")}
+    monkeypatch.setattr(neobert, "read_arms", lambda: replace(few, rows=rows))
+    settings = [
+        f"model.base={tmp_path / 'base'}",
+        "model.revision=null",
+        "check_base=false",  # the weights are random
+        f"data.sources=[{{path: {text_file}, streaming: true}}]",
+        "data.context_length=24",
+        "data.eval.documents=10",
+        "training.gradient_accumulation_steps=1",
+        "training.per_device_eval_batch_size=8",
+        "training.save_strategy=no",
+        "training.use_cpu=true",
+    ]
+    arguments = ["worth_it", str(tmp_path), *settings, "--part", "neobert", "--quick"]
+    arguments += ["--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    found = read(tmp_path / "out", "neobert")
+    assert [row["arm"] for row in found["rows"]] == list(rows)
+    assert {row["arm"] for row in found["rows"] if "rejected" in row} == {"euclid"}  # not primary
+    lines = (tmp_path / "out" / "quick_neobert.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    assert len(runs) == 3 * (2 + 2)  # rates, seeds
+    validation, test = ({tuple(r["tokens"]) for r in part} for part in (runs[:6], runs[6:]))
+    assert len(validation) == len(test) == 1  # the same documents for all
+    assert all(run["loss"] <= run["as_trained"] + 0.1 for run in runs)
+    kept = {path.name.rsplit("-", 1)[1] for path in (tmp_path / "out" / "neobert").iterdir()}
+    assert kept == {"0", "1"}  # what chose the rates is deleted
+    assert "<html" in (tmp_path / "out" / "quick_neobert.html").read_text()
+    assert imread(tmp_path / "out" / "quick_neobert.png").shape[1] > 800
+    monkeypatch.setattr(neobert, "finish", None)  # nothing is trained again
+    assert main([*arguments, "--minutes", "0"]) == 0
+    assert read(tmp_path / "out", "neobert")["rows"] == found["rows"]
+    assert "gain, nats" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seeds", ["0", "-1"])
