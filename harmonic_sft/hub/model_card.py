@@ -15,6 +15,7 @@ from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
 from harmonic_sft.hub.run_folder import is_on_hub, last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import without_secrets
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -105,6 +106,9 @@ def model_card(
     task, name, hub_name = TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
+    needs = [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())]
+    if method := quantization_method(config):  # the package's name
+        needs.append(method)
     context: dict[str, Any] = {
         "show": _show,
         "escape": _escape,
@@ -141,7 +145,7 @@ def model_card(
         "environment": results.get("environment") or {},
         "verified": results.get("verified") or {},
         "minutes": (results.get("train_seconds") or 0) / 60,
-        "needs": [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())],
+        "needs": needs,
         "license": license.get("license_name") or license.get("license"),
         "resumed": (results.get("config") or {}).get("resume"),
     }

@@ -108,14 +108,14 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
     """Refuse a form that could not be loaded again.
 
     Raises:
-        ValueError: Another form than `full` of a quantized model, one with a resized vocabulary, or
-            one that does not say what was trained; `head` without a base on the Hub; `peft` without
-            LoRA, or of a tied head.
+        ValueError: Another form than `full` of a model with a resized vocabulary, or one that does
+            not say what was trained; `head` of a quantized model or without a base on the Hub;
+            `peft` without LoRA, or of a tied head.
     """
     if form == "full":
         return
     method = quantization_method(config)
-    if method is not None:
+    if method is not None and form == "head":
         raise ValueError(
             f"--form {form}: expected a base in a floating dtype, got one quantized by {method}. "
             "Use --form full"

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -244,6 +245,7 @@ def base_of(
     """
     name = name or type(model).__name__
     check_quantization(name, model.config, is_causal=is_causal)
+    settle_quantized_(model)
     head = generation_config = None
     if is_causal:
         if model.base_model is model:
@@ -507,16 +509,17 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     return type(parameter).__module__.startswith(("bitsandbytes.", "torchao."))
 
 
-def settle_quantized_(model: PreTrainedModel) -> None:
+def settle_quantized_(model: PreTrainedModel, merged: Sequence[str] = ()) -> None:
     """Let a quantized model be saved as it is now; do nothing to another.
 
-    Its configuration names the linear layers that are not packed, as they are called here. And
-    bitsandbytes is kept from packing 4-bit weights again for some CPUs: it saves them wrong then.
+    Its configuration names the linear layers that are not packed, as they are called here, and
+    those that will be saved `merged` with LoRA, as the backbone calls them. And bitsandbytes is
+    kept from packing 4-bit weights again for some CPUs: it saves them wrong then.
     """
     quantizer = vars(model).get("hf_quantizer")
     if quantizer is None:
         return
-    plain = ["dist_head"]
+    plain = ["dist_head", *merged]
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             module.hf_quantizer = quantizer

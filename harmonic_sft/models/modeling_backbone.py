@@ -265,9 +265,10 @@ class HarmonicModel(HarmonicPreTrainedModel):
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )
             attention_mask = kwargs.pop("attention_mask")
-        dtypes = {parameter.dtype for parameter in self.backbone.parameters()}
+        dtypes = {p.dtype for p in self.backbone.parameters() if p.is_floating_point()}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
-        mixed = len(dtypes) > 1 and quantization_method(self.config) is None  # packed layers cast
+        packed_alone = quantization_method(self.config) and not self.config.float32_modules
+        mixed = len(dtypes) > 1 and not packed_alone  # packed layers cast by themselves
         autocast = torch.autocast(self.device.type, low) if mixed else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)

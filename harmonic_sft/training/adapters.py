@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -23,7 +24,7 @@ from harmonic_sft.hub.adapter import (
 )
 from harmonic_sft.hub.run_folder import ADAPTER_FOLDER
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
-from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
 from harmonic_sft.training.checkpoints import load_trained_
@@ -75,6 +76,7 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     config.trained_parameters = [*(config.trained_parameters or []), *merged]
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
+    settle_quantized_(model, merged=targets)
 
 
 def has_lora(model: HarmonicHeadModel) -> bool:
@@ -92,13 +94,29 @@ def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
     """Return the state of an ordinary model that computes the same; the live one stays as it is.
 
     Returns:
-        The weights under the names they have without LoRA, the merged ones in float32.
+        The weights under the names they have without LoRA, the merged ones in float32; of a
+        quantized body they are unpacked, the others stay packed.
     """
     whole = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
     state = {name.replace(".base_layer.", "."): value for name, value in whole.items()}
     for name, layer in lora_layers(model).items():
-        state[f"{name}.weight"] = layer.weight.float() + layer.get_delta_weight(NAME)
+        kept = {f"{name}.{part}" for part in ("weight", "bias")}  # the rest says how it was packed
+        state = {k: v for k, v in state.items() if k in kept or not k.startswith(f"{name}.")}
+        weight = dequantize_module_weight(layer.base_layer)
+        state[f"{name}.weight"] = weight.float() + layer.get_delta_weight(NAME)
     return state
+
+
+def save_lora(model: HarmonicHeadModel, folder: Path) -> None:
+    """Save a model with LoRA merged, with what trains beside it in `adapter/`."""
+    save_adapter(model, folder)
+    state = merged_state(model)
+    # Of a quantized model transformers would save the weights as they are, whatever it is given.
+    quantizer, vars(model)["hf_quantizer"] = vars(model).get("hf_quantizer"), None
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        vars(model)["hf_quantizer"] = quantizer
 
 
 def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:

@@ -181,7 +181,7 @@ def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
 
 
 def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Refuse to train more than the head on a quantized base, or to save only what trains.
+    """Refuse to train packed weights of a quantized base, or to save only what trains.
 
     Raises:
         ValueError: Something else would train, checkpoints would not be whole, or the base is
@@ -197,17 +197,24 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
         )
     check_quantization(run.model.base, config, is_causal=run.model.task == "causal_lm")
     unfreeze = run.model.unfreeze
-    if run.peft is not None:
+    if run.peft is not None and not _is_4_bit(config):
         raise ValueError(
-            f"peft: expected no section on a base quantized by {method}, got one. LoRA cannot be "
-            "merged into its weights without loss; the head trains on the frozen body"
+            f"peft: expected a base in a floating dtype or in 4 bits of bitsandbytes, got one "
+            f"quantized by {method}. LoRA could not be merged into it; leave the section out, and "
+            "the head trains on the frozen body"
         )
     if unfreeze.last_blocks or unfreeze.patterns:
         raise ValueError(
             f"model.unfreeze: expected {{last_blocks: 0}} on a base quantized by {method}, got "
-            f"{unfreeze.patterns or unfreeze.last_blocks}. To train more than the head take the "
-            "model that it was made of"
+            f"{unfreeze.patterns or unfreeze.last_blocks}. To train more than the head add LoRA, a "
+            "section peft, or take the model that it was made of"
         )
+
+
+def _is_4_bit(config: PreTrainedConfig) -> bool:
+    quantization = config.quantization_config
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return bool(fields.get("load_in_4bit"))
 
 
 def from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:

@@ -35,7 +35,7 @@ from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
-from harmonic_sft.training.adapters import has_lora, load_part_, merged_state, save_adapter
+from harmonic_sft.training.adapters import has_lora, load_part_, save_lora
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
 from harmonic_sft.training.batches import (
     COUNTS,
@@ -569,9 +569,9 @@ class HarmonicTrainer(Trainer):
         Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if has_lora(model):
-            state_dict = merged_state(model)
-            save_adapter(model, Path(folder))
-        model.save_pretrained(folder, state_dict=state_dict)
+            save_lora(model, Path(folder))
+        else:
+            model.save_pretrained(folder, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 

@@ -118,9 +118,9 @@ def test_the_form_head_holds_what_was_trained(staged, finished_run):
         ("peft", {}, r"--form peft: expected a run with LoRA .* whole blocks.* Use --form head"),
         ("head", {"base_vocab_size": 9}, "expected the base's vocabulary, got 109 tokens instead"),
         (
-            "peft",
+            "head",
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            "--form peft: expected a base in a floating dtype, got one quantized by bitsandbytes",
+            "--form head: expected a base in a floating dtype, got one quantized by bitsandbytes",
         ),
     ],
 )

@@ -1,24 +1,30 @@
 """Runs on quantized bodies; `make test-quantized` installs what they need."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     TorchAoConfig,
 )
 from transformers.quantizers import AutoQuantizationConfig
 
+from harmonic_sft import HarmonicTrainer, HarmonicTrainingArguments
 from harmonic_sft.hub.linear_export import export_linear
-from harmonic_sft.hub.staging import check_form
+from harmonic_sft.hub.run_folder import read_trained
+from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
 from harmonic_sft.training import load_run_config
@@ -40,6 +46,12 @@ METHODS = {
     "int8": BitsAndBytesConfig(load_in_8bit=True),
     "torchao": TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2)),
 }
+FOUR_BITS = ("nf4", "nested")
+ADAPTED = ["q_proj", "up_proj"]
+PEFT_WARNINGS = pytest.mark.filterwarnings(  # its own call, and that merging rounds
+    "ignore:.is_gradient_checkpointing:FutureWarning", "ignore:Merge lora:UserWarning"
+)
+ROWS = torch.tensor([[3 + start + step for step in range(10)] for start in range(8)])
 
 
 @pytest.fixture(scope="module", params=list(METHODS))
@@ -131,21 +143,19 @@ def test_distillation_from_the_quantized_model(base, write):
 
 def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_path):
     one = load_run_config(write("one", model=model_section(base)))
-    two = load_run_config(write("two", model=frozen(base), peft={"r": 2}))
     for start in (train, dry_run):
         with pytest.raises(ValueError, match=r"model.unfreeze: expected {last_blocks: 0} on"):
             start(one)
-        with pytest.raises(ValueError, match="peft: expected no section on a base quantized by"):
-            start(two)
-    assert not (tmp_path / "two").exists()
+    assert not (tmp_path / "one").exists()
     dry_run(load_run_config(write("run", model=frozen(base))))
     train(load_run_config(write("run", model=frozen(base))))
     with pytest.raises(ValueError, match="export: expected a base in a floating dtype"):
         export_linear(tmp_path / "run", tmp_path / "exported")
     model = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
-    for form in ("head", "peft"):
-        with pytest.raises(ValueError, match=f"--form {form}: expected a base in a floating dtype"):
-            check_form(model.config, form, False)
+    with pytest.raises(ValueError, match="--form head: expected a base in a floating dtype"):
+        check_form(model.config, "head", False)
+    with pytest.raises(ValueError, match="--form peft: expected a run with LoRA"):
+        check_form(model.config, "peft", False)
 
 
 def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):
@@ -187,6 +197,112 @@ def test_packed_embeddings_and_output_layers_are_refused(base, tmp_path):
         check_embeddings("x", model.base_model)
 
 
+def lora(base, **fields):
+    """The sections of a run with LoRA on two layers of every block."""
+    return {"model": frozen(base, **fields), "peft": {"r": 2, "target_modules": ADAPTED}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_is_trained_on_a_quantized_body(base, write, tmp_path, dtype):
+    constant, folder = {"start": -8.0, "end": -8.0}, tmp_path / "run"
+    path = write(**lora(base, dtype=dtype), h_exp=constant)
+    if not base.parent.name.startswith(FOUR_BITS):
+        with pytest.raises(ValueError, match="peft: expected a base in a floating dtype or in 4 b"):
+            train(load_run_config(path))
+        return
+    dry_run(load_run_config(path))
+    results = train(load_run_config(path))
+    assert results["final"]["loss"] < results["before"]["loss"]
+    saved = tensors(folder)
+    merged = {name for name in saved if name.split(".")[-2] in ADAPTED}
+    assert len(merged) == 4
+    body = {name.replace("model.", "model.backbone.", 1): t for name, t in tensors(base).items()}
+    for name, tensor in saved.items():
+        if name in merged:
+            assert tensor.dtype == torch.float32
+        elif "norm" not in name and "embed" not in name and name != "dist_head.weight":
+            assert torch.equal(body[name], tensor), name  # as packed as before
+    # Without this package.
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    layer = loaded.model.backbone.layers[0]
+    assert type(layer.mlp.up_proj.weight) is torch.nn.Parameter
+    assert is_quantized(layer.mlp.down_proj.weight)
+    # What was trained is what is loaded: the packed weights, unpacked, and the update.
+    plain = HarmonicForCausalLM.from_base(str(base)).dequantize(torch.float32)
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    for name in merged:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = (adapter[f"{stem}.lora_{part}.weight"] for part in "AB")
+        expected = plain.get_parameter(name) + 8 * up @ down  # lora_alpha / r
+        torch.testing.assert_close(saved[name], expected, msg=name)
+    evaluated = evaluate_folder(folder)
+    # Merged weights are rounded to 16 bits where the body computes in them.
+    tolerance = 1e-3 if dtype == "bfloat16" else 1e-5
+    assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=tolerance)
+
+
+def test_a_given_quantized_model_is_merged_too(base, tmp_path):
+    if not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    trainer = HarmonicTrainer(
+        AutoModelForCausalLM.from_pretrained(base),
+        HarmonicTrainingArguments(
+            str(tmp_path / "run"),
+            h_exp=-8.0,
+            unfreeze={"last_blocks": 0},
+            max_steps=2,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 20}),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
+    )
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run", trust_remote_code=True)
+    attention = loaded.model.backbone.layers[0].self_attn
+    assert type(attention.q_proj.weight) is torch.nn.Parameter
+    assert is_quantized(attention.v_proj.weight)
+
+
+def test_a_stopped_run_with_lora_goes_on(base, write, tmp_path):
+    if not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    train(load_run_config(write("whole", **lora(base))))
+    path = write("parts", **lora(base))
+    train(load_run_config(path))
+    folder = tmp_path / "parts"
+    shutil.rmtree(folder / "checkpoint-6")  # as if it had been killed after step 3
+    for name in ("model.safetensors", "results/train.json"):
+        (folder / name).unlink()
+    train(load_run_config(path, ["resume=true"]))
+    whole, parts = tensors(tmp_path / "whole"), tensors(folder)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(parts[name], tensor), name
+
+
+@PEFT_WARNINGS
+def test_an_adapter_of_a_quantized_body_is_published_alone(base, write, tmp_path):
+    if not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    train(load_run_config(write(**lora(base))))
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    stage(read_trained(tmp_path / "run"), repo, form="peft", repo_id="me/mine")
+    card = (repo / "README.md").read_text()
+    assert "bitsandbytes" in card
+    call = re.search(r"```python\n(.*?)tokenizer = ", card, re.S)[1]
+    call = call.replace("path/to/base", str(base)).replace("me/mine", str(repo))
+    found: dict = {}
+    exec(call, found)  # what the card says
+    assert is_quantized(found["model"].model.model.backbone.layers[0].mlp.down_proj.weight)
+    whole = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
+    with torch.no_grad():
+        logits = [model.eval()(ROWS).logits for model in (found["model"], whole)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_weights_are_not_cast(base, dtype):
     packed = tensors(base)
@@ -200,16 +316,10 @@ def test_packed_weights_are_not_cast(base, dtype):
         assert torch.equal(tensor, kept.to(dtype) if plain else kept), name
 
 
-PEFT_WARNINGS = pytest.mark.filterwarnings(  # its own call, and that merging rounds
-    "ignore:.is_gradient_checkpointing:FutureWarning", "ignore:Merge lora:UserWarning"
-)
-ROWS = torch.tensor([[3 + start + step for step in range(10)] for start in range(8)])
-
-
 @pytest.fixture
 def qlora(base, tmp_path):
     """A 4-bit body with LoRA and a head that trained for 8 steps; the model and its folder."""
-    if not base.parent.name.startswith(("nf4", "nested")):
+    if not base.parent.name.startswith(FOUR_BITS):
         pytest.skip("not 4 bits")
     torch.manual_seed(0)
     start = HarmonicForCausalLM.from_base(str(base), head={"name": "dist", "h_exp": -6.0})
