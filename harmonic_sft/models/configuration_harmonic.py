@@ -79,11 +79,16 @@ class HarmonicConfig(PreTrainedConfig):
 
 def quantization_method(config: PreTrainedConfig) -> str | None:
     """Return what a model's frozen weights are quantized with, None if they are not."""
-    own = getattr(config, "quantization_config", None)
-    found = own or getattr(config.get_text_config(), "quantization_config", None)
-    if not found:
+    fields = quantization_fields(config)
+    if not fields:
         return None
-    fields = found if isinstance(found, dict) else found.to_dict()
     packed = fields.get("load_in_4bit") or fields.get("load_in_8bit")  # before methods had names
     method = fields.get("quant_method", "bitsandbytes" if packed else "an unknown method")
     return str(getattr(method, "value", method))
+
+
+def quantization_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return how a model's frozen weights are quantized; nothing if they are not."""
+    own = getattr(config, "quantization_config", None)
+    found = own or getattr(config.get_text_config(), "quantization_config", None) or {}
+    return found if isinstance(found, dict) else found.to_dict()

@@ -202,11 +202,15 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
 
 def _frozen_sha256(model: HarmonicHeadModel) -> str:
     """Return the checksum of all weights that do not train, of their names and dtypes."""
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    # What a 4-bit weight was packed with stands in the state alone.
+    frozen |= {name: value for name, value in model.state_dict().items() if name not in own}
     digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-            digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    for name, value in frozen.items():
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ from harmonic_sft.models import (
     max_positions,
 )
 from harmonic_sft.models.backbones import check_quantization
-from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
 from harmonic_sft.models.modeling_backbone import check_not_partial
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
@@ -190,14 +190,16 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
     method = quantization_method(config)
     if method is None or run.model.from_scratch:
         return
-    if run.save == "trainable":
+    is_4_bit = bool(quantization_fields(config).get("load_in_4bit"))  # of bitsandbytes
+    if run.save == "trainable" and not is_4_bit:
         raise ValueError(
-            f"save: expected 'full' on a base quantized by {method}, got 'trainable'. A resumed "
-            "run could not tell whether the packed weights are those it was trained on"
+            f"save: expected 'full' on a base quantized by {method} but for its 4 bits, got "
+            "'trainable'. A resumed run could not tell whether the packed weights are those it "
+            "was trained on"
         )
     check_quantization(run.model.base, config, is_causal=run.model.task == "causal_lm")
     unfreeze = run.model.unfreeze
-    if run.peft is not None and not _is_4_bit(config):
+    if run.peft is not None and not is_4_bit:
         raise ValueError(
             f"peft: expected a base in a floating dtype or in 4 bits of bitsandbytes, got one "
             f"quantized by {method}. LoRA could not be merged into it; leave the section out, and "
@@ -209,12 +211,6 @@ def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
             f"{unfreeze.patterns or unfreeze.last_blocks}. To train more than the head add LoRA, a "
             "section peft, or take the model that it was made of"
         )
-
-
-def _is_4_bit(config: PreTrainedConfig) -> bool:
-    quantization = config.quantization_config
-    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    return bool(fields.get("load_in_4bit"))
 
 
 def from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> Any:

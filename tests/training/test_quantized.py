@@ -28,6 +28,7 @@ from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
 from harmonic_sft.training import load_run_config
+from harmonic_sft.training.checkpoints import load_trained_, save_trained
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
@@ -265,13 +266,15 @@ def test_a_given_quantized_model_is_merged_too(base, tmp_path):
     assert is_quantized(attention.v_proj.weight)
 
 
-def test_a_stopped_run_with_lora_goes_on(base, write, tmp_path):
+@pytest.mark.parametrize("save", ["full", "trainable"])
+def test_a_stopped_run_with_lora_goes_on(base, write, tmp_path, save):
     if not base.parent.name.startswith(FOUR_BITS):
         pytest.skip("refused")
     train(load_run_config(write("whole", **lora(base))))
-    path = write("parts", **lora(base))
+    path = write("parts", **lora(base), save=save)
     train(load_run_config(path))
     folder = tmp_path / "parts"
+    assert (folder / "checkpoint-3" / "model.safetensors").is_file() == (save == "full")
     shutil.rmtree(folder / "checkpoint-6")  # as if it had been killed after step 3
     for name in ("model.safetensors", "results/train.json"):
         (folder / name).unlink()
@@ -280,6 +283,18 @@ def test_a_stopped_run_with_lora_goes_on(base, write, tmp_path):
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         assert torch.equal(parts[name], tensor), name
+
+
+def test_what_a_weight_was_packed_with_is_told_apart(base, tmp_path):
+    if not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    model = HarmonicForCausalLM.from_base(str(base))
+    model.model.requires_grad_(False)
+    save_trained(model, tmp_path)
+    load_trained_(model, tmp_path)
+    model.model.backbone.layers[1].mlp.up_proj.weight.quant_state.absmax[0] += 1
+    with pytest.raises(ValueError, match="resume: expected the frozen weights that"):
+        load_trained_(model, tmp_path)
 
 
 @PEFT_WARNINGS
