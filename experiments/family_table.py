@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 MIN_EVALUATIONS = 4  # of a curve between which it may be taken for straight
 NOTE = (
-    "± is half of the 95 % t interval over seeds. (*) At the best post-hoc h_exp, or inverse "
-    "temperature, chosen on these very tokens. (**) Mean cosine between the input embeddings (the "
-    "base's, where they are frozen) of label and prediction where they differ. (***) Head and "
-    "loss alone, forward and backward, relative to a linear head with cross-entropy."
+    "± is half of the 95 % t interval over seeds. (*) Half of the documents at the post-hoc h_exp, "
+    'or inverse temperature, that is best for the others; "at" is the best for all. (**) Mean '
+    "cosine between the input embeddings (the base's, where they are frozen) of label and "
+    "prediction where they differ. (***) Head and loss alone, forward and backward, relative to a "
+    "linear head with cross-entropy."
 )
 DIFFERENCE_NOTE = (
     "Differences seed by seed, since runs of one seed share rows, masks and the evaluation split. "
