@@ -37,11 +37,19 @@ W2: dict[str, Any] = {"name": "wasserstein"}
 
 
 class Arm(NamedTuple):
-    """A head, its loss, and whether a von Mises-Fisher loss on the same prototypes is beside it."""
+    """A head, its loss, and what else is said of a run.
+
+    Attributes:
+        head: `{"name": ..., fields...}`.
+        loss: The same of the loss.
+        has_auxiliary: A von Mises-Fisher loss on the same prototypes is beside it.
+        rate: The learning rate; None is chosen.
+    """
 
     head: dict[str, Any]
     loss: dict[str, Any] = PLAIN
     has_auxiliary: bool = False
+    rate: float | None = None
 
 
 ARMS = {
@@ -55,6 +63,7 @@ ARMS = {
         {"name": "sum", "terms": [{"loss": SMOOTHED}, {"weight": 0.1, "loss": W2}]},
     ),
     "vmf_auxiliary": Arm(LINEAR, has_auxiliary=True),
+    "linear_faster": Arm(LINEAR, rate=3e-3),  # a control, added later
 }
 # What is compared, primary ones first: the value, an arm, and the arm it is measured against.
 COMPARED = (
@@ -66,6 +75,11 @@ COMPARED = (
     ("best_loss", "vmf_auxiliary", "linear"),
     ("few_shot", "smoothing", "linear"),
     ("few_shot", "smoothing", "uniform"),
+)
+# Arms whose rate came out as 3e-3, against the control: is it the rate?
+CONTROLLED = tuple(
+    ("best_loss", arm, "linear_faster")
+    for arm in ("smoothing", "cosine", "together", "vmf_auxiliary")
 )
 OTHER_TEXT = "tinyshakespeare.txt"
 NUM_SHOTS, FEW_STEPS, FEW_RATES = 8, (5, 10, 20), (3e-4, 1e-3, 3e-3)
@@ -100,8 +114,9 @@ def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, A
     Returns:
         `arms`, by name: `rate`, and intervals over seeds of `best_loss` (nats a token of the test
         text at the best factor of the logits), `accuracy`, `other_loss` and `few_shot` (nats on
-        another text before and after a few rows of it). `differences`, of `COMPARED`. `leash`: the
-        `points` of every seed (see `leash`), and `difference`, see `compare_leashes`.
+        another text before and after a few rows of it). `differences`, of `COMPARED`, and
+        `controls`, of `CONTROLLED`. `leash`: the `points` of every seed (see `leash`), and
+        `difference`, see `compare_leashes`.
 
     Raises:
         ValueError: A text is missing, or there is no seed.
@@ -114,22 +129,23 @@ def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, A
     trained = Store(output / "runs.jsonl", ("arm", "num_steps", "seed"))
     rows: dict[str, list[Any]] = {arm: [] for arm in ARMS}
     for seed in range(num_seeds):
-        for arm in ARMS:
-            key = {"arm": arm, "num_steps": num_steps}
-            sweep = swept.get(functools.partial(_rate, arm, corpus, num_steps), **key)
-            assert sweep is not None, "there is no deadline"
-            run_arm = functools.partial(
-                run_once, arm, sweep["rate"], seed, corpus, other, num_steps
-            )
+        for arm, settings in ARMS.items():
+            key, rate = {"arm": arm, "num_steps": num_steps}, settings.rate
+            if rate is None:
+                sweep = swept.get(functools.partial(_rate, arm, corpus, num_steps), **key)
+                assert sweep is not None, "there is no deadline"
+                rate = sweep["rate"]
+            run_arm = functools.partial(run_once, arm, rate, seed, corpus, other, num_steps)
             found = trained.get(run_arm, **key, seed=seed)
             assert found is not None, "there is no deadline"
-            rows[arm].append({**found, "rate": sweep["rate"]})
+            rows[arm].append({**found, "rate": rate})
     points = [row["leash"] for row in rows["linear"]]
     return {
         "num_seeds": num_seeds,
         "num_tokens": num_steps * gpt.ROWS * gpt.CONTEXT,
         "arms": {arm: _summary(found) for arm, found in rows.items()},
-        "differences": compare(rows),
+        "differences": compare(rows, COMPARED),
+        "controls": compare(rows, CONTROLLED),
         "leash": {"points": points, "difference": compare_leashes(points)},
     }
 
@@ -291,12 +307,14 @@ def _loss(model: GPT2LMHeadModel, rows: Tensor) -> float:
     return float(nn.functional.cross_entropy(torch.cat(losses).flatten(0, 1), labels))
 
 
-def compare(rows: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return the differences of `COMPARED`, seed by seed, decided after Holm's correction."""
+def compare(
+    rows: dict[str, list[Any]], compared: Sequence[tuple[str, str, str]]
+) -> list[dict[str, Any]]:
+    """Return differences of a value, seed by seed, decided after Holm's correction over them."""
     found = [
         {"value": value, "arm": arm, "against": against}
         | paired_difference([row[value] for row in rows[arm]], [r[value] for r in rows[against]])
-        for value, arm, against in COMPARED
+        for value, arm, against in compared
     ]
     decide(found)
     return found
@@ -347,7 +365,7 @@ def _show(payload: dict[str, Any]) -> None:
     show_table(f"{payload['num_tokens']:,} tokens, {payload['num_seeds']} seeds", columns, lines)
     lines = [
         [one["value"], f"{one['arm']} - {one['against']}", show_difference(one, digits=3)]
-        for one in payload["differences"]
+        for one in [*payload["differences"], *payload["controls"]]
     ]
     show_table("Differences, nats", ["of", "arms", "difference"], lines)
     difference = payload["leash"]["difference"]

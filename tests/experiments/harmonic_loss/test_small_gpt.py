@@ -60,7 +60,7 @@ def test_the_command_runs_once_and_draws(data, tmp_path, monkeypatch, capsys):
     assert main([*command, "--steps", "3"]) == 0
     payload = read_results(tmp_path / "small_gpt.json")
     assert payload["arms"].keys() == small_gpt.ARMS.keys()
-    assert all(one["seeds"] == 2 for one in payload["differences"])
+    assert all(one["seeds"] == 2 for one in payload["differences"] + payload["controls"])
     for arm in payload["arms"].values():
         assert arm["few_shot"]["mean"] < arm["other_loss"]["mean"]
     assert len(payload["leash"]["points"][1]) == 8
