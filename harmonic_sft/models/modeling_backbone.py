@@ -267,8 +267,9 @@ class HarmonicModel(HarmonicPreTrainedModel):
             attention_mask = kwargs.pop("attention_mask")
         dtypes = {p.dtype for p in self.backbone.parameters() if p.is_floating_point()}
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
-        packed_alone = quantization_method(self.config) and not self.config.float32_modules
-        mixed = len(dtypes) > 1 and not packed_alone  # packed layers cast by themselves
+        mixed = len(dtypes) > 1 and (  # packed layers cast by themselves, merged ones do not
+            quantization_method(self.config) is None or bool(self.config.float32_modules)
+        )
         autocast = torch.autocast(self.device.type, low) if mixed else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
