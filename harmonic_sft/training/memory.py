@@ -2,11 +2,11 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +15,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
+from harmonic_sft.models.configuration_harmonic import quantization_fields
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
@@ -118,14 +119,31 @@ def estimate_step(
         model = build_fake_model(run, config).train()
         if run.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        rows = parts(model)
         num_scored = _num_scored(run, batch_size)
         activations = _activation_peak(model, batch_size, run.data.context_length, num_scored)
+        if not run.model.from_scratch:
+            _pack_(model, quantization_fields(config))
+        rows = parts(model)
         workspace = workspace_bytes(num_scored, *model.dist_head.weight.shape, "cuda")
     weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
     if isinstance(run.loss, DistillLoss):
         weights += _teacher_bytes(model)
     return rows, MemoryEstimate(weights, training, activations, workspace)
+
+
+def _pack_(model: HarmonicHeadModel, quantization: Mapping[str, Any]) -> None:
+    """Give frozen linear layers the size that bitsandbytes packs them to, scales left out."""
+    is_4_bit = quantization.get("load_in_4bit", False)
+    if not is_4_bit and not quantization.get("load_in_8bit"):
+        return
+    plain = tuple(quantization.get("llm_int8_skip_modules") or ())
+    for name, module in model.model.backbone.named_modules():
+        is_frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if is_frozen and not name.removesuffix(".base_layer").endswith(plain):
+            size, dtype = module.weight.numel(), torch.int8
+            if is_4_bit:  # two weights in a byte
+                size, dtype = size // 2, torch.uint8
+            module.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
 
 def _activation_peak(

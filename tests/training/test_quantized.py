@@ -30,8 +30,11 @@ from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.checkpoints import load_trained_, save_trained
 from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.freezing import parts
+from harmonic_sft.training.loading import load_base_config
+from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.preview import dry_run
-from harmonic_sft.training.run import train
+from harmonic_sft.training.run import prepare, train
 from tests import decoders
 from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
 
@@ -240,6 +243,15 @@ def test_lora_is_trained_on_a_quantized_body(base, write, tmp_path, dtype):
     # Merged weights are rounded to 16 bits where the body computes in them.
     tolerance = 1e-3 if dtype == "bfloat16" else 1e-5
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=tolerance)
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_the_estimate_counts_weights_as_they_are_packed(base, write, has_lora):
+    if "torchao" in base.parent.name or (has_lora and not base.parent.name.startswith(FOUR_BITS)):
+        pytest.skip("counted unpacked, or refused")
+    run = load_run_config(write(**(lora(base) if has_lora else {"model": frozen(base)})))
+    rows, _ = estimate_step(run, load_base_config(run.model), batch_size=2)
+    assert rows == parts(prepare(run).trainer.model)
 
 
 def test_a_given_quantized_model_is_merged_too(base, tmp_path):
