@@ -297,7 +297,7 @@ def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
     """Draw the differences between arms, and reward against what was forgotten."""
     figure = new_figure(width=11.0, height=4.0)
     axes, leash = figure.subplots(1, 2, width_ratios=[1.4, 1])
-    found = payload["differences"]
+    found = [*payload["differences"], *payload["controls"]]
     _draw_spread(axes, [_scaled(one, 1) for one in found], "95 % interval", CURRENT, "o")
     labels = {"best_loss": "", "few_shot": ", after 8 rows"}
     names = [f"{one['arm']} - {one['against']}{labels[one['value']]}" for one in found]
