@@ -12,6 +12,7 @@ from harmonic_sft.config import STRICT
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
 from harmonic_sft.models.head import at_least_float32, unit_rows
 from harmonic_sft.ops import linear_cross_entropy
+from harmonic_sft.ops.options import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,6 +70,7 @@ class InfoNCELoss:
         """
         lazy = head.lazy_logits(hidden_states)
         assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
+        check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         with torch.autocast(hidden_states.device.type, enabled=False):
             states = unit_rows(at_least_float32(lazy.hidden_states))

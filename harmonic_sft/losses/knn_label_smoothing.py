@@ -14,6 +14,7 @@ from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
 from harmonic_sft.ops.chunks import CPU_BYTES
+from harmonic_sft.ops.options import check_labels
 
 
 class NeighborTable(NamedTuple):
@@ -116,6 +117,7 @@ class NeighborSmoothing:
         logits = head.lazy_logits(hidden_states)
         if logits is None or isinstance(logits, MixtureLogits) or self.loss.impl == "reference":
             return by_chunks(self._dense, head, hidden_states, labels)
+        check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
         targets, weights = self._targets(labels)
         options = LossOptions(target_weights=weights)
         return chunked_loss(logits, targets, options=options, impl=self.loss.impl).loss

@@ -109,9 +109,9 @@ class WeightedSum:
         exact = [term for term in terms if isinstance(term[1], Transport) and not term[1].top_k]
         plain = [term for term in terms if _is_plain(term[1])]
         if exact and plain and isinstance(logits, AffineLogits | DistanceLogits):
-            (carried, transport), (own, other) = exact[0], plain[0]
+            (carried, transport), (own, _) = exact[0], plain[0]
             found.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
-            terms = [t for t in terms if t[1] is not transport and t[1] is not other]
+            terms = [t for t in terms if t is not exact[0] and t is not plain[0]]
         found += [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in terms]
         return functools.reduce(operator.add, found)
 

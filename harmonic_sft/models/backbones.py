@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -194,6 +195,9 @@ def load_base(
     if is_ours and config.is_causal != is_causal:
         kind = "a decoder" if is_causal else "an encoder"
         raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
+    is_decoder = type(config) in AutoModelForCausalLM._model_mapping
+    if is_decoder and not is_causal and type(config) not in AutoModelForMaskedLM._model_mapping:
+        raise ValueError(f"base {name}: expected an encoder, got a decoder ({config.model_type})")
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     # Beside packed weights, transformers casts some of the others and leaves some: later then.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
@@ -300,23 +299,30 @@ def unit_rows(rows: Tensor) -> Tensor:
     Where the rows are a whole vocabulary, the ten passes over it that `F.normalize` and its
     gradient take cost as much as several matrix products; these are five.
     """
-    unit: Tensor = _UnitRows.apply(rows)
+    unit, _ = _UnitRows.apply(rows)
     return unit
 
 
 class _UnitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        scale = inverse_norms(rows).unsqueeze(-1).to(rows.dtype)
-        unit = rows * scale
-        ctx.save_for_backward(unit, scale)
-        return unit
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(rows: Tensor) -> tuple[Tensor, Tensor]:
+        scale = inverse_norms(rows).unsqueeze(-1).to(rows.dtype)
+        return rows * scale, scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        unit, scale = ctx.saved_tensors
-        (grad,) = upstream
+        rows, unit, scale = ctx.saved_tensors
+        grad = upstream[0]
+        if torch.is_grad_enabled():  # a second derivative needs the way from the rows
+            scale = inverse_norms(rows).unsqueeze(-1).to(rows.dtype)
+            unit = rows * scale
         with maybe_autocast(grad.device.type, enabled=False):
             radial = torch.linalg.vecdot(grad, unit).unsqueeze(-1)  # [N, 1]
             return torch.addcmul(grad, unit, radial, value=-1).mul_(scale)

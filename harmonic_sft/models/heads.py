@@ -298,7 +298,7 @@ def resized_head(head: Head, vocab_size: int) -> Head:
     """
     resized = build_head(
         head.settings(), hidden_size=head.weight.shape[1], vocab_size=vocab_size
-    ).to(head.weight.device)
+    ).to(head.weight)
     old = dict(head.named_parameters())
     for name, parameter in resized.named_parameters():
         if old[name].shape != parameter.shape:

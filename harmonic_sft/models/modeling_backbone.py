@@ -95,6 +95,11 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
         if fields is None:
             fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
+        if (kind := fields.get("model_type")) != "harmonic":
+            raise ValueError(
+                f"{name}: expected one of our models, got one of type {kind!r}. "
+                f"Put a head on it: {cls.__name__}.from_base"
+            )
         if not cls._is_trained(fields.get("architectures")):
             return cls._with_new_head(
                 HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
@@ -413,7 +418,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             return None
         return mean_token_loss(
             self.loss_fn,
-            self.dist_head,
+            self.active_head,
             hidden_states,
             labels,
             label_positions=label_positions,
@@ -431,14 +436,24 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
 
     @property
+    def active_head(self) -> Head:
+        """The head that computes: PEFT wraps `dist_head` and trains a copy."""
+        wrapper: Any = self.dist_head
+        if not hasattr(wrapper, "modules_to_save"):
+            return wrapper
+        if wrapper.disable_adapters or not wrapper.active_adapters:
+            return wrapper.original_module
+        return wrapper.modules_to_save[wrapper.active_adapters[0]]
+
+    @property
     def h_exp(self) -> float | None:
-        """The head's exponent, None for heads without one."""
-        return self.config.h_exp
+        """The head's exponent now, None for heads without one."""
+        return self.active_head.h_exp
 
     @h_exp.setter
     def h_exp(self, value: float) -> None:
-        self.dist_head.h_exp = value
-        self.config.head = self.dist_head.settings()
+        self.active_head.h_exp = value
+        self.config.head = self.active_head.settings()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save with the head's settings as they are now, also where only the head was changed."""
@@ -456,7 +471,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the backbone's token embeddings."""
+        is_new = value is not self.get_input_embeddings()
         self.model.set_input_embeddings(value)
+        if is_new:
+            self._set_tied_keys()
 
     def get_output_embeddings(self) -> None:
         """Return None: callers would take the weight of a layer for that of a linear softmax."""

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 from .backbones import Base, load_base
@@ -24,6 +25,8 @@ from .configuration_harmonic import HarmonicConfig
 from .modeling_backbone import HarmonicHeadModel
 
 logger = logging.get_logger(__name__)
+# transformers' Trainer shifts labels itself, under its label smoothing, for classes named here.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["harmonic"] = "HarmonicForCausalLM"
 INITS = ("input_embeddings", "output_embeddings", "base_head")
 
 
@@ -231,7 +234,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
                 logits of every position would be the largest tensor.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; `shift_labels`
                 `[B, T]` in place of `labels`, shifted already: position t predicts its own entry,
-                as sequence parallelism cuts rows after the shift; the backbone's further arguments.
+                as sequence parallelism cuts rows after the shift, and weights are those of these
+                entries; the backbone's further arguments.
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
@@ -435,12 +439,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             weights = of_labels["label_weights"]
             loss = self._free_loss(logits, labels, weights, num_items_in_batch)
         elif labels is not None:
-            if labels.is_floating_point() or labels.numel() != len(states) * states.shape[1]:
-                raise ValueError(
-                    "labels: expected one class number for each of "
-                    f"{list(states.shape[:2])}, got {labels.dtype} of {list(labels.shape)}"
-                )
-            labels = labels.reshape(states.shape[:2])
+            is_column = labels.numel() == len(states) * states.shape[1]
+            labels = labels.reshape(states.shape[:2]) if is_column else labels
             loss = self._loss(states, labels, num_items_in_batch, **of_labels)
         return self._output_class(
             loss=loss,

@@ -82,11 +82,17 @@ def mean_token_loss(
         A scalar in nats; 0, still attached to the graph, if nothing is labelled anywhere.
 
     Raises:
-        ValueError: A label is not a class of the head.
+        ValueError: A label is not a class of the head, or there is not one for each position.
     """
+    places = hidden_states.shape[:2]
+    if not torch.compiler.is_compiling() and (labels.is_floating_point() or labels.shape != places):
+        raise ValueError(
+            f"labels: expected one class number for each of {list(places)}, got "
+            f"{labels.dtype} of {list(labels.shape)}"
+        )
     if label_positions is None:
         label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)
-    labels = labels.flatten()[label_positions]  # [N]
+    labels = labels.flatten()[label_positions].long()  # [N]
     seen_from = label_positions - 1 if causal else label_positions
     hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
     losses = loss_fn(head, hidden_states, labels)  # [N]

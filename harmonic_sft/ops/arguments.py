@@ -76,6 +76,11 @@ class Arguments(NamedTuple):
         return (self.hidden_states if leaf is None else leaf).new_empty(0)
 
 
+def kept_dtype(leaf: Tensor) -> torch.dtype:
+    """Return what the gradient of the sum is kept in: float16 has not its range."""
+    return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
+
+
 class Results(NamedTuple):
     """What the operator gives; empty where it was not asked for.
 

@@ -102,6 +102,9 @@ class Chunk:
     def normalize(self) -> None:
         """Write the log-normalizers and the labels' log-probabilities."""
         labels = self.pair_labels
+        # A tile with nothing left has no share, whatever the scale of its last weights was.
+        nothing = torch.finfo(self.log_scale.dtype).min / 4
+        self.log_scale.masked_fill_(self.sums == 0, nothing)
         others = [self.log_scale + self.sums.log(), self.near.T]
         log_others = torch.cat(others).logsumexp(0)[:, None]  # [T, 1]
         rests = [

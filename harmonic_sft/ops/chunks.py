@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from harmonic_sft.models import Head
+from harmonic_sft.ops.arguments import kept_dtype
 from harmonic_sft.ops.engine import chunk_slices
-from harmonic_sft.ops.operator import is_uniform
+from harmonic_sft.ops.operator import factor_for, is_uniform, refuse_second_derivative
+from harmonic_sft.ops.options import check_labels
 
 # The size of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over
 # all prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
@@ -45,6 +46,7 @@ def by_chunks(
     Returns:
         `[N]`.
     """
+    check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
     size = rows or chunk_rows(head.weight)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     sources: list[Tensor] = [hidden_states, *shared, *parameters]
@@ -82,14 +84,13 @@ class _Chunks(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         inputs = ctx.saved_tensors[: 2 + ctx.num_shared]
         gradients = ctx.saved_tensors[2 + ctx.num_shared :]
         (grad,) = upstream
         if is_uniform(grad):
-            factor = grad[:1].sum()
-            scaled = [g * factor.to(g.dtype) for g in gradients]
+            scaled = [g * factor_for(g, grad) for g in gradients]
         else:
             scaled = _differentiate(ctx, inputs, grad)[1]
         found = iter(scaled)
@@ -104,8 +105,8 @@ def _differentiate(
     needs: tuple[bool, ...] = ctx.needs_input_grad[4:]
     leaves = [t.detach().requires_grad_(n) for t, n in zip(shared, needs[1:], strict=False)]
     sources = [t for t, n in zip((*leaves, *ctx.parameters), needs[1:], strict=True) if n]
-    totals = [torch.zeros_like(source) for source in sources]
-    hidden_gradient = torch.zeros_like(hidden_states)
+    totals = [torch.zeros_like(source, dtype=kept_dtype(source)) for source in sources]
+    hidden_gradient = torch.zeros_like(hidden_states, dtype=kept_dtype(hidden_states))
     losses = []
     # Without any token once more, for a graph.
     for chunk in chunk_slices(len(labels), ctx.rows) if len(labels) else [slice(0, 0)]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.arguments import Arguments, Results
+from harmonic_sft.ops.arguments import Arguments, Results, kept_dtype
 from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import build_geometry
 from harmonic_sft.ops.options import TokenMetrics
@@ -292,11 +292,11 @@ def _build(
 
 
 def _finished(arguments: Arguments, gradients: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients in the dtypes of their leaves, empty where there is none."""
+    """Return the gradients as they are kept, empty where there is none."""
     return tuple(
         arguments.empty_gradient(leaf)
         if leaf is None or name not in gradients
-        else gradients[name].to(leaf.dtype)
+        else gradients[name].to(kept_dtype(leaf))
         for name, leaf, _ in arguments.leaves
     )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from harmonic_sft.ops import engine
-from harmonic_sft.ops.arguments import Arguments, Results
+from harmonic_sft.ops.arguments import Arguments, Results, kept_dtype
 
 NUM_LEAVES = 5  # of the arguments, that gradients flow to
 NUM_TENSORS = 11
@@ -39,23 +39,41 @@ def is_uniform(upstream: Tensor) -> bool:
     return upstream.shape[0] < 2 or upstream.stride(0) == 0
 
 
+def factor_for(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """Return what uniform gradients `[N]` multiply a gradient with, not rounded to its dtype."""
+    return upstream[:1].sum().reshape([1] * gradient.dim())
+
+
+def refuse_second_derivative() -> None:
+    """Refuse to be differentiated in a backward pass: the gradients are made with the losses.
+
+    Raises:
+        RuntimeError: The backward pass makes a graph.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused loss: expected one derivative, got create_graph=True. Use impl='reference' "
+            "or a loss of the head's logits"
+        )
+
+
 def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * len(Arguments._fields)
     if upstream is None:
         return nothing
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "fused loss: expected one derivative, got create_graph=True. Use impl='reference'"
-        )
+    refuse_second_derivative()
     arguments = Arguments(*ctx.saved_tensors, *ctx.settings)
     needs = arguments.needs
     ready, ctx.ready = ctx.ready, None
     if ready is not None and is_uniform(upstream):
-        factor = upstream[:1].sum()
-        found = [gradient.mul_(factor.to(gradient.dtype)) for gradient in ready]
+        found = [gradient.mul_(factor_for(gradient, upstream)) for gradient in ready]
     else:  # also for a second backward pass: the call again, weighted by the upstream gradients
         found = chunked_op(*_weighted(arguments, upstream))[-4:]
     exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None
+    found = [
+        gradient if leaf is None else gradient.to(leaf.dtype)
+        for gradient, (_, leaf, _) in zip(found, arguments.leaves, strict=True)
+    ]
     leaves = [found[0], found[1], found[2], exponent, found[3]]
     wanted = [leaf if need else None for leaf, need in zip(leaves, needs, strict=True)]
     return (*wanted, *nothing[NUM_LEAVES:])
@@ -81,7 +99,7 @@ def _fake_forward(*flat: Any) -> Results:
     tokens = hidden_states.new_empty(num_tokens, dtype=torch.promote_types(dtype, torch.float32))
     num_measured = num_tokens if arguments.with_metrics else 0
     gradients = [
-        torch.empty_like(leaf, memory_format=torch.contiguous_format)
+        torch.empty_like(leaf, dtype=kept_dtype(leaf), memory_format=torch.contiguous_format)
         if arguments.early and needed and leaf is not None
         else arguments.empty_gradient(leaf)
         for _, leaf, needed in arguments.leaves

@@ -94,6 +94,26 @@ def check_inputs(
             )
 
 
+def check_labels(labels: Tensor, *, num_rows: int, num_classes: int) -> None:
+    """Refuse labels `[N]` that are not one class for each row, as far as no device is waited for.
+
+    Raises:
+        ValueError: There are more or fewer, or one is no class.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if len(labels) != num_rows:
+        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
+    if labels.device.type != "cpu" or not num_rows:
+        return
+    least, most = int(labels.min()), int(labels.max())
+    if least < 0 or most >= num_classes:
+        raise ValueError(
+            f"labels: expected values from 0 to {num_classes - 1}, got {least} to {most}. Drop "
+            "ignored positions first"
+        )
+
+
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Refuse a value that is not one of those allowed.
 

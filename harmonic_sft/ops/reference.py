@@ -38,7 +38,7 @@ def reference_cross_entropy(
         value = lazy.h_exp.item() if isinstance(lazy.h_exp, Tensor) else lazy.h_exp
         if not -math.inf < value < 0:
             raise ValueError(f"h_exp: expected a number below 0, got {value}")
-        logits = distance_logits(lazy, labels if labels.shape[1] == 1 else None)
+        logits = distance_logits(lazy, labels.clamp_min(0) if labels.shape[1] == 1 else None)
     if options.class_bias is not None:
         logits = logits + options.class_bias.to(logits.dtype)
     weights = options.target_weights

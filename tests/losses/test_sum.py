@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from harmonic_sft.config import parse, to_plain
-from harmonic_sft.losses import SumLoss, neighbor_tables, refresh_intervals
-from harmonic_sft.losses.sum import TERMS, WeightedSum
+from harmonic_sft.losses import (
+    CrossEntropyLoss,
+    SumLoss,
+    WassersteinLoss,
+    neighbor_tables,
+    refresh_intervals,
+)
+from harmonic_sft.losses.sum import TERMS, Term, WeightedSum
 from harmonic_sft.models import build_head
 from harmonic_sft.ops import engine
 
@@ -98,6 +104,15 @@ def test_a_weight_keeps_a_uniform_gradient_uniform():
     loss(head, states, labels).sum().backward()
     assert seen[0].stride() == (0,)
     assert seen[0][0] == 3
+
+
+def test_a_loss_that_stands_twice_counts_twice():
+    head, states, labels = problem()
+    own, transport = CrossEntropyLoss(), WassersteinLoss()
+    terms = [Term(loss=own), Term(weight=2.0, loss=own), Term(loss=transport)]
+    found = SumLoss(terms=terms).prepare(head)(head, states, labels)
+    expected = 3 * own(head, states, labels) + transport(head, states, labels)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_head_of_every_term_is_checked():

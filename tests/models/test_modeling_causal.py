@@ -1,12 +1,22 @@
 """Any decoder under any head: training, saving, generating with and without a cache."""
 
 import json
+import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
+from harmonic_sft.losses import ArcFaceLoss
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM, HarmonicModel, build_head
 from tests.decoders import FAMILIES, D, V, save_decoder
 
@@ -341,3 +351,43 @@ def test_an_encoder_is_refused_and_a_decoder_too(bases, tmp_path):
     assert config["is_causal"]
     with pytest.raises(ValueError, match="init: expected one of"):
         make(bases, init="random")
+
+
+def test_a_plain_decoder_is_no_encoder(bases):
+    with pytest.raises(ValueError, match=r"expected an encoder, got a decoder \(llama\)"):
+        HarmonicForMaskedLM.from_base(str(bases["llama"]))
+
+
+def test_label_smoothing_of_transformers_shifts_labels(bases, tmp_path):
+    model = make(bases)
+    args = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    found = Trainer(model, args).compute_loss(model, {"input_ids": ROWS, "labels": ROWS.clone()})
+    scores = model(input_ids=ROWS).logits[:, :-1].log_softmax(-1)
+    own = -scores.gather(-1, ROWS[:, 1:, None]).mean()
+    torch.testing.assert_close(found, 0.9 * own - 0.1 * scores.mean())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_head_that_peft_trains_is_the_one_that_counts(bases):
+    model = make(bases, head=HEADS["cosine"])
+    model.loss_fn = ArcFaceLoss().prepare(model.dist_head)
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["dist_head"])
+    wrapped = get_peft_model(model, lora)
+    assert model.active_head is model.dist_head.modules_to_save["default"]
+    wrapped(input_ids=ROWS, labels=ROWS).loss.backward()
+    assert model.active_head.weight.grad.abs().sum() > 0
+    with wrapped.disable_adapter():
+        assert model.active_head is model.dist_head.original_module
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_exponent_is_that_of_the_head_which_computes(bases):
+    model = make(bases, head={**HEADS["sphere"], "learn_h_exp": True})
+    model.dist_head.log_steepness.data.fill_(1.0)
+    assert model.h_exp == pytest.approx(-math.e)
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"], modules_to_save=["dist_head"])
+    )
+    before = wrapped(input_ids=ROWS).logits
+    model.h_exp = -2 * math.e
+    torch.testing.assert_close(wrapped(input_ids=ROWS).logits, 2 * before)

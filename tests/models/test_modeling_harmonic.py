@@ -299,6 +299,20 @@ def test_a_tied_head_is_the_embedding_table_after_loading_too(bases, tmp_path):
     assert torch.equal(again.dist_head.weight.norm(dim=-1), norms)
 
 
+def test_a_tied_16_bit_model_takes_new_embeddings(bases):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), tie=True, dtype=torch.bfloat16)
+    old = model.get_input_embeddings()
+    model.set_input_embeddings(torch.nn.Embedding(old.num_embeddings, old.embedding_dim))
+    model.tie_weights()
+    assert model.dist_head.weight is model.get_input_embeddings().weight
+    assert model(input_ids=torch.ones(1, 4).long()).logits.isfinite().all()
+
+
+def test_a_model_that_is_not_ours_is_refused(bases):
+    with pytest.raises(ValueError, match=r"got one of type 'bert'.*HarmonicForMaskedLM\.from_base"):
+        HarmonicForMaskedLM.from_pretrained(bases / "bert")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_blocks_hold_no_graph_and_no_dropout(bases, family):
     model = HarmonicForMaskedLM.from_base(str(bases / family))

@@ -160,3 +160,26 @@ def test_with_positions_no_value_is_looked_at():
         assert states.grad.shape == states.shape
         with pytest.raises(DynamicOutputShapeException):
             mean_token_loss(negative_log_likelihood, head, states, labels)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        torch.zeros(B, T - 1).long(),
+        torch.zeros(1, T).long(),
+        torch.zeros(B, T + 1).long(),
+        torch.zeros(B, T),
+    ],
+    ids=["short", "few", "long", "floating"],
+)
+def test_labels_of_another_shape_or_kind_are_refused(batch, labels):
+    head, states, _ = batch
+    message = rf"^labels: expected one class number for each of \[{B}, {T}\], got torch\."
+    with pytest.raises(ValueError, match=message):
+        mean_token_loss(negative_log_likelihood, head, states, labels)
+
+
+def test_labels_of_32_bits_are_those_of_64(batch):
+    head, states, labels = batch
+    found = mean_token_loss(negative_log_likelihood, head, states, labels.int())
+    assert found == mean_token_loss(negative_log_likelihood, head, states, labels)

@@ -84,13 +84,23 @@ def test_no_tokens_are_no_error():
     assert head.weight.grad.abs().sum() == 0
 
 
-def test_a_second_derivative_is_refused_not_wrong():
+@pytest.mark.parametrize("uniform", [True, False])
+def test_a_second_derivative_is_refused_not_wrong(uniform):
     head, states, labels = problem()
+    losses = by_chunks(nll, head, states, labels)
     weights = torch.rand(7, dtype=torch.float64, requires_grad=True)
-    loss = (by_chunks(nll, head, states, labels) * weights).sum()
-    (gradient,) = torch.autograd.grad(loss, states, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+    loss = losses.sum() if uniform else (losses * weights).sum()
+    with pytest.raises(RuntimeError, match="expected one derivative, got create_graph=True"):
+        torch.autograd.grad(loss, states, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"), [([1, 2], "expected 7, one for each row"), ([-100] * 7, "from 0 to 11")]
+)
+def test_labels_that_are_not_one_class_for_each_row_are_refused(labels, message):
+    head, states, _ = problem()
+    with pytest.raises(ValueError, match=f"^labels: expected .*{message}|^labels: {message}"):
+        by_chunks(nll, head, states, torch.tensor(labels))
 
 
 def test_memory_is_that_of_a_chunk():

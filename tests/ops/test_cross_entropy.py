@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from harmonic_sft.ops import (
     LossOptions,
     TokenMetrics,
+    distance_cross_entropy,
     distance_cross_entropy_with_metrics,
     engine,
+    linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from harmonic_sft.ops.tiles import CPU_WIDTH
 
 EPS = 1e-6
 KINDS = ["euclidean", "sphere", "linear"]
@@ -300,6 +303,40 @@ def test_a_second_derivative_is_refused(kind):
     inputs = Inputs("plain", (5, 7, 3), kind, -3.0)
     with pytest.raises(RuntimeError, match="expected one derivative, got create_graph=True"):
         torch.autograd.grad(inputs.loss().sum(), inputs.leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["euclidean", "linear"])
+def test_a_tile_that_holds_the_label_alone_has_no_share(kind):
+    torch.manual_seed(0)
+    offset = 4.0 if kind == "linear" else 0.0  # logits far below 0
+    leaves = [torch.randn(4, 64) - offset, torch.randn(CPU_WIDTH + 1, 64) + offset]
+    leaves = [leaf.double().requires_grad_() for leaf in leaves]
+    labels = torch.tensor([CPU_WIDTH, 0, CPU_WIDTH, 0])
+    gradients = {}
+    for impl in ("chunked", "reference"):
+        if kind == "linear":
+            loss = linear_cross_entropy(*leaves, labels, impl=impl)
+        else:
+            loss = distance_cross_entropy(
+                *leaves, labels, h_exp=-200.0, unit_sphere=False, impl=impl
+            )
+        gradients[impl] = torch.autograd.grad(loss.sum(), leaves)
+    for pair in zip(*gradients.values(), strict=True):
+        assert_near(*pair, 1e-7)
+
+
+def test_float16_gradients_are_scaled_before_they_are_rounded():
+    states = (torch.randn(4096, 8) + 30).half()
+    weight = (torch.randn(50, 8) * 0.05).half().requires_grad_()
+    labels = torch.zeros(4096, dtype=torch.int64)
+    found, expected = (
+        torch.autograd.grad(
+            linear_cross_entropy(states, weight, labels, reduction="mean", impl=impl), weight
+        )[0]
+        for impl in ("chunked", "reference")
+    )
+    assert found.dtype == torch.float16
+    assert_near(found, expected, 2e-3)
 
 
 @pytest.mark.parametrize("option", ["learned h_exp", "learned class_bias", "all"])
