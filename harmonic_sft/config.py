@@ -294,7 +294,8 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     line = f"{name or 'configuration'}: expected {expected}, got {_show(value)}"
     if expected == "a string" and isinstance(value, int | float):
         return f"{line}. Put it in quotes"
-    return line + did_you_mean(str(value), re.findall(r"'([^']*)'", expected))
+    known = re.findall(r"'([^']*)'", expected)
+    return line + did_you_mean(value, known) if isinstance(value, str) else line
 
 
 def _expected(error: ErrorDetails) -> str:
@@ -302,7 +303,7 @@ def _expected(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     if allowed := context.get("expected_tags", context.get("expected")):
         return f"one of [{allowed.replace(' or ', ', ')}]"
-    pattern = r"^\w+ should (be |have )?| or (object|(an )?instance) .*|, .*"
+    pattern = r"^\w+ should (be |have )?| or (object|(an )?instance) .*| after validation|, .*"
     what = re.sub(pattern, "", error["msg"])
     start = next((words for words in WORDS if what.startswith(words)), "")
     return WORDS.get(start, "") + what.removeprefix(start)
@@ -321,7 +322,8 @@ def unknown_key(
             key of this place is written much alike. A class for `parse` has it as `key_names`.
     """
     places = {word: word for word in known}
-    if not difflib.get_close_matches(key, known, 1, cutoff=0.75):
+    is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)
+    if not is_longer and not difflib.get_close_matches(key, known, 1, cutoff=0.75):
         places = {place.rpartition(".")[2]: place for place in reversed(elsewhere())} | places
     word = _nearest(key, list(places), cutoff=0.0)
     place = " at the top level" if places.get(word) == key else ""

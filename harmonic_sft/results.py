@@ -19,6 +19,7 @@ from rich.table import Table
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
 BORDER, GAP = 1, 3  # of a table, and of every column, in characters
+LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
 
@@ -139,7 +140,8 @@ def _widths(
 ) -> list[int]:
     """Return the width of every column: what fits its cells and the longest word of its head.
 
-    Where that is too wide, the widest columns give way, down to their longest words.
+    Where that is too wide, the widest columns give way, down to their longest words, and the widest
+    of all down to `LEAST_WIDTH`. What is still too wide stays so.
     """
     texts = [[row[index] for row in cells] for index in range(len(columns))]
     heads = [max(map(len, column.split()), default=0) for column in columns]
@@ -153,7 +155,8 @@ def _widths(
         spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
         if not any(spare):  # a single word is wider than the terminal: it has to be folded
             widest = widths.index(max(widths))
-            widths[widest] = max(1, widths[widest] - (sum(widths) - room))
+            least_width = min(widths[widest], LEAST_WIDTH)
+            widths[widest] = max(least_width, widths[widest] - (sum(widths) - room))
             break
         widths[spare.index(max(spare))] -= 1
     return widths

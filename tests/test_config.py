@@ -220,7 +220,7 @@ def test_an_unknown_key_gets_the_nearest_one_of_its_place(change, place, nearest
         ({"steps": True}, "steps: expected a number, got True"),
         ({"steps": 13}, "steps: expected a lucky number, got 13"),
         ({"tokens": [1, False]}, "tokens.1: expected a number, got False"),
-        ({"tokens": []}, "tokens: expected at least 1 item after validation, got []"),
+        ({"tokens": []}, "tokens: expected at least 1 item, got []"),
         ({"patience": 4}, "patience: expected a prime number, got 4"),
         ({"push": "maybe"}, "push: expected true or false, got 'maybe'"),
         ({"revision": 5424}, "revision: expected a string, got 5424. Put it in quotes"),
@@ -232,6 +232,11 @@ def test_a_problem_is_one_line_with_its_key(change, message):
         parse(Run, GIVEN | change)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 160
+
+
+def test_only_a_text_is_taken_for_a_mistyped_one():
+    with pytest.raises(ValueError, match=r"^head\.name: expected one of .*, got None$"):
+        parse(Run, GIVEN | {"head": {"name": None}})
 
 
 def test_all_problems_are_reported_at_once():

@@ -158,6 +158,15 @@ def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(capsys, m
     assert {"annealed,", "training", "accuracy,", "cosine", "14.00", "h_exp"} <= set(words)
 
 
+def test_a_table_is_wider_than_a_narrow_terminal_rather_than_folding_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    columns = ["run", *(f"a long head {number}" for number in range(6))]
+    show_table("Losses", columns, [["a_name_of_one_word", *["1,234,567.8"] * 6]])
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert any(line.split() == ["a_name_of_one_wo", *["1,234,567.8"] * 6] for line in lines)
+
+
 def test_peak_memory_is_in_bytes():
     peak = peak_memory_bytes()
     assert 2**26 < peak < 2**44

@@ -32,6 +32,7 @@ MAX_LINE = 16 << 20  # bytes; a line of a small compressed file could fill the m
 MAX_LIST = 1 << 30  # bytes of a JSON list, all of which is in memory
 BATCH_BYTES = 16 << 20  # of a parquet file; decides where rows are long
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PLACE = "__place__"  # column that says where a row was read: file and line or row
 BAD = "__bad__"  # column of a row that cannot be read: the reason and how many rows are lost
 READ_ERRORS = (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException)
@@ -307,6 +308,8 @@ def _lines(file: str) -> Iterator[tuple[int, bytes]]:
                 return
             if len(line) > MAX_LINE:
                 raise BadRow(f"expected at most {MAX_LINE >> 20} MiB in a line, got more")
+            if number == 1 and line.startswith(UTF_16_MARKS):  # most of its lines pass for UTF-8
+                raise BadRow("expected UTF-8, got UTF-16")
             yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
 
 

@@ -189,7 +189,8 @@ def _read_labeled_words(
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
     """Return a label, or the name that a data set has for its number, as JSON."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise BadRow(f"expected a string or an integer as label, got {value!r}")
+        hint = " (write it as a string)" if isinstance(value, bool) else ""
+        raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
     if class_names is not None:
         if not 0 <= int(value) < len(class_names):
             raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value}")
@@ -241,7 +242,8 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
 
 def _turns(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Read a column of turns; without one called `messages` it is `conversations`."""
-    column = "conversations" if name == "messages" and "messages" not in row else name
+    is_renamed = name == "messages" and "messages" not in row and "conversations" in row
+    column = "conversations" if is_renamed else name
     turns = row.get(column)
     if not _is_list(turns) or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(_missing(row, column, "a list of turns"))
@@ -303,7 +305,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    column = "conversations" if "conversations" in row else "messages"
+    is_renamed = "conversations" not in row and "messages" in row
+    column = "messages" if is_renamed else "conversations"
     messages: list[dict[str, Any]] = []
     if row.get("system"):
         messages.append({"role": "system", "content": row["system"]})

@@ -55,7 +55,7 @@ def inspect_data(
     num_items = STREAM_ITEMS if is_stream else len(data.train)
     if not 0 <= seed_row < num_items:
         raise ValueError(
-            f"seed_row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
+            f"--row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
         )
     rows, packs, epochs = _items(data)
     is_packed = any(len(pack) > 1 for pack in packs)

@@ -19,6 +19,7 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
+from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetNotFoundError
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -45,6 +46,7 @@ from harmonic_sft.results import without_secrets
 DOCSTRINGS = "python:docstrings"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
+SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
 Documents = Dataset | FileRows | IterableDataset
@@ -100,10 +102,14 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
                 streaming=source.streaming,
             )
     # The first row of a stream is the first thing that has to be reachable and readable.
+    bad_rows = BadRows(skip=skip)
     with _explained(source, name):
-        first = _first_row(documents, name, BadRows(skip=skip))
+        first = _first_row(documents, name, bad_rows)
     if first is None:
-        raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
+        reasons = "".join(f" {reason}." for reason in bad_rows.first[:1])
+        raise ValueError(
+            f"{name}.path: expected documents, got none in {shown(source.path)}.{reasons}"
+        )
     return documents, first
 
 
@@ -115,8 +121,14 @@ def check_path(source: Source, name: str) -> None:
         others = f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
         others = "" if _looks_local(source.path) else others
         raise ValueError(
-            f"{name}.path: expected an existing file{others}, got {shown(source.path)}."
+            f"{name}.path: expected an existing file{others}, got {_located(source.path)}."
         )
+
+
+def _located(path: str) -> str:
+    """Quote a path; of a relative one say where it was looked for."""
+    is_relative = not Path(path).expanduser().is_absolute()
+    return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
 
 
 def _looks_local(path: str) -> bool:
@@ -204,7 +216,7 @@ def _load_files(
     source: Source, splits: Mapping[str, Sequence[str]], name: str
 ) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    files = splits[_split_name(source, list(splits), name)]
+    files = splits[_split_name(source, list(splits), name, _split_files(splits))]
     _check_kinds(files, name)
     shards = [shard for file in files for shard in file_shards(file, name=name)]
     if not shards:
@@ -214,11 +226,53 @@ def _load_files(
     return FileRows(shards)
 
 
-def _split_name(source: Source, splits: Sequence[object], name: str) -> str:
+def _split_name(source: Source, splits: Sequence[object], name: str, files: str = "") -> str:
     known = sorted(map(str, splits))
     if source.split not in known:
-        raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.")
+        raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.{files}")
     return source.split
+
+
+def _split_files(splits: Mapping[str, Sequence[str]]) -> str:
+    return "".join(f" Split {split}: {_names(files)}." for split, files in splits.items())
+
+
+def _names(files: Sequence[str]) -> str:
+    names = [Path(without_secrets(file)).name for file in files[:SHOWN_FILES]]
+    more = len(files) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def _card_chooses(path: Path) -> bool:
+    """Whether a folder has a card that says which files are data."""
+    card = path / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    return re.search(r"^configs:", text, re.MULTILINE) is not None
+
+
+def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) -> None:
+    """Refuse a folder of which datasets would leave files out.
+
+    It keeps one kind of file and, where a file is named like a split, only those that are.
+    """
+    read = {Path(file).resolve() for files in splits.values() for file in files}
+    left_out = [
+        str(file)
+        for file in sorted(path.rglob("*"))
+        if file_kind(file.name) is not None
+        and file.name not in FILES_TO_IGNORE
+        and not file.name.lower().startswith("readme")
+        and not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
+        and file.is_file()
+        and file.resolve() not in read
+    ]
+    if left_out:
+        example = str(path / f"*{Path(left_out[0]).suffix}")
+        raise ValueError(
+            f"{name}.path: expected a folder of which every file is read, got {str(path)!r}, in "
+            f"which {_names(left_out)} would be left out.{_split_files(splits)} Give a glob of "
+            f"one kind, such as {example!r}, or name the files in data_files."
+        )
 
 
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] | None:
@@ -230,7 +284,10 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] |
                 str(path), name=source.name, data_files=source.data_files
             )
         found = builder.config.data_files or {}
-        return {str(split): [str(file) for file in found[split]] for split in found}
+        splits = {str(split): [str(file) for file in found[split]] for split in found}
+        if source.data_files is None and not _card_chooses(path):
+            _check_folder(path, splits, name)
+        return splits
     is_glob = glob.has_magic(source.path) and not path.exists() and not is_url(source.path)
     if not (is_url(source.path) or is_glob or _looks_local(source.path) or path.exists()):
         return None
@@ -239,7 +296,9 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] |
         return {"train": [source.path]}
     files = sorted(glob.glob(str(path), recursive=True)) if is_glob else [str(path)]
     if not files:
-        raise ValueError(f"{name}.path: expected files that match, got none for {source.path!r}.")
+        raise ValueError(
+            f"{name}.path: expected files that match, got none for {_located(source.path)}."
+        )
     return {"train": files}
 
 

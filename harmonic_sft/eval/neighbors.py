@@ -76,9 +76,8 @@ def explain(
     if model.is_causal:
         is_asked = torch.arange(len(ids), device=ids.device) == len(ids) - 1
     if not is_asked.any():
-        raise ValueError(
-            f"text: expected {tokenizer.mask_token} where a token is to be predicted, got {text!r}"
-        )
+        wanted = f"{tokenizer.mask_token} where a token is to be predicted"
+        raise ValueError(f"text: expected {'a text' if model.is_causal else wanted}, got {text!r}")
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     states = model.model(**inputs).last_hidden_state[0, is_asked]  # [P, D]
     probabilities = head(states).softmax(-1)  # [P, V]

@@ -87,7 +87,7 @@ def export_linear(folder: Path, target: Path) -> Path:
     """
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"target: expected an empty folder or none, got {str(target)!r}")
+        raise ValueError(f"--output: expected an empty folder or none, got {str(target)!r}")
     model_class = LANGUAGE_MODELS[_architecture(folder)]
     model = load_checked(model_class, str(folder), HarmonicConfig.from_pretrained(folder))
     method = quantization_method(model.config)

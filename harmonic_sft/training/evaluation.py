@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingAr
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import MaskedRows, PaddingFreeCollator
+from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
@@ -71,8 +72,9 @@ def evaluate_folder(
 
     Args:
         folder: Made by a run, or downloaded; without a `run.yaml` the overrides must give `data`.
-        overrides: Of that file. `data=other.txt` is short for a `data.sources` of this one path;
-            of sources that are given here nothing is held back, unless `data.eval` is given too.
+        overrides: Of that file. `data=other.txt` is short for a `data.sources` of this one path,
+            with the column and the format of the run's sources unless it is plain text. Of sources
+            that are given here nothing is held back, unless `data.eval` is given too.
         per_document: Also write the loss of every document into this file, one JSON object a line.
 
     Returns:
@@ -433,7 +435,8 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
     saved = read_run(folder) if (folder / CONFIG_NAME).is_file() else {}
-    settings = apply_overrides(saved, [_sources(override) for override in overrides])
+    sources = saved["data"]["sources"] if saved else []
+    settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
     if "data" not in settings:
         raise ValueError(
             f"eval: expected data, got none, since {str(folder)!r} has no {CONFIG_NAME}. "
@@ -445,12 +448,17 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     return settings
 
 
-def _sources(override: str) -> str:
-    """Write `data=PATH` out."""
+def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
+    """Write `data=PATH` out, with the column and the format that all sources of the run have."""
     key, _, value = override.partition("=")
     if key != "data" or value.lstrip().startswith("{"):
         return override
-    return f"data.sources={json.dumps([{'path': value}])}"
+    source = {"path": value}
+    for name in ("column", "format"):
+        values = {source[name] for source in sources if name in source}
+        if len(values) == 1 and file_kind(value) != "text":  # which has one column and format
+            source[name] = values.pop()
+    return f"data.sources={json.dumps([source])}"
 
 
 def _write_documents(path: Path, rows: MaskedRows, scores: TokenScores, config: DataConfig) -> None:

@@ -58,8 +58,9 @@ def check_output_folder(run: RunConfig) -> None:
         ValueError: It holds something else, or another run.
     """
     folder = run.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"training.output_dir: expected a folder, got the file {str(folder)!r}")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG_NAME).is_file():

@@ -12,7 +12,7 @@ from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.report import show_classes, show_estimate, show_parts
-from harmonic_sft.training.run import check_launch
+from harmonic_sft.training.run import check_run
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,7 @@ def dry_run(run: RunConfig) -> None:
     Raises:
         ValueError: What `train` would refuse before loading.
     """
-    args = run.training_arguments()
-    check_launch(args)
+    check_run(run)
     config = _base_config(run)
     check_frozen(run, config)
     longest = max_positions(config.get_text_config())
@@ -35,7 +34,7 @@ def dry_run(run: RunConfig) -> None:
             f"data.context_length: expected at most the {longest} positions of the model, "
             f"got {run.data.context_length}"
         )
-    batch_size = args.per_device_train_batch_size
+    batch_size = run.training_arguments().per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", without_secrets(to_yaml(run)))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")

@@ -11,6 +11,7 @@ from transformers import TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
+from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import check_path
@@ -84,7 +85,9 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
-    _check(run)
+    check_run(run)
+    if run.hub.push and PartialState().is_main_process:
+        check_destination(destination_of(run.hub))
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
@@ -97,18 +100,23 @@ def train(run: RunConfig) -> dict[str, Any]:
     return results
 
 
-def _check(run: RunConfig) -> None:
-    """Refuse what can be refused before anything is loaded."""
+def check_run(run: RunConfig) -> None:
+    """Refuse what can be refused before anything is loaded, without a network.
+
+    Raises:
+        ValueError: No evaluation, a missing file, a launch or a folder that cannot be used, or a
+            reporter that is not installed.
+    """
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     for number, source in enumerate(run.data.sources):
         check_path(source, f"data.sources[{number}]")
+    if run.data.eval.source is not None:
+        check_path(run.data.eval.source, "data.eval.source")
     args = run.training_arguments()
     check_launch(args)
     check_reporters(args.report_to or [])
     check_output_folder(run)
-    if run.hub.push and PartialState().is_main_process:
-        check_destination(destination_of(run.hub))
 
 
 def prepare(run: RunConfig) -> Ready:
@@ -121,6 +129,7 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     log_data(data)
+    _check_batch(data, run.training_arguments())
     try:
         trainer = HarmonicTrainer(
             run.model.base,
@@ -139,6 +148,16 @@ def prepare(run: RunConfig) -> Ready:
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     trainer.run_config = run  # with the sources of the data and the section hub
     return Ready(trainer, data)
+
+
+def _check_batch(data: LoadedData, args: TrainingArguments) -> None:
+    """Refuse an epoch without a batch."""
+    size = args.per_device_train_batch_size * args.world_size
+    if args.dataloader_drop_last and isinstance(data.train, MaskedRows) and len(data.train) < size:
+        raise ValueError(
+            f"training.dataloader_drop_last: expected false, got true with {len(data.train)} rows "
+            f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
+        )
 
 
 def check_launch(args: TrainingArguments) -> None:

@@ -552,6 +552,8 @@ def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:
         value = training.get(key)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"training.{key}: expected a number above 0, got {value}")
+    if not 0 <= training["seed"] < 2**32:
+        raise ValueError(f"training.seed: expected 0 to {2**32 - 1}, got {training['seed']}")
     max_steps = training.get("max_steps", -1)
     if is_stream and max_steps <= 0:
         raise ValueError("training.max_steps: expected a number above 0 for a stream, got none")
@@ -587,9 +589,12 @@ def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:
         raise ValueError(
             f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"
         )
-    wants_best = training.get("load_best_model_at_end") or training.get("save_strategy") == "best"
-    if annealed and wants_best and metric == "loss":
+    loads, save = training.get("load_best_model_at_end"), training.get("save_strategy", "steps")
+    if annealed and (loads or save == "best") and metric == "loss":
         raise ValueError(
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"
         )
+    if loads and save not in ("best", (found := training.get("eval_strategy", "no"))):
+        what = f"{save!r} as in save_strategy with load_best_model_at_end"
+        raise ValueError(f"training.eval_strategy: expected {what}, got {found!r}")

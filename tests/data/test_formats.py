@@ -232,7 +232,8 @@ def turn(speaker, value):
 @pytest.mark.parametrize(
     ("row", "form", "reason"),
     [
-        ({"x": 1}, "messages", "conversations: expected a column of that name, got ['x']"),
+        ({"x": 1}, "messages", "messages: expected a column of that name, got ['x']"),
+        ({"x": 1}, "sharegpt", "conversations: expected a column of that name, got ['x']"),
         ({"messages": "a"}, "messages", "messages: expected a list of turns, got str 'a'"),
         (
             {"messages": [USER | {"tool_calls": [{"name": "f"}]}]},

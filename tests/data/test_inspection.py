@@ -221,10 +221,10 @@ def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
     assert "\x1b" not in output  # a file gets no colors
     settings = {"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8}
     for loaded, count in ((data, len(data.train)), (packed, len(packed.train))):
-        message = rf"seed_row: expected the number of a row, from 0 to {count - 1}, got {count}\."
+        message = rf"--row: expected the number of a row, from 0 to {count - 1}, got {count}\."
         with pytest.raises(ValueError, match=message):
             inspect_data(loaded, seed_row=count, **settings)
-    with pytest.raises(ValueError, match=r"seed_row: .*got -1\."):
+    with pytest.raises(ValueError, match=r"--row: .*got -1\."):
         inspect_data(data, seed_row=-1, **settings)
 
 

@@ -82,6 +82,12 @@ def test_glob_that_matches_nothing_is_refused(folder):
     refused("path: expected files that match, got none", path=f"{folder}/*.jsonl.gz")
 
 
+def test_a_relative_path_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("small.txt", "*.txt"):
+        refused(f"{path!r} in the current folder, '{tmp_path}'.", path=path)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["empty.txt", "empty.parquet", "header.parquet", "bad.jsonl"])
 def test_files_without_a_single_row_are_refused(tmp_path, name, streaming):
@@ -90,6 +96,8 @@ def test_files_without_a_single_row_are_refused(tmp_path, name, streaming):
         pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
     if name == "bad.jsonl":
         (tmp_path / name).write_text("[]\n")
+        reason = f"'{tmp_path}/bad.jsonl', line 1: expected an object, got list."
+        refused(reason, path=f"{tmp_path}/{name}", skip=True, streaming=streaming)
     found = "the empty file" if "empty" in name else "none in"
     settings = {"path": f"{tmp_path}/{name}", "skip": True, "streaming": streaming}
     refused(f"path: expected documents, got {found}", **settings)
@@ -121,7 +129,8 @@ def test_column_is_there_and_holds_text(folder, streaming):
             b"PAR1 but not really",
             "expected a readable parquet file, got '{path}', which",
         ),
-        ("bad.txt", b"\xff\xfe\xff", "expected UTF-8, got b'\\xff'"),
+        ("bad.txt", b"\xff\xff\xfe", "expected UTF-8, got b'\\xff'"),
+        ("wide.txt", "a\n".encode("utf-16"), "expected UTF-8, got UTF-16 in '{path}', from line 1"),
     ],
 )
 def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, message, streaming):
@@ -133,7 +142,7 @@ def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, message
 @pytest.mark.parametrize("streaming", [False, True])
 def test_unknown_split_is_refused_with_the_splits_there_are(folder, streaming):
     refused(
-        "split: expected one of ['train'], got 'valid'",
+        "split: expected one of ['train'], got 'valid'. Split train: a.txt.",
         path=f"{folder}/a.txt",
         split="valid",
         streaming=streaming,
@@ -151,6 +160,44 @@ def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
     ]:
         documents = load(path=str(tmp_path), split=split, streaming=streaming)
         assert texts(documents) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out", "read"),
+    [
+        (["a.txt", "b.jsonl"], "a.txt", "train: b.jsonl"),
+        (["a.TXT", "b.txt"], "a.TXT", "train: b.txt"),
+        (["1.txt", "sub/2.txt", "test_of_faith.txt"], "1.txt, 2.txt", "test: test_of_faith.txt"),
+        (
+            [*(f"{number}.csv" for number in range(6)), *(f"{n}.txt" for n in range(7))],
+            "0.csv, 1.csv, 2.csv, 3.csv, 4.csv and 1 more",
+            "train: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more",
+        ),
+    ],
+)
+def test_a_folder_of_which_files_would_be_left_out_is_refused(tmp_path, names, left_out, read):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "one"}\n')
+    message = refused(f"in which {left_out} would be left out. Split {read}", path=str(tmp_path))
+    assert f"such as '{tmp_path}/*{left_out.split(',')[0][1:]}', or name the files" in message
+    assert texts(load(path=str(tmp_path), data_files=names[-1]))
+
+
+def test_what_is_no_data_in_a_folder_is_not_missed(tmp_path):
+    for name in ("a.jsonl", ".b.txt", ".hidden/c.txt", "README.txt", "config.json", "d.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "one"}\n')
+    assert texts(load(path=str(tmp_path))) == ["one"]
+
+
+def test_a_card_chooses_among_the_files_of_a_folder(tmp_path):
+    configs = "".join(f"- config_name: {n}\n  data_files: {n}.txt\n" for n in ("default", "de"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in ("default", "de"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert texts(load(path=str(tmp_path))) == ["default"]
+    assert texts(load(path=str(tmp_path), name="de")) == ["de"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

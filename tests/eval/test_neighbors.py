@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from harmonic_sft.eval import explain, nearest_prototypes
@@ -65,3 +66,6 @@ def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):
         logits = model(tokenizer("aa bb", return_tensors="pt")["input_ids"]).logits[0, -1]
     assert found["token"] == tokenizer.convert_ids_to_tokens(int(logits.argmax()))
     assert found["distance"] is None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")  # like GPT-2's
+    with pytest.raises(ValueError, match=r"^text: expected a text, got ''"):
+        explain(model, tokenizer, "")

@@ -301,7 +301,7 @@ def test_a_target_in_use_is_left_alone(bases, tmp_path):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     (tmp_path / "file").write_text("mine")
     for target in (folder, tmp_path / "file"):
-        with pytest.raises(ValueError, match="target: expected an empty folder or none, got '/"):
+        with pytest.raises(ValueError, match="--output: expected an empty folder or none, got '/"):
             export_linear(folder, target)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "empty").mkdir()

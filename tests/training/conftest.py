@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback
+from datasets import load_dataset
+from transformers import AutoTokenizer, TrainerCallback
 
+from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
@@ -50,6 +52,7 @@ def losses(trainer):
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
 import gc, json, os, signal, socket, sys
+from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -129,3 +132,43 @@ def finished_run(finished_run):
     """Return the results, the folder and the output of a run of 6 steps, which stays as it is."""
     results = json.loads((finished_run / "results" / "train.json").read_text())
     return results, finished_run, finished_run.with_suffix(".txt").read_text()
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Return a function that makes arguments of a run of 4 steps."""
+
+    def make(name="run", **fields):
+        settings = {
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "context_length": 24,
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "report_to": "none",
+        }
+        return HarmonicTrainingArguments(str(tmp_path / name), **{**settings, **fields})
+
+    return make
+
+
+@pytest.fixture
+def make(tiny_base, texts, arguments):
+    """Return a function that makes a trainer, of the tiny base on the texts by default."""
+
+    def trainer(args=None, model=tiny_base, **options):
+        return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
+
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_base):
+    return AutoTokenizer.from_pretrained(tiny_base)
+
+
+@pytest.fixture(scope="module")
+def texts(text_file):
+    return load_dataset("text", data_files=str(text_file), split="train")

@@ -64,6 +64,23 @@ def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
     assert all((line["loss"] is None) == (line["tokens"] == 0) for line in lines)
 
 
+def test_other_data_have_the_column_and_the_format_of_the_run(folder, other, tmp_path):
+    run = read_run(folder)
+    source = run["data"]["sources"][0] | {"column": "body", "format": "text"}
+    run["data"]["sources"] = [source, source]
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join([json.dumps({"body": "aa ab ac ad ba bb"})] * 20))
+    for path, column, row_format in ((rows, "body", "text"), (other, "text", "auto")):
+        found = evaluate_folder(folder, [f"data={path}", CPU])["data"]["sources"]
+        assert [(s["column"], s["format"]) for s in found] == [(column, row_format)]
+    source["column"] = "text"
+    run["data"]["sources"] = [source, source | {"column": "body"}]
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    with pytest.raises(ValueError, match=r"expected one of \['body'\], got 'text'"):
+        evaluate_folder(folder, [f"data={rows}", CPU])
+
+
 def test_losses_of_documents_are_those_of_the_model(folder, tmp_path):
     """Recomputed from the published model alone, on rows of tokens that predict everything."""
     rows = [[2, 7, 9, 11, 3], [2, 8, 10, 3]]

@@ -248,6 +248,8 @@ def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path,
     assert [path.read_text() for path in folder.iterdir()] == ["irreplaceable"]
     with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
         start(make_yaml(), f"training.output_dir={folder / 'thesis.txt'}")
+    with pytest.raises(ValueError, match=r"expected a folder, got the file '.*thesis\.txt'"):
+        start(make_yaml(), f"training.output_dir={folder / 'thesis.txt' / 'a' / 'b'}")
 
 
 def copy_base(tiny_base, folder, *, vocab=None):
@@ -336,6 +338,14 @@ def test_a_missing_reporter_is_named_before_data_are_read(make_yaml, tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
+def test_an_epoch_without_a_batch_is_refused(make_yaml, tmp_path):
+    words = ["training.dataloader_drop_last=true", "training.per_device_train_batch_size=500"]
+    message = r"dataloader_drop_last: expected false, got true with \d+ rows and 500 in a batch\."
+    with pytest.raises(ValueError, match=message):
+        start(make_yaml(), *words)
+    assert not (tmp_path / "run").exists()
+
+
 def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeypatch):
     args = load_run_config(make_yaml()).training_arguments()
     check_launch(args)
@@ -380,3 +390,28 @@ def test_dry_run_loads_nothing_and_writes_nothing(make_yaml, tmp_path, capsys, t
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"model.base: expected a model that can be loaded"):
         dry_run(load_run_config(path, ["model.base=nobody/nothing"]))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.sources.0.path=missing.txt", r"sources\[0\]\.path: expected an existing file"),
+        ("data.eval.documents=0", r"data\.eval\.documents: expected at least 1, got 0"),
+        ("training.report_to=comet_ml", r"training\.report_to: expected installed packages"),
+        ("model.base=nobody/nothing", r"output_dir: expected an empty folder, got .* other files"),
+    ],
+)
+def test_dry_run_refuses_what_train_refuses_before_loading(make_yaml, tmp_path, word, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=message):
+        dry_run(load_run_config(make_yaml(), [word]))
+
+
+def test_dry_run_of_a_run_that_continues(finished_run, caplog):
+    caplog.set_level("INFO")
+    path = finished_run[1] / "run.yaml"
+    with pytest.raises(ValueError, match=r"which holds a run\. Add resume=true"):
+        dry_run(load_run_config(path))
+    dry_run(load_run_config(path, ["resume=true"]))
+    assert "Fits 24 GiB" in caplog.text

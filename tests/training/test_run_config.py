@@ -117,6 +117,7 @@ REFUSED = [
     ),
     (["max_steps=5"], r"^max_steps: .* Did you mean 'training\.max_steps'\?"),
     (["training.h_exp=-3"], r"training\.h_exp: .* Did you mean 'h_exp' at the top level\?"),
+    (["data.sources=[]"], r"data.sources: expected at least 1 item, got \[\]"),
     (["training.output_dir="], "training.output_dir: expected a folder, got nothing"),
     (["training.max_stepz=5"], r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'"),
     # The exponent.
@@ -128,6 +129,7 @@ REFUSED = [
     # The head.
     (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
     (["head.h_exp=-3"], r"head\.h_exp: .* known keys.* Did you mean 'h_exp' at the top level\?"),
+    (["head.epsilon=1"], r"head\.epsilon: expected one of .* Did you mean 'eps'\?"),
     (["head.p=2.0"], r"p: expected"),
     (["head.eps=-1"], r"eps: expected a number above 0, got -1"),
     (["head={name: rotation, inner: {name: dits}}"], r"head\.inner\.name: expected one of"),
@@ -202,10 +204,15 @@ REFUSED = [
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
         "metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, got the raw loss",
     ),
+    (
+        ["h_exp=-12.0", "training.load_best_model_at_end=true"],
+        "training.eval_strategy: expected 'steps' as in save_strategy with load_best.*, got 'no'",
+    ),
     (["training.save_strategy=best", "training.eval_strategy=steps"], "while h_exp is annealed"),
     (["training.metric_for_best_model=f1"], "metric_for_best_model: expected one of .* got 'f1'"),
     (["training.gradient_accumulation_steps=0"], "accumulation_steps: expected a number above 0"),
     (["training.learning_rate=.nan"], "training.learning_rate: expected a number above 0, got nan"),
+    (["training.seed=-1"], "training.seed: expected 0 to 4294967295, got -1"),
     (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
     (["training.max_grad_norm=-1"], "training.max_grad_norm: expected 0 or more, got -1"),
     (
