@@ -17,27 +17,48 @@ def class_labels(
     held_out: datasets.Dataset,
     *,
     names: Sequence[str] | None,
+    order: Sequence[str] | None,
     of_tokens: bool,
     seed: int,
 ) -> ClassLabels:
-    """Number the classes of labeled rows, by default those of the training rows, sorted.
+    """Number the classes of labeled rows.
+
+    Args:
+        train: Rows to train on.
+        held_out: Rows to evaluate on.
+        names: Those of a trained model, in its order. Integers that are none of them are their
+            numbers. None takes the classes of the training rows.
+        order: The order of these classes; None sorts them.
+        of_tokens: Whether a row has a label for each word.
+        seed: Of the order of the rows.
 
     Raises:
         ValueError: Fewer than two classes, labels of two types, or a row of another class.
     """
     trained, evaluated = _labels(train), _labels(held_out)
-    unseen = evaluated if names is None else trained | evaluated
-    names = _sorted_names(trained) if names is None else names
-    others = sorted({str(label) for label in unseen}.difference(names))
-    if others:
-        shown = ", ".join(map(repr, others[:3])) + (" ..." if len(others) > 3 else "")
+    classes = _class_names(trained, order) if names is None else list(names)
+    places: dict[str | int, int] = {name: number for number, name in enumerate(classes)}
+    labels = trained | evaluated
+    if names is not None and places.keys().isdisjoint(str(n) for n in labels if isinstance(n, int)):
+        places |= {number: number for number in range(len(classes))}
+    found = {label: places.get(label, places.get(str(label))) for label in labels}
+    others = sorted(str(label) for label, number in found.items() if number is None)
+    if others and names is None:
         raise ValueError(
-            f"data.eval: expected labels that the training rows have, got {shown}. "
+            f"data.eval: expected labels that the training rows have, got {_shown(others)}. "
             "Add training rows of these classes, or take out the evaluation rows"
         )
-    places = {name: number for number, name in enumerate(names)}
-    numbers = {json.dumps(label): places[str(label)] for label in trained | evaluated}
-    return ClassLabels(seed=seed, names=list(names), numbers=numbers, of_tokens=of_tokens)
+    if others:
+        raise ValueError(
+            f"data.label_column: expected the model's classes, {_shown(classes)}, got "
+            f"{_shown(others)}. Rename the labels, or train a new head over the classes of the rows"
+        )
+    numbers = {json.dumps(label): n for label, n in found.items() if n is not None}
+    return ClassLabels(seed=seed, names=classes, numbers=numbers, of_tokens=of_tokens)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
 
 
 def class_counts(rows: MaskedRows) -> np.ndarray:
@@ -62,12 +83,13 @@ def _labels(rows: datasets.Dataset) -> set[str | int]:
     return {json.loads(label) for label in _count_labels(rows)}
 
 
-def _sorted_names(labels: set[str | int]) -> list[str]:
+def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[str]:
     if len({isinstance(label, str) for label in labels}) > 1:
         raise ValueError(
             "data.label_column: expected strings or integers, got both. Write all of one kind"
         )
-    names = [str(label) for label in sorted(labels)]
+    ordered = sorted(labels) if order is None else [name for name in order if name in labels]
+    names = [str(label) for label in ordered]
     if len(names) < 2:
         raise ValueError(
             f"data.label_column: expected two classes or more in the training rows, got {names}"

@@ -103,7 +103,8 @@ def load_data(
         task: `masked_lm`; `causal_lm`, where plain text ends in the tokenizer's eos token; or
             `sequence_classification` or `token_classification`, where a document has one label, or
             is a list of words with one each.
-        labels: Names of the classes of a trained classifier; None takes those of the training rows.
+        labels: Names of the classes of a trained classifier. None takes those of the training rows,
+            in the order of a `ClassLabel`, if the sources have one and the same, else sorted.
         eval_only: Evaluate on all documents; those of streams are split all the same.
 
     Returns:
@@ -119,7 +120,7 @@ def load_data(
         vocab_size=vocab_size,
         max_positions=max_positions,
         context_length=config.context_length,
-        needs_mask=task != "causal_lm",
+        needs_mask=task == "masked_lm",
     )
     masker = None
     if task not in LABELED:
@@ -157,8 +158,16 @@ def load_data(
         if not stay.all():
             rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:
-        of_tokens = task == "token_classification"
-        masker = class_labels(rows, eval_rows, names=labels, of_tokens=of_tokens, seed=seed)
+        assert config.label_column is not None, "check_label_settings has looked"
+        orders = {names_of_classes(documents, config.label_column) for documents, _ in opened}
+        masker = class_labels(
+            rows,
+            eval_rows,
+            names=labels,
+            order=orders.pop() if len(orders) == 1 else None,
+            of_tokens=task == "token_classification",
+            seed=seed,
+        )
     return replace(
         _table_data(rows, eval_rows, config, masker, collator, vocab_size),
         bad_rows=bad_rows,

@@ -1,7 +1,9 @@
 """LoRA on frozen layers of the backbone: put in, merged into copies, saved and loaded."""
 
 import difflib
+import os
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,16 +39,22 @@ NAME = "default"  # PEFT's, of the one adapter
 def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     """Put trainable float32 LoRA weights beside frozen linear layers of the blocks.
 
-    The model keeps its class and its single head. `config` names the merged weights among what
-    training changes, and keeps them in float32 when the rest is loaded in 16 bits.
+    The model keeps its class and its single head, and its `save_pretrained` saves it merged.
+    `config` names the merged weights among what training changes, and keeps them in float32 when
+    the rest is loaded in 16 bits.
 
     Raises:
-        ValueError: A target without a linear layer, a block that does not exist, or a layer whose
-            own weights train.
+        ValueError: A model that has LoRA, a target without a linear layer, a block that does not
+            exist, or a layer whose own weights train.
 
     Source:
         Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
     """
+    if has_lora(model):
+        raise ValueError(
+            "peft: expected a model without LoRA, got one that has it. Save it and load it again, "
+            "which merges it, or train it without a new peft_config"
+        )
     backbone = model.model.backbone
     targets = _target_layers(backbone, peft)
     low_precision = next(backbone.parameters()).dtype != torch.float32
@@ -77,6 +85,8 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
     settle_quantized_(model, merged=targets)
+    # Of the instance, so that its class stays; deepcopy and pickle bind it to the copy.
+    vars(model)["save_pretrained"] = partial(_save_merged, model)
 
 
 def has_lora(model: HarmonicHeadModel) -> bool:
@@ -110,11 +120,23 @@ def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
 def save_lora(model: HarmonicHeadModel, folder: Path) -> None:
     """Save a model with LoRA merged, with what trains beside it in `adapter/`."""
     save_adapter(model, folder)
-    state = merged_state(model)
+    model.save_pretrained(folder)
+
+
+def _save_merged(
+    model: HarmonicHeadModel,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save a model with LoRA as `save_pretrained` of its class does, but merged."""
+    if state_dict is None or any(".lora_" in name for name in state_dict):
+        state_dict = merged_state(model)
     # Of a quantized model transformers would save the weights as they are, whatever it is given.
     quantizer, vars(model)["hf_quantizer"] = vars(model).get("hf_quantizer"), None
     try:
-        model.save_pretrained(folder, state_dict=state)
+        type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
     finally:
         vars(model)["hf_quantizer"] = quantizer
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from harmonic_sft.config import load_text, parse, to_plain
 from harmonic_sft.training.run_config import (
@@ -209,10 +210,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
             accelerator_config.dispatch_batches = False
-        if self.label_names is None:
-            self.label_names = ["labels"]  # label_positions are not
-        metric = str(self.metric_for_best_model).removeprefix("eval_")
-        if raw["greater_is_better"] is None and metric in METRICS:
+        metric = _metric(str(self.metric_for_best_model))
+        if raw["greater_is_better"] is None and metric is not None:
             self.greater_is_better = METRICS[metric]
         # What was derived from a value is not what was asked for.
         self._derived = {
@@ -291,11 +290,18 @@ class HarmonicTrainingArguments(TrainingArguments):
             if name in self._derived and self._derived[name][1] is value:
                 value = self._derived[name][0]
             value = value.value if isinstance(value, Enum) else value
+            if isinstance(value, AcceleratorConfig):  # of `dataclasses.replace`
+                plain = vars(AcceleratorConfig())
+                value = {k: v for k, v in vars(value).items() if (v or None) != (plain[k] or None)}
             # A parser of command lines writes nothing in its own ways.
             if name not in NOT_IN_CONFIG and (value or None) != (_default(name) or None):
                 given[name] = value
-        if str(given.get("metric_for_best_model")).removeprefix("eval_") not in METRICS:
-            given.pop("metric_for_best_model", None)  # the user's compute_metrics knows it
+        if "metric_for_best_model" in given:
+            metric = _metric(str(given.pop("metric_for_best_model")))
+            if metric is not None:
+                given["metric_for_best_model"] = metric
+            else:  # the user's compute_metrics knows it
+                given.pop("load_best_model_at_end", None)
         return {**given, "output_dir": self.output_dir}
 
     def _hub(self) -> dict[str, Any]:
@@ -323,6 +329,12 @@ def _default(name: str) -> Any:
     if found.default_factory is not MISSING:
         return found.default_factory()
     return found.default.value if isinstance(found.default, Enum) else found.default
+
+
+def _metric(name: str) -> str | None:
+    """Return the metric of ours that a name says, alone or after that of an evaluation set."""
+    found = [metric for metric in METRICS if f"_{name}".endswith(f"_{metric}")]
+    return max(found, key=len, default=None)
 
 
 def _bare(settings: Mapping[str, Any]) -> dict[str, Any]:

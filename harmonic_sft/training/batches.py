@@ -32,20 +32,20 @@ class CountingCollator:
 
     Attributes:
         collator: Makes a batch of rows.
-        num_classes: V, of the head.
+        num_classes: V, of the head; None where labels are not its classes.
         causal: The model predicts next tokens.
     """
 
     collator: Callable[[Any], dict[str, Any]]
-    num_classes: int
+    num_classes: int | None
     causal: bool
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         """Make one batch.
 
         Returns:
-            What `collator` returns with `label_positions`, `[N]`, an argument of the models, and
-            `num_tokens`, without padding, which the trainer takes out.
+            What `collator` returns with `label_positions`, `[N]`, an argument of the models, if
+            labels are classes, and `num_tokens`, without padding, which the trainer takes out.
 
         Raises:
             ValueError: A label is not a class.
@@ -56,11 +56,10 @@ class CountingCollator:
         """Return a batch with what is counted in it."""
         mask = batch.get("attention_mask")
         num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
-        if "labels" not in batch:
+        labels = batch.get("labels")
+        if labels is None or self.num_classes is None or labels.is_floating_point():
             return {**batch, "num_tokens": num_tokens}
-        positions = scored_positions(
-            batch["labels"], num_classes=self.num_classes, causal=self.causal
-        )
+        positions = scored_positions(labels, num_classes=self.num_classes, causal=self.causal)
         return {**batch, "label_positions": positions, "num_tokens": num_tokens}
 
 

@@ -20,9 +20,11 @@ from transformers import (
     set_seed,
 )
 
+from harmonic_sft.config import parse
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import GivenSource
+from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,
@@ -58,6 +60,12 @@ from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
 logger = logging.getLogger(__name__)
 DEFAULT_LENGTH = 1024  # longest row where the arguments do not say, in tokens
 RAW = (datasets.Dataset, datasets.IterableDataset)  # the trainer makes rows of them
+CLASSIFIER_NAMES = (  # ends of transformers' names
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
 LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
 
 
@@ -92,24 +100,28 @@ class Preparation:
         self._makes_rows = collator is None
         self.collator = collator
         self._labels: list[str] | None = None  # of a classifier
+        if isinstance(model, HarmonicClassifier) and model.config.id2label is not None:
+            self._labels = [name for _, name in sorted(model.config.id2label.items())]
         if isinstance(model, str):
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
             self._base = model.config
-        if isinstance(model, HarmonicHeadModel) and args.head is not None:
-            raise ValueError(
-                f"head: expected nothing with a {type(model).__name__}, which has one, got "
-                f"{args.head!r}. Give the name of its base, or change its head before"
-            )
-        self.configure()
+        self.data = self.configure().data  # which says how rows are made
+        if isinstance(model, HarmonicHeadModel):
+            _check_loaded(model, args.head, self.config)
 
     def configure(self) -> RunConfig:
         """Set `config` to what a YAML file would say of the arguments as they are; return it."""
         task = self.args.task or _task(self.model, self._base, self.args.label_column)
+        has_head = isinstance(self.model, HarmonicHeadModel)
+        if task in CLASSIFIERS and not has_head and _kind(self._base) == "causal_lm":
+            raise ValueError(
+                "label_column: expected an encoder for a classifier, got a decoder "
+                f"({self._base.model_type}). Take another base, or leave label_column and task out"
+            )
         own_head = None
         if self._base.model_type == "harmonic" and self.args.head is None:
-            is_loaded = isinstance(self.model, HarmonicHeadModel)
-            settings = self.model.dist_head.settings() if is_loaded else self._base.head
+            settings = self.model.dist_head.settings() if has_head else self._base.head
             own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
         longest = max_positions(self._base.get_text_config())
         self.config = self.args.config_for(
@@ -122,6 +134,20 @@ class Preparation:
         )
         check_frozen(self.config, self._base)
         return self.config
+
+    def configure_trial(self) -> RunConfig:
+        """Set and return `config` for a trial of a search, whose rows are made already.
+
+        Raises:
+            ValueError: It asks for other rows.
+        """
+        config, made = self.configure(), vars(self.data)
+        if others := [key for key, value in vars(config.data).items() if value != made[key]]:
+            raise ValueError(
+                f"hp_space: expected the rows that were made before the search, got other {others}."
+                " Make a trainer for each such value"
+            )
+        return config
 
     @property
     def known_tokenizer(self) -> Any:
@@ -154,6 +180,12 @@ class Preparation:
             ValueError: Bad rows, or columns that are not known.
         """
         self._check_data(data, TRAIN_NAME)
+        h_exp, of_run = self.config.h_exp, isinstance(data, MaskedRows | StreamedRows)
+        if h_exp is not None and h_exp.calibrate and not of_run:
+            raise ValueError(
+                "h_exp.calibrate: expected false from Python, got true. Only the run of a YAML "
+                "file calibrates: harmonic_sft.train(load_run_config(...))"
+            )
         if isinstance(data, dict):
             raise ValueError(
                 f"train_dataset: expected one data set, got the splits {sorted(data)}. Name one: "
@@ -161,7 +193,7 @@ class Preparation:
             )
         if self._makes_rows and isinstance(data, RAW):
             data = self._loaded(data, TRAIN_NAME).train
-        if isinstance(data, MaskedRows):
+        if isinstance(data, MaskedRows) and self._labels is None:
             self._labels = data.class_names
         return data
 
@@ -195,9 +227,10 @@ class Preparation:
 
     def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
-        settings, column = self.config.data, self.args.text_column
+        settings, column = self.data, self.args.text_column
         if (text_of := self._format) is not None:
-            columns, column = data.column_names, "text"
+            kept, column = (settings.label_column, settings.weight_column), "text"
+            columns = [name for name in data.column_names or [] if name not in kept]
             data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
         streaming = isinstance(data, datasets.IterableDataset)
         row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
@@ -226,6 +259,8 @@ class Preparation:
         set_seed(self.args.seed)
         run, task = self.config, self.config.model.task
         if isinstance(self.model, HarmonicHeadModel):
+            if self.args.h_exp is not None and run.h_exp is not None:
+                self.model.h_exp = run.h_exp.start
             if train is not None:
                 loss_fn = self.model.loss_fn
                 prepare_model_(self.model, run)
@@ -359,8 +394,18 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
-    """Freeze what the run does not train, add LoRA if it has a section, and set the loss."""
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
+
+    Raises:
+        ValueError: The run asks for what would then have no effect.
+    """
     unfreeze_(model, run.model.unfreeze)
+    noise = run.training.get("neftune_noise_alpha")
+    if noise is not None and not trains(model.get_input_embeddings()):
+        raise ValueError(
+            f"training.neftune_noise_alpha: expected nothing with frozen input embeddings, which "
+            f"get no noise, got {noise}. Unfreeze them, or leave it out"
+        )
     changes = run.peft is not None or trains(model.model)
     old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
     if run.peft is not None:
@@ -374,25 +419,66 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
 
 
 def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
-    """Tell from a model, or from its configuration, what it predicts."""
-    names = [*(config.architectures or []), type(model).__name__]
-    for task, model_class in MODELS.items():
-        if model_class.__name__ in names and (label_column is None or task in CLASSIFIERS):
-            return task
+    """Tell from a model, or from its configuration, what it predicts.
+
+    Raises:
+        ValueError: They do not say.
+    """
+    names = [] if isinstance(model, str) else [one.__name__ for one in type(model).__mro__]
+    names += config.architectures or []
+    ours = {model_class.__name__: task for task, model_class in MODELS.items()}
+    ours["HarmonicForQuestionAnswering"] = "token_classification"  # of start and end
+    for name in names:
+        if name in ours and (label_column is None or ours[name] in CLASSIFIERS):
+            return ours[name]
     if label_column is not None:
         return "sequence_classification"
-    if any(name.endswith("ForMaskedLM") for name in names):
-        return "masked_lm"
-    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
-        return "causal_lm"
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "neobert":
-        return "masked_lm"
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "causal_lm"
+    for name in names:
+        if name.endswith("ForMaskedLM"):
+            return "masked_lm"
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            return "causal_lm"
+        if name.endswith(CLASSIFIER_NAMES):
+            raise ValueError(
+                f"label_column: expected the column of the labels of a {name}, got nothing. To "
+                "train its body on text without labels, set task='masked_lm'"
+            )
+    if (kind := _kind(config)) is not None:
+        return kind
     raise ValueError(
         f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
         "say which. Name it"
     )
+
+
+def _kind(config: PreTrainedConfig) -> str | None:
+    """Tell from the configuration of a body which tokens it predicts, None if it does not say."""
+    if config.model_type == "harmonic":
+        return "causal_lm" if config.is_causal else "masked_lm"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "neobert":
+        return "masked_lm"
+    return "causal_lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def _check_loaded(model: HarmonicHeadModel, head: Any, run: RunConfig) -> None:
+    """Refuse what only a model that the trainer loads by its name can follow."""
+    asked = run.model
+    learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
+    dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}
+    ignored = {
+        "head": (head, head is not None),
+        "dropout": (asked.dropout, asked.dropout is not None),
+        "from_scratch": (True, asked.from_scratch),
+        "pooling": (asked.pooling, asked.pooling not in (None, model.config.pooling)),
+        "dtype": (asked.dtype, asked.dtype != "float32" and f"torch.{asked.dtype}" not in dtypes),
+        "h_exp.schedule": ("learned", run.learns_h_exp and not learns),
+    }
+    for name, (value, is_ignored) in ignored.items():
+        if is_ignored:
+            raise ValueError(
+                f"{name}: expected nothing with a {type(model).__name__} that is loaded, got "
+                f"{value!r}. Give the name of its base or folder, or change the model before"
+            )
 
 
 def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
@@ -420,4 +506,4 @@ def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | N
         given["layers_to_transform"] = [blocks]
     if targets is None:
         del given["target_modules"]
-    return PeftConfig(**given)
+    return parse(PeftConfig, given)

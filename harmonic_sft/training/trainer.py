@@ -20,6 +20,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerState,
+    TrainingArguments,
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -33,7 +34,13 @@ from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
-from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel, LinearHead
+from harmonic_sft.models import (
+    HarmonicClassifier,
+    HarmonicConfig,
+    HarmonicForQuestionAnswering,
+    HarmonicHeadModel,
+    LinearHead,
+)
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_lora
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
@@ -159,12 +166,9 @@ class HarmonicTrainer(Trainer):
         built, self.old_head = self._preparation.build(train_dataset)
         if getattr(built, "is_quantized", False):  # the Trainer would refuse it
             vars(built)["is_quantized"] = False  # but the head alone trains
-        self._low_precision = low_precision_weights(built)  # MasterWeightsAdamW steps them
+        self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
-        if self._low_precision:
-            options = Trainer.get_optimizer_cls_and_kwargs(args, built)[1]
-            optimizer_cls_and_kwargs = (MasterWeightsAdamW, options)
         self.run_config = config = self._preparation.config  # what a YAML file would say
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
@@ -186,11 +190,14 @@ class HarmonicTrainer(Trainer):
         args.enable_jit_checkpoint = takes_sigterm
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LabeledProgress())
+        is_free = isinstance(built, HarmonicClassifier) and built._is_free(torch.empty(0).long())
         self.data_collator = CountingCollator(
             collator=self.data_collator,
-            num_classes=len(built.dist_head.weight),
+            num_classes=None if is_free else len(built.dist_head.weight),
             causal=built.config.is_causal,
         )
+        # Spans of answers have a mean loss, whatever num_items_in_batch is.
+        self.loss_is_scaled_for_ga = not isinstance(built, HarmonicForQuestionAnswering)
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
@@ -266,7 +273,8 @@ class HarmonicTrainer(Trainer):
         """Search as transformers does, every trial with a model that is loaded again.
 
         Raises:
-            ValueError: The trainer was given a model, which a trial would change.
+            ValueError: The trainer was given a model, which a trial would change, or a trial asks
+                for other rows.
         """
         if not isinstance(self._preparation.model, str):
             raise ValueError("model: expected a name for a hyper-parameter search, got a model")
@@ -278,7 +286,8 @@ class HarmonicTrainer(Trainer):
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
-        self.run_config = config = self._preparation.configure()
+        self._hp_search_setup(trial)  # transformers calls it after this
+        self.run_config = config = self._preparation.configure_trial()
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision = low_precision_weights(model)
@@ -388,6 +397,16 @@ class HarmonicTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: PreTrainedModel | None = None
+    ) -> tuple[Any, Any]:
+        """Return AdamW on float32 masters for a model that trains weights of 16 bits."""
+        found = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if model is not None and low_precision_weights(model):
+            return MasterWeightsAdamW, found[1]
+        return found
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Leave prototypes out of weight decay: their norm is the head's business."""
         names = super().get_decay_parameter_names(model)
@@ -396,9 +415,10 @@ class HarmonicTrainer(Trainer):
         return names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the exponent of the step just taken to its loss."""
+        """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
         if "loss" in logs:
             h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
+            h_exp = self.model.h_exp if self.run_config.learns_h_exp else h_exp
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
 
@@ -469,38 +489,48 @@ class HarmonicTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Weigh every labelled token alike; transformers averages the means of batches.
 
-        Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop.
+        Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop; so
+        is the loss of labels that are no classes of the head.
         """
+        metrics, num_rows = self._scores(dataloader, can_be_empty=description == "Prediction")
         only_loss = self.args.prediction_loss_only
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
-        if not (only_loss if prediction_loss_only is None else prediction_loss_only):
+        if num_rows == 0 or not (
+            only_loss if prediction_loss_only is None else prediction_loss_only
+        ):
             found = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        metrics, num_rows = self._scores(dataloader)
+        others = dict(found.metrics or {})
+        if num_rows > 0 and not metrics:  # transformers' loss is of nothing
+            others.pop(f"{metric_key_prefix}_loss", None)
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        metrics = {**(found.metrics or {}), **named}
-        return found._replace(metrics=metrics, num_samples=found.num_samples or num_rows)
+        return found._replace(metrics=others | named, num_samples=found.num_samples or num_rows)
 
-    def _scores(self, dataloader: DataLoader) -> tuple[dict[str, float], int]:
-        """Return the metrics of all labelled tokens, and how many rows there are."""
+    def _scores(
+        self, dataloader: DataLoader, *, can_be_empty: bool
+    ) -> tuple[dict[str, float], int]:
+        """Return the metrics of all labelled tokens, and how many rows were scored."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
         scores = score(model, self._head_inputs(model, dataloader), self._gather_scores)
         if scores is None:
             return {}, 0
+        if can_be_empty and len(scores.labels) == 0:
+            return {}, scores.num_rows
         documents = documents_of(dataloader.dataset, scores.num_rows)
         return summarize(scores, model.dist_head, documents), scores.num_rows
 
     def _head_inputs(
         self, model: HarmonicHeadModel, dataloader: DataLoader
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield hidden states and labels of every batch; of rows without labels, nothing."""
+        """Yield hidden states and labels of every batch whose labels are classes of the head."""
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            if "labels" not in batch:
-                return
+            is_classifier = isinstance(model, HarmonicClassifier)
+            if "labels" not in batch or (is_classifier and model._is_free(batch["labels"])):
+                continue
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 inputs = head_inputs(model, batch)  # [B, S, D], [B, S]
             yield inputs

@@ -86,6 +86,28 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     assert len(data.train) + len(data.eval) == 5
 
 
+def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer):
+    """Of one data set, or several that agree; a class without rows is left out."""
+
+    def saved(name, names, labels):
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        )
+        rows = {"text": [f"{text} {name}" for text in TEXTS[:6]], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
+        return {"path": str(tmp_path / name)}
+
+    first = saved("red", ["up", "none", "down"], [0, 2] * 3)
+    same = saved("blue", ["up", "none", "down"], [0, 0, 2] * 2)
+    other = saved("gray", ["down", "up"], [0, 1] * 3)
+    for sources, order in (
+        ([first], ["up", "down"]),
+        ([first, same], ["up", "down"]),
+        ([first, other], ["down", "up"]),
+    ):
+        assert load("", tokenizer, sources=sources).labels == order
+
+
 def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):
     rows = [*ROWS, {"text": "red  blue", "label": "c"}]
     held_out = write([{"text": "red blue", "label": "a"}], "eval.jsonl")
@@ -132,8 +154,19 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
 def test_a_trained_model_keeps_its_classes(write, tokenizer):
     path = write(ROWS)
     assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
-    with pytest.raises(ValueError, match=r"data.eval: expected labels .* got 'c'"):
+    with pytest.raises(ValueError, match=r"expected the model's classes, 'a', 'b', got 'c'"):
         load(path, tokenizer, labels=["a", "b"])
+
+
+def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(write, tokenizer):
+    rows = [{"text": text, "label": i % 2 + 1} for i, text in enumerate(TEXTS[:6])]
+    path = write(rows)
+    for names, numbers in ((["a", "b", "c"], {1, 2}), (["2", "0", "1"], {0, 2})):
+        data = load(path, tokenizer, labels=names, eval={"documents": 0})
+        assert {int(data.train[i]["labels"]) for i in range(6)} == numbers
+        assert data.train[0]["labels"] == (1 if names[0] == "a" else 2)
+    with pytest.raises(ValueError, match=r"expected the model's classes, .* got '1'"):
+        load(path, tokenizer, labels=["x", "2"])
 
 
 def test_columns_that_are_not_there_are_named(write, tokenizer):
@@ -184,6 +217,7 @@ def test_bad_rows_stop_or_are_counted(write, tokenizer):
     for bad, reason in (
         ({"text": "  ", "label": "a"}, "expected text with a label, got '  '"),
         ({"text": "red", "label": None}, "expected a string or an integer as label, got None"),
+        ({"text": "red", "label": True}, r"label, got True \(write it as a string\)"),
     ):
         path = write([*ROWS, bad])
         with pytest.raises(ValueError, match=rf"{reason} in .*, line 9\..*on_bad_row: skip"):

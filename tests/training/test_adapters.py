@@ -1,5 +1,8 @@
 """LoRA: what trains, what is saved, and what a resumed run goes on with."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -211,6 +214,21 @@ def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def test_a_model_saves_itself_merged_and_so_do_its_copies(tiny_base, tmp_path):
+    model = move_(with_lora(tiny_base, **LORA))
+    expected = {name: value.clone() for name, value in merged_state(model).items()}
+    copies = (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    for number, one in enumerate(copies):
+        folder = tmp_path / str(number)
+        one.save_pretrained(folder, state_dict=one.state_dict() if number else None)
+        saved = weights(folder)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+        move_(one)  # which the next one has not seen
+    with pytest.raises(ValueError, match="peft: expected a model without LoRA, got one that has"):
+        add_lora_(model, PeftConfig(**LORA))
 
 
 def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):

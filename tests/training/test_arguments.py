@@ -1,5 +1,6 @@
 """HarmonicTrainingArguments: the recipe by default, what is given honoured, or refused by name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -105,6 +106,40 @@ def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
         key: again.training[key] for key in left_out & again.training.keys()
     }
     assert again.data.mask == run.data.mask
+
+
+@pytest.mark.parametrize(
+    ("metric", "known", "greater"),
+    [
+        ("eval_a_ece", "ece", False),
+        ("a_post_hoc_ece", "post_hoc_ece", False),
+        ("eval_a_top_5_accuracy", "top_5_accuracy", True),
+        ("eval_right", None, True),
+    ],
+)
+def test_the_best_model_is_that_of_a_metric_of_any_evaluation_set(metric, known, greater):
+    arguments = HarmonicTrainingArguments(
+        "out",
+        **QUIET,
+        metric_for_best_model=metric,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=500,
+    )
+    assert arguments.greater_is_better is greater
+    training = arguments.config_for("base", task="masked_lm").training
+    assert training.get("metric_for_best_model") == known
+
+
+def test_arguments_are_replaced():
+    options = {"accelerator_config": {"even_batches": False}, "warmup_steps": 3}
+    for given in ({}, options):
+        arguments = HarmonicTrainingArguments("out", **QUIET, **given)
+        again = dataclasses.replace(arguments, max_steps=2)
+        found, expected = (
+            one.config_for("base", task="masked_lm").training for one in (again, arguments)
+        )
+        assert found | {"report_to": []} == expected | {"report_to": [], "max_steps": 2}
 
 
 def test_the_parser_of_transformers_and_reporters_read_them():

@@ -1,17 +1,17 @@
 """HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
 
-import random
-
 import numpy as np
 import optuna
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 from transformers import (
     AutoTokenizer,
     BertForMaskedLM,
+    BertForSequenceClassification,
     DataCollatorForLanguageModeling,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -19,55 +19,14 @@ from harmonic_sft import (
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicTrainer,
-    HarmonicTrainingArguments,
     train,
 )
 from harmonic_sft.training import load_run_config
+from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.run import prepare
-from tests.conftest import WORDS
 from tests.decoders import save_decoder
 from tests.training.conftest import losses
 from tests.training.test_causal_runs import save_tokenizer
-
-
-@pytest.fixture
-def arguments(tmp_path):
-    """Return a function that makes arguments of a run of 4 steps."""
-
-    def make(name="run", **fields):
-        settings = {
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "context_length": 24,
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "report_to": "none",
-        }
-        return HarmonicTrainingArguments(str(tmp_path / name), **{**settings, **fields})
-
-    return make
-
-
-@pytest.fixture
-def make(tiny_base, texts, arguments):
-    """Return a function that makes a trainer, of the tiny base on the texts by default."""
-
-    def trainer(args=None, model=tiny_base, **options):
-        return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
-
-    return trainer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_base):
-    return AutoTokenizer.from_pretrained(tiny_base)
-
-
-@pytest.fixture(scope="module")
-def texts(text_file):
-    return load_dataset("text", data_files=str(text_file), split="train")
 
 
 @pytest.fixture(scope="module")
@@ -174,26 +133,13 @@ def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
-def test_labelled_rows_make_a_classifier(arguments, make):
-    generator = random.Random(0)
-    groups = {"early": WORDS[:30], "late": WORDS[30:60]}
-    rows = [
-        {"sentence": " ".join(generator.choices(words, k=6)), "kind": label}
-        for _ in range(40)
-        for label, words in groups.items()
-    ]
-    trainer = make(
-        arguments(label_column="kind", text_column="sentence", h_exp=-12.0),
-        train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:20]),
-        compute_metrics=lambda found: {"right": (found[0].argmax(-1) == found[1]).mean()},
-    )
-    assert isinstance(trainer.model, HarmonicForSequenceClassification)
-    assert trainer.model.config.id2label == {0: "early", 1: "late"}
-    trainer.train()
-    metrics = trainer.evaluate()
-    assert metrics["eval_right"] == pytest.approx(metrics["eval_accuracy"])
-    assert trainer.predict(Dataset.from_list(rows[:6])).predictions.shape == (6, 2)
+def test_predictions_of_texts_without_a_masked_token_are_kept(arguments, make):
+    trainer = make(arguments(mask=0.001))
+    found = trainer.predict(Dataset.from_dict({"text": ["aa"]}))
+    assert found.predictions.shape[:2] == (1, 3)
+    assert "test_loss" not in found.metrics
+    with pytest.raises(ValueError, match="evaluation: expected labelled tokens, got none"):
+        trainer.evaluate(Dataset.from_dict({"text": ["aa"]}))
 
 
 @pytest.mark.parametrize("kind", ["packed", "stream", "decoder", "classes"])
@@ -251,6 +197,16 @@ def test_another_optimizer_is_honoured(arguments, make):
     given = make(arguments("other"), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
     given.train()
     assert isinstance(given.optimizer.optimizer, torch.optim.SGD)
+
+
+def test_master_weights_are_stepped_as_the_arguments_say_when_training_begins(arguments, make):
+    args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
+    trainer = make(args)
+    args.learning_rate, args.adam_beta1, args.lr_scheduler_type = 0.5, 0.8, "constant"
+    trainer.create_optimizer()
+    assert isinstance(trainer.optimizer, MasterWeightsAdamW)
+    assert trainer.optimizer.defaults["lr"] == 0.5
+    assert trainer.optimizer.defaults["betas"] == (0.8, 0.95)
 
 
 def test_an_optimizer_has_to_hold_what_trains(tiny_base, arguments, make, tokenizer):
@@ -359,6 +315,42 @@ def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, argumen
     assert swapped.model.dist_head.settings()["name"] == "cosine"
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("dtype", {"dtype": "bfloat16"}),
+        ("dropout", {"dropout": 0.1}),
+        ("from_scratch", {"from_scratch": True, "unfreeze": ["*"]}),
+        ("pooling", {"pooling": "cls", "label_column": "label"}),
+        ("h_exp.schedule", {"h_exp": {"start": -5.0, "schedule": "learned"}}),
+    ],
+)
+def test_one_of_our_models_is_not_loaded_again(
+    tiny_base, texts, arguments, make, tokenizer, name, fields
+):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    if name == "pooling":
+        model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=["a", "b"])
+    with pytest.raises(ValueError, match=f"{name}: expected nothing with a Harmonic.* is loaded"):
+        make(arguments(**fields), model=model, processing_class=tokenizer)
+
+
+def test_a_given_exponent_is_evaluated_before_training_too(
+    tiny_base, texts, arguments, make, tokenizer
+):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    trainer = make(arguments(h_exp=-5.0), model=model, processing_class=tokenizer)
+    assert trainer.evaluate(texts.select(range(10)))["eval_h_exp"] == -5.0
+
+
+def test_a_learned_exponent_is_logged(arguments, make):
+    trainer = make(arguments(h_exp={"start": -5.0, "schedule": "learned"}))
+    trainer.train()
+    found = [entry["h_exp"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(set(found)) > 1
+    assert found[-1] == trainer.model.h_exp
+
+
 def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, arguments):
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
@@ -392,6 +384,8 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
         ValueError, match=r"peft_config: expected no more than .* got \['use_dora'\]"
     ):
         make(arguments("other"), peft_config=LoraConfig(r=2, use_dora=True))
+    with pytest.raises(ValueError, match=r"^target_modules: expected .*, got '\.\*query'$"):
+        make(arguments("third"), peft_config=LoraConfig(r=2, target_modules=".*query"))
 
 
 def test_a_run_continues_from_its_last_checkpoint(arguments, make):
@@ -435,6 +429,60 @@ def test_a_search_loads_the_model_again_for_every_trial(
     fixed = make(model=ours, processing_class=tokenizer)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
         fixed.hyperparameter_search(n_trials=1)
+
+
+def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
+    seen = {}
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen[args.h_exp] = kwargs["model"].h_exp
+
+    def search(name, values):
+        def space(trial):
+            return {name: trial.suggest_categorical(name, values)}
+
+        options = {"eval_dataset": texts.select(range(10)), "callbacks": [Seen()]}
+        make(arguments(name, h_exp=-12.0, mask=0.2, max_steps=1), **options).hyperparameter_search(
+            hp_space=space,
+            n_trials=len(values),
+            backend="optuna",
+            sampler=optuna.samplers.GridSampler({name: values}, seed=0),
+        )
+
+    search("h_exp", [-4.0, -8.0, -20.0])
+    assert seen == {value: value for value in (-4.0, -8.0, -20.0)}
+    with pytest.raises(ValueError, match=r"hp_space: expected the rows .* got other \['mask'\]"):
+        search("mask", [0.5])
+
+
+IGNORED = {
+    r"h_exp.calibrate: expected false from Python, got true": {
+        "h_exp": {"start": -12.0, "end": -12.0, "calibrate": True}
+    },
+    r"neftune_noise_alpha: expected nothing with frozen input embeddings, .* got 5.0": {
+        "neftune_noise_alpha": 5.0
+    },
+}
+
+
+@pytest.mark.parametrize("message", IGNORED)
+def test_what_would_have_no_effect_is_refused(message, arguments, make):
+    with pytest.raises(ValueError, match=message):
+        make(arguments(**IGNORED[message]))
+
+
+def test_a_classifier_needs_labels_and_an_encoder(
+    tiny_base, decoder, texts, arguments, make, tokenizer
+):
+    model = BertForSequenceClassification(BertForMaskedLM.from_pretrained(tiny_base).config)
+    options = {"model": model, "processing_class": tokenizer}
+    with pytest.raises(ValueError, match="label_column: expected the column of the labels of a Be"):
+        make(**options)
+    assert make(arguments(task="masked_lm"), **options).model.model.backbone is model.bert
+    labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
+    with pytest.raises(ValueError, match=r"label_column: expected an encoder .* decoder \(llama\)"):
+        make(arguments(label_column="label"), model=str(decoder), train_dataset=labelled)
 
 
 def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments, make, tokenizer):

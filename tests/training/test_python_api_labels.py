@@ -1,0 +1,146 @@
+"""HarmonicTrainer from Python on labelled rows: classes, their order, and labels that are none."""
+
+import random
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+
+from harmonic_sft import (
+    HarmonicForMaskedLM,
+    HarmonicForQuestionAnswering,
+    HarmonicForSequenceClassification,
+    HarmonicForTokenClassification,
+)
+from tests.conftest import WORDS
+from tests.training.conftest import losses
+
+
+def test_labelled_rows_make_a_classifier(arguments, make):
+    generator = random.Random(0)
+    groups = {"early": WORDS[:30], "late": WORDS[30:60]}
+    rows = [
+        {"sentence": " ".join(generator.choices(words, k=6)), "kind": label}
+        for _ in range(40)
+        for label, words in groups.items()
+    ]
+    trainer = make(
+        arguments(label_column="kind", text_column="sentence", h_exp=-12.0),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:20]),
+        compute_metrics=lambda found: {"right": (found[0].argmax(-1) == found[1]).mean()},
+    )
+    assert isinstance(trainer.model, HarmonicForSequenceClassification)
+    assert trainer.model.config.id2label == {0: "early", 1: "late"}
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_right"] == pytest.approx(metrics["eval_accuracy"])
+    assert trainer.predict(Dataset.from_list(rows[:6])).predictions.shape == (6, 2)
+
+
+CLASSES = ["low", "high", "none"]
+
+
+@pytest.mark.parametrize(
+    "model_class", [HarmonicForSequenceClassification, HarmonicForTokenClassification]
+)
+def test_a_classifier_keeps_its_classes_and_their_order(
+    tiny_base, arguments, make, tokenizer, model_class
+):
+    model = model_class.from_base(str(tiny_base), labels=CLASSES)
+    is_whole = model_class is HarmonicForSequenceClassification
+
+    def rows(*labels):
+        text = ["aa ab"] * 4 if is_whole else [["aa", "ab"]] * 4
+        label = [*labels, *labels] if is_whole else [labels] * 4
+        return Dataset.from_dict({"text": text, "label": label})
+
+    def numbers(trainer, data):
+        found = trainer.predict(data).label_ids
+        return found[found != -100].tolist()
+
+    args = arguments(label_column="label", max_steps=1)
+    options = {"model": model, "processing_class": tokenizer}
+    trainer = make(args, train_dataset=rows("high", "low"), **options)
+    only_evaluates = make(args, train_dataset=None, **options)
+    expected = [1, 0] * (2 if is_whole else 4)
+    for found in (trainer, only_evaluates):
+        assert numbers(found, rows("high", "low")) == numbers(found, rows(1, 0)) == expected
+    trainer.train()
+    assert model.config.id2label == dict(enumerate(CLASSES))
+    with pytest.raises(ValueError, match=r"expected the model's classes, 'low'.* got 'odd'"):
+        trainer.evaluate(rows("odd", "low"))
+    with pytest.raises(ValueError, match=r"expected the model's classes, 'low'.* got '3'"):
+        trainer.evaluate(rows(0, 3))
+
+
+def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["low", "high"])}
+    )
+    rows = {"text": texts["text"][:8], "label": [0, 1, 1, 0] * 2}
+    data = Dataset.from_dict(rows, features=features)
+    trainer = make(arguments(label_column="label"), train_dataset=data)
+    assert trainer.predict(data).label_ids.tolist() == data["label"][:]
+
+
+FREE = {
+    "several labels": (3, [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]] * 4),
+    "numbers": (1, [0.5, 2.0] * 4),
+    "whole numbers": (1, [5, 7] * 4),
+}
+
+
+@pytest.mark.parametrize("labels", FREE.values(), ids=FREE)
+def test_labels_that_are_no_classes_are_trained_and_evaluated(
+    tiny_base, arguments, make, tokenizer, tmp_path, labels
+):
+    num_labels, values = labels
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "body")
+    model = HarmonicForSequenceClassification.from_pretrained(
+        tmp_path / "body", num_labels=num_labels
+    )
+    rows = Dataset.from_dict({"input_ids": [[2, 5, 6, 3]] * 8, "labels": values})
+    trainer = _free_trainer(make, arguments, model, tokenizer, rows)
+    batch = trainer.data_collator(rows.to_list())
+    batch.pop("num_tokens")
+    with torch.no_grad():
+        expected = trainer.model(**batch).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    assert trainer.predict(rows).predictions.shape == (8, num_labels)
+
+
+def _free_trainer(make, arguments, model, tokenizer, rows):
+    """Return a trainer that has taken a step on rows that torch makes batches of."""
+
+    def collate(rows):
+        return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
+    options = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer}
+    args = arguments(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer = make(args, model=model, data_collator=collate, **options)
+    trainer.train()
+    return trainer
+
+
+def test_answers_are_trained_and_evaluated(tiny_base, arguments, make, tokenizer, tmp_path):
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "body")
+    model = HarmonicForQuestionAnswering.from_pretrained(tmp_path / "body")
+    spans = {"start_positions": [1] * 8, "end_positions": [2] * 8}
+    rows = Dataset.from_dict({"input_ids": [[2, 5, 6, 3]] * 8, **spans})
+    trainer = _free_trainer(make, arguments, model, tokenizer, rows)
+    assert 0 < losses(trainer)[0] < 2  # the mean of two micro-batches, not their sum
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(rows).predictions[0].shape == (8, 4)
+
+
+def test_a_formatting_function_leaves_labels_and_weights(arguments, make):
+    columns = {"first": ["aa", "ab"] * 4, "kind": ["x", "y"] * 4, "importance": [2.0] * 8}
+    trainer = make(
+        arguments(label_column="kind", weight_column="importance"),
+        train_dataset=Dataset.from_dict(columns),
+        formatting_func=lambda row: row["first"],
+    )
+    assert trainer.model.config.id2label == {0: "x", 1: "y"}
+    assert trainer.train_dataset[0]["label_weights"] == 2
