@@ -40,6 +40,7 @@ class Conversation:
     messages: list[dict[str, Any]]  # each with `role`, and `content` or `tool_calls`
     tools: list[dict[str, Any]]  # each {"type": "function", "function": {...}}
     completion: int | None = None  # its first turn; None is the last turn of the assistant
+    is_text: bool = False  # a prompt and a completion that were given as text, not as turns
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -84,8 +85,10 @@ class ConversationWriter:
             calls, end of turn), `completion` only those of the completion.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn):
-        self.tokenizer, self.loss_on = tokenizer, loss_on
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, is_causal: bool = False
+    ):
+        self.tokenizer, self.loss_on, self.is_causal = tokenizer, loss_on, is_causal
         added = tokenizer.added_tokens_decoder.values()
         texts = {token.content for token in added if token.special}
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
@@ -128,6 +131,11 @@ class ConversationWriter:
                 "none. Set one of them."
             )
         everything = self.loss_on == "all"
+        if self.is_causal and conversation.is_text:  # one after the other, as it will be prompted
+            prompt = conversation.messages[0]["content"]
+            text = prompt + conversation.messages[1]["content"]
+            scored = True if everything else [(len(prompt), len(text))]
+            return [Piece(text, False, scored), Piece(str(end_of_turn), True, True)]
         written = [
             (message["role"], plain_body(message), index in turns or everything)
             for index, message in enumerate(conversation.messages)

@@ -23,6 +23,7 @@ class Encoded(NamedTuple):
     scored: list[bool]  # which tokens may be predicted
     word_ids: list[int]  # tokens of a word share a number; -1 is no word; empty unless asked for
     labels: list[str | None]  # the label of a piece, at its first token; empty of `input_ids`
+    begins: bool = False  # whether it began with the tokens that stand before every row
 
 
 class Piece(NamedTuple):
@@ -171,7 +172,9 @@ def _join(parts: Sequence[tuple[_Tokens, Piece]], prefix: list[int]) -> Encoded:
         words += max(tokens.word_ids, default=-1) + 1
         labels += [piece.label, *[None] * len(tokens.input_ids)][: len(tokens.input_ids)]
     start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
-    return Encoded(input_ids[start:], scored[start:], word_ids[start:], labels[start:])
+    return Encoded(
+        input_ids[start:], scored[start:], word_ids[start:], labels[start:], begins=start > 0
+    )
 
 
 def _in_spans(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[bool]:

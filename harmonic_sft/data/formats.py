@@ -110,6 +110,7 @@ def reader(
     word_ids: bool = False,
     label_column: str | None = None,
     class_names: Sequence[str] | None = None,
+    is_causal: bool = False,
 ) -> Callable[[Mapping[str, Any]], Draft]:
     """Return what reads documents of one format, and raises `BadRow` for what it cannot use.
 
@@ -125,6 +126,7 @@ def reader(
         word_ids: Whether words will be numbered, for masks of whole words.
         label_column: Name of the column of labels, for labeled formats.
         class_names: What numbers in that column stand for; None keeps them.
+        is_causal: The rows are a decoder's.
 
     Raises:
         ValueError: The settings fit no document of the format.
@@ -138,8 +140,14 @@ def reader(
         return partial(_read_text, column=column)
     if row_format in LABELED:
         assert label_column is not None, "labeled documents have labels"
-        read = _read_labeled_words if row_format == "labeled_words" else _read_labeled_text
-        return partial(read, column=column, label_column=label_column, class_names=class_names)
+        names = {"column": column, "label_column": label_column, "class_names": class_names}
+        if row_format == "labeled_text":
+            return partial(_read_labeled_text, **names)
+        # A byte-level tokenizer has other tokens for a word after a space.
+        one, other = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
+        )
+        return partial(_read_labeled_words, **names, gap="" if one == other else " ")
     if row_format == "tokens":
         if word_ids:
             raise ValueError(
@@ -147,8 +155,10 @@ def reader(
                 "Mask tokens, or give the text."
             )
         special = SpecialTokens.of(tokenizer)
+        if is_causal:  # what ends a text may be a label: it stays in its place
+            special = SpecialTokens(special.prefix, [])
         return partial(_read_tokens, tokenizer=tokenizer, special=special, loss_on=loss_on)
-    write = ConversationWriter(tokenizer, loss_on)
+    write = ConversationWriter(tokenizer, loss_on, is_causal=is_causal)
     return partial(_read_conversation, row_format=row_format, write=write)
 
 
@@ -170,7 +180,12 @@ def _read_labeled_text(
 
 
 def _read_labeled_words(
-    row: Mapping[str, Any], *, column: str, label_column: str, class_names: Sequence[str] | None
+    row: Mapping[str, Any],
+    *,
+    column: str,
+    label_column: str,
+    class_names: Sequence[str] | None,
+    gap: str,
 ) -> Draft:
     words, labels = row.get(column), row.get(label_column)
     if not _is_list(words) or not words or not all(isinstance(word, str) for word in words):
@@ -178,10 +193,12 @@ def _read_labeled_words(
     if not _is_list(labels) or len(labels) != len(words):
         found = len(labels) if _is_list(labels) else type(labels).__name__
         raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
-    pieces = [
-        Piece(word, True, True, _label(label, class_names))
-        for word, label in zip(words, labels, strict=True)
-    ]
+    pieces = []
+    for word, label in zip(words, labels, strict=True):
+        name = None if label == IGNORE_INDEX else _label(label, class_names)
+        pieces.append(Piece(gap * bool(pieces) + word, True, True, name))
+    if all(piece.label is None for piece in pieces):
+        raise BadRow(f"expected a label for one of {len(words)} words, got {IGNORE_INDEX} for all")
     text = " ".join(words)
     return Draft(check_pieces(pieces), text, text)
 
@@ -191,6 +208,8 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         hint = " (write it as a string)" if isinstance(value, bool) else ""
         raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
+    if value == IGNORE_INDEX:
+        raise BadRow(f"expected a class as label, got {IGNORE_INDEX}, which stands for none")
     if class_names is not None:
         if not 0 <= int(value) < len(class_names):
             raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value}")
@@ -226,9 +245,10 @@ def _short(value: Any) -> str:
 
 def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     tools = [] if row_format == "alpaca" else _parsed(row.get("tools"), "tools")
-    completion = None
+    completion, is_text = None, False
     if row_format == "prompt_completion":
         messages, completion = _prompted(row)
+        is_text = all(isinstance(row[name], str) for name in PROMPTED)
     elif row_format == "alpaca":
         messages = _alpaca(row)
     elif row_format == "sharegpt":
@@ -236,7 +256,10 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     else:
         messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
     return Conversation(
-        messages=messages, tools=[_tool(tool) for tool in tools], completion=completion
+        messages=messages,
+        tools=[_tool(tool) for tool in tools],
+        completion=completion,
+        is_text=is_text and not tools,
     )
 
 
@@ -368,6 +391,7 @@ def _read_tokens(
         outside = input_ids[(input_ids < 0) | (input_ids > largest)]
         if len(outside):
             raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
+    _check_one_document(row, input_ids)
     scored = _scored(row, input_ids, loss_on)
     own = input_ids if scored is None else input_ids[scored]
     texts = [" ".join(map(str, part)) for part in (input_ids, own)]
@@ -376,6 +400,20 @@ def _read_tokens(
         input_ids = input_ids[seen]
         scored = None if scored is None else scored[seen]
     return Draft(_unwrapped(input_ids, scored, special), *texts)
+
+
+def _check_one_document(row: Mapping[str, Any], input_ids: np.ndarray) -> None:
+    """Refuse a row that was packed of several documents, which would see each other."""
+    lengths, positions = row.get("seq_lengths"), row.get("position_ids")
+    starts = [0]
+    if positions is not None:
+        starts = np.flatnonzero(_integers(row, "position_ids", len(input_ids)) == 0).tolist()
+    count = max(len(starts), len(lengths) if _is_list(lengths) else 1)
+    if count > 1:
+        raise BadRow(
+            f"position_ids: expected one document, got {count} packed into a row. Give them one by "
+            "one; data.packing packs them"
+        )
 
 
 def _integers(row: Mapping[str, Any], name: str, length: int | None) -> np.ndarray:
@@ -409,11 +447,11 @@ def _scored(row: Mapping[str, Any], input_ids: np.ndarray, loss_on: LossOn) -> n
 
 
 def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: SpecialTokens) -> Encoded:
-    """Leave out the special tokens that every row gets anyway, unless they are scored."""
+    """Leave out the special tokens that every row gets anyway, which are never predicted."""
     start, end = len(special.prefix), len(input_ids) - len(special.suffix)
-    if input_ids[:start].tolist() != special.prefix or (scored is not None and any(scored[:start])):
+    if input_ids[:start].tolist() != special.prefix:
         start = 0
-    if input_ids[end:].tolist() != special.suffix or (scored is not None and any(scored[end:])):
+    if input_ids[end:].tolist() != special.suffix:
         end = len(input_ids)
     if end <= start:
         raise BadRow("input_ids: expected more than the special tokens of a row, got nothing else")
@@ -421,4 +459,5 @@ def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: Specia
         scored = np.ones(len(input_ids), dtype=bool)
     if not scored.any():
         raise BadRow(f"labels: expected tokens to score, got none of {len(scored)}")
-    return Encoded(input_ids[start:end].tolist(), scored[start:end].tolist(), [], [])
+    kept = slice(start, end)
+    return Encoded(input_ids[kept].tolist(), scored[kept].tolist(), [], [], begins=start > 0)

@@ -20,7 +20,6 @@ from harmonic_sft.data.batches import (
     pack,
 )
 from harmonic_sft.data.classification import class_counts, class_labels
-from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import Row
 from harmonic_sft.data.formats import Format, reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
@@ -317,6 +316,11 @@ def _masker(
             "data.mask.whole_word: expected a fast tokenizer, which knows the words, "
             f"got {type(tokenizer).__name__}. Mask single tokens, or use its fast version."
         )
+    if mask.whole_word and len(set(tokenizer("a b c", add_special_tokens=False).word_ids())) < 2:
+        raise ValueError(
+            "data.mask.whole_word: expected a tokenizer that tells words apart, got "
+            f"{type(tokenizer).__name__}, to which a text is one word. Mask single tokens."
+        )
     return RowMasker(
         config=mask, seed=seed, mask_token_id=tokenizer.mask_token_id, special_tokens=special
     )
@@ -352,9 +356,8 @@ def _open(
         word_ids=config.mask.whole_word,
         label_column=config.label_column,
         class_names=class_names,
+        is_causal=task == "causal_lm",
     )
-    # A tokenizer may end every row itself.
-    ends_text = task == "causal_lm" and not SpecialTokens.of(tokenizer).suffix
     maker = RowMaker(
         name=name,
         source=number,
@@ -364,7 +367,7 @@ def _open(
         context_length=config.context_length,
         loss_on=config.loss_on,
         word_ids=config.mask.whole_word,
-        end_of_text=tokenizer.eos_token_id if ends_text else None,
+        is_causal=task == "causal_lm",
         weight_column=config.weight_column,
     )
     return documents, maker

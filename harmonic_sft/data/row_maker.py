@@ -107,7 +107,7 @@ class RowMaker:
     loss_on: LossOn = "all"
     word_ids: bool = False  # whether rows number their words
     scored: bool = False  # whether rows say which of their tokens may be predicted
-    end_of_text: int | None = None  # token put after every document of plain text
+    is_causal: bool = False  # what ends a text stands once, after its last chunk
     weight_column: str | None = None
 
     @property
@@ -137,6 +137,10 @@ class RowMaker:
                 drafts.append(self.read(columns))
                 readable.append(document)
         special = SpecialTokens.of(self.tokenizer)
+        eos = self.tokenizer.eos_token_id
+        ending = special.suffix or ([] if eos is None else [eos])
+        if self.is_causal:
+            special = SpecialTokens(special.prefix, [])
         # Chat templates write the first token of a row themselves.
         prefix = [] if self.row_format in LABELED else special.prefix
         encoded = encode_pieces(
@@ -148,11 +152,20 @@ class RowMaker:
         rows: list[Row] = []
         for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
-                chunks = self._cut(tokens, special, document, bad_rows)
+                if self.is_causal and self.row_format == "text" and tokens.input_ids:
+                    tokens.input_ids.extend(ending)
+                    tokens.scored.extend([True] * len(ending))
+                around = SpecialTokens([], []) if self._is_whole(tokens) else special
+                chunks = self._cut(tokens, around, document, bad_rows)
                 # What tells copies of a document stands in its first row.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
                 rows += [chunks[0] | traces, *chunks[1:]]
         return rows
+
+    def _is_whole(self, encoded: Encoded) -> bool:
+        """Whether nothing comes around a row: a decoder's that is given, or written, without."""
+        is_written = self.row_format == "tokens" or self.tokenizer.chat_template is not None
+        return self.is_causal and self.row_format != "text" and is_written and not encoded.begins
 
     def _place(self, document: Row) -> str:
         return document.get(PLACE) or f"{self.name}, {document_name(document['document'])}"
@@ -166,9 +179,6 @@ class RowMaker:
         if not any(encoded.scored):
             found = f"expected tokens to score, got none of {len(encoded.scored)}"
             raise BadRow(f"loss_on {self.loss_on}: {found}")
-        if self.end_of_text is not None and self.row_format == "text":
-            encoded.input_ids.append(self.end_of_text)
-            encoded.scored.append(True)
         common = {"source": self.source, "document": document["document"]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
@@ -179,7 +189,9 @@ class RowMaker:
         starts = range(0, len(encoded.input_ids), size)
         rows = []
         for chunk, start in enumerate(starts[:1] if self.row_format in LABELED else starts):
-            part = {key: values[start : start + size] for key, values in encoded._asdict().items()}
+            columns = (("input_ids", encoded.input_ids), ("scored", encoded.scored))
+            columns += (("word_ids", encoded.word_ids), ("labels", encoded.labels))
+            part = {name: values[start : start + size] for name, values in columns}
             if not any(part["scored"]):
                 bad_rows.unscored_tokens += len(part["input_ids"])
                 continue

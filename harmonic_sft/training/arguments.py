@@ -359,12 +359,18 @@ def check_parallelism(args: TrainingArguments) -> None:
     """Refuse what would cut a batch, and its `label_positions`, into pieces.
 
     Raises:
-        ValueError: Several GPUs in one process, or one process that reads for all.
+        ValueError: Several GPUs in one process, one process that reads for all, or several with
+            batches laid out as one row.
     """
     if args.n_gpu > 1:
         raise ValueError(
             f"launch: expected one GPU per process, got {args.n_gpu}. "
             "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    if getattr(args, "padding_free", False) and args.world_size > 1:
+        raise ValueError(
+            f"data.padding_free: expected false with {args.world_size} processes, got true. They "
+            "could not leave out the rows that fill up their last batches. Use data.packing"
         )
     accelerator_config: Any = args.accelerator_config
     if accelerator_config.dispatch_batches:

@@ -108,7 +108,9 @@ def examples_of_step(
         Of each row its `row` in the table, its `source` and its `document`.
     """
     size = rows_per_step(args)
-    start = step % math.ceil(len(rows) / size) * size
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    num_batches = rounded(len(rows) / (args.per_device_train_batch_size * args.world_size))
+    start = step % math.ceil(num_batches / args.gradient_accumulation_steps) * size
     items = islice(EpochSampler(rows, seed=args.seed), start, start + size)
     members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
     sources, documents = document_names(rows.rows)
@@ -147,6 +149,8 @@ def take_out_repeated_(
 
     A batch that is laid out as one row keeps them.
     """
+    if args.dataloader_drop_last:  # nothing is repeated
+        return
     size = args.per_device_train_batch_size
     first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps
     for number, batch in enumerate(batches, first):

@@ -43,13 +43,14 @@ def phase_schedule(
 ) -> LambdaLR:
     """Return the schedule of the learning rate, the ratios turned into whole steps.
 
-    `warmup_steps` stand in place of their ratio.
+    `warmup_steps` stand in place of their ratio; the decay then takes what is left at most.
     """
     steps = phase_steps(total, warmup_ratio=schedule.warmup_ratio, decay_ratio=schedule.decay_ratio)
+    warmup = steps.warmup if warmup_steps is None else min(warmup_steps, total)
     return get_wsd_schedule(
         optimizer,
-        num_warmup_steps=steps.warmup if warmup_steps is None else warmup_steps,
-        num_decay_steps=steps.decay,
+        num_warmup_steps=warmup,
+        num_decay_steps=min(steps.decay, total - warmup),
         num_training_steps=total,
         decay_type=schedule.decay,
     )

@@ -410,9 +410,11 @@ class HarmonicTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Leave prototypes out of weight decay: their norm is the head's business."""
         names = super().get_decay_parameter_names(model)
-        if not isinstance(self.model.dist_head, LinearHead):
-            names = [name for name in names if not name.startswith("dist_head.")]
-        return names
+        head = self.model.dist_head
+        if isinstance(head, LinearHead):
+            return names
+        tied = {name for name, weight in model.named_parameters() if weight is head.weight}
+        return [name for name in names if not name.startswith("dist_head.") and name not in tied]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""

@@ -1,8 +1,11 @@
+from functools import partial
+
 import datasets
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.formats import reader, recognize
 from tests.data.conftest import encode_rows
@@ -60,8 +63,8 @@ def one(row, form, tokenizer, loss_on="all", **settings):
     return encoded
 
 
-def of_tokens(input_ids, scored=None):
-    return Encoded(input_ids, scored or [True] * len(input_ids), [], [])
+def of_tokens(input_ids, scored=None, begins=False):
+    return Encoded(input_ids, scored or [True] * len(input_ids), [], [], begins)
 
 
 def scored_text(tokenizer, encoded):
@@ -284,16 +287,41 @@ def test_bad_conversations_say_what_was_found(tokenizer, row, form, reason):
 
 def test_pretokenized_rows_lose_the_wrapping_that_every_row_gets(tokenizer):
     wrapped = tokenizer("word1 word2")["input_ids"]
-    assert one({"input_ids": wrapped}, "tokens", tokenizer) == of_tokens(wrapped[1:-1])
+    assert one({"input_ids": wrapped}, "tokens", tokenizer) == of_tokens(wrapped[1:-1], begins=True)
     bare = {"input_ids": np.asarray(wrapped[1:-1])}
     assert one(bare, "tokens", tokenizer) == of_tokens(wrapped[1:-1])
 
 
-def test_scored_wrapping_of_pretokenized_rows_is_kept(tokenizer):
-    row = {"input_ids": [2, 10, 11, 3], "labels": [-100, -100, 11, 3]}
-    assert one(row, "tokens", tokenizer) == of_tokens([10, 11, 3], [False, True, True])
-    row = {"input_ids": [2, 10, 11, 3], "labels": [2, -100, 11, -100]}
-    assert one(row, "tokens", tokenizer) == of_tokens([2, 10, 11], [True, False, True])
+def test_labels_of_the_wrapping_do_not_double_it(tokenizer):
+    row = {"input_ids": [2, 10, 11, 3], "labels": [2, 10, 11, 3]}
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11], begins=True)
+    read = reader("tokens", tokenizer=tokenizer, loss_on="all", is_causal=True)
+    assert read(row).content == of_tokens([10, 11, 3], begins=True)
+
+
+@pytest.mark.parametrize("packed", [{"position_ids": [0, 1, 0]}, {"seq_lengths": [2, 1]}])
+def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
+    reason = one({"input_ids": [10, 11, 12], **packed}, "tokens", tokenizer)
+    assert reason.startswith("position_ids: expected one document, got 2 packed into a row")
+    whole = {"input_ids": [10, 11, 12], "position_ids": [0, 1, 2], "seq_lengths": [3]}
+    assert one(whole, "tokens", tokenizer) == of_tokens([10, 11, 12])
+
+
+def test_a_word_labeled_minus_100_has_no_label(tokenizer):
+    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
+    pieces = read("labeled_words")({"w": ["a", "b"], "l": [-100, 1]}).content
+    assert [piece.label for piece in pieces] == [None, "1"]
+    with pytest.raises(BadRow, match="expected a label for one of 2 words, got -100 for all"):
+        read("labeled_words")({"w": ["a", "b"], "l": [-100, -100]})
+    with pytest.raises(BadRow, match="expected a class as label, got -100"):
+        read("labeled_text")({"w": "a", "l": -100})
+
+
+def test_words_are_apart_where_the_tokenizer_keeps_spaces(tokenizer, byte_tokenizer):
+    row = {"w": ["ab", "c"], "l": ["x", "y"]}
+    for given, expected in ((tokenizer, ["ab", "c"]), (byte_tokenizer, ["ab", " c"])):
+        read = reader("labeled_words", tokenizer=given, loss_on="all", column="w", label_column="l")
+        assert [piece.text for piece in read(row).content] == expected
 
 
 def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
@@ -372,9 +400,9 @@ def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
         return [filler] * 3 + values if left else values + [filler] * 3
 
     row = {"input_ids": padded([2, 10, 11, 3], 0), "attention_mask": padded([1] * 4, 0)}
-    assert one(row, "tokens", tokenizer) == of_tokens([10, 11])
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11], begins=True)
     row["labels"] = padded([-100, -100, 11, -100], -100)
-    assert one(row, "tokens", tokenizer) == of_tokens([10, 11], [False, True])
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11], [False, True], begins=True)
     row["attention_mask"] = [0] * 7
     assert "more than the special tokens" in one(row, "tokens", tokenizer)
 

@@ -1,3 +1,4 @@
+import copy
 import itertools
 import json
 import re
@@ -6,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
@@ -453,6 +454,68 @@ def test_text_ends_in_the_eos_token_which_is_predicted(text, causal_tokenizer):
     assert rows[5, 6, 7, 8, 9, 10, 11, 12] == [IGNORE_INDEX, 6, 7, 8, 9, 10, 11, 12]
     assert rows[13, 14, 15, 1] == [IGNORE_INDEX, 14, 15, 1]
     assert rows[16, 1] == [IGNORE_INDEX, 1]
+
+
+@pytest.fixture
+def wrapping_tokenizer(causal_tokenizer):
+    """It puts w0 before every text and w1 after it, as some decoders' do."""
+    wrapping = copy.deepcopy(causal_tokenizer)
+    ends = {"single": "w0 $A w1", "special_tokens": [("w0", 0), ("w1", 1)]}
+    wrapping.backend_tokenizer.post_processor = processors.TemplateProcessing(**ends)
+    return wrapping
+
+
+def rows_of(path, tokenizer, **fields):
+    data = load_causal(path, tokenizer, **fields)
+    rows = [row for part in (data.train, data.eval) for row in items(part)]
+    return sorted(row["input_ids"].tolist() for row in rows)
+
+
+def test_a_long_text_ends_once_whatever_the_tokenizer_adds(text, wrapping_tokenizer):
+    assert rows_of(text, wrapping_tokenizer) == [
+        [0, 2, 3, 4, 1],
+        [0, 5, 6, 7, 8, 9, 10, 11],
+        [0, 12, 13, 14, 15, 1],
+        [0, 16, 1],
+        [0, 17, 18, 1],
+    ]
+
+
+def test_rows_of_tokens_are_taken_as_they_are(tmp_path, wrapping_tokenizer):
+    rows = [[0, 5, 6, 1], [7, 8], [0, 2, 3]]
+    lines = [json.dumps({"input_ids": row, "labels": row}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    assert rows_of(tmp_path / "rows.jsonl", wrapping_tokenizer) == sorted(rows)
+
+
+def test_a_chat_begins_as_its_template_writes_it(tmp_path, wrapping_tokenizer):
+    turns = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
+    body = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    for start, first in (("", []), ("w0 ", [0])):
+        wrapping_tokenizer.chat_template = start + body
+        fields = {"eval": {"documents": 0}, "loss_on": "all"}
+        found = rows_of(tmp_path / "chat.jsonl", wrapping_tokenizer, **fields)
+        assert found == [[*first, 40, 5, 41, 6]] * 3
+
+
+def test_a_prompt_and_its_completion_follow_each_other(tmp_path, causal_tokenizer):
+    row = json.dumps({"prompt": "w5 w6", "completion": " w7"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join([row] * 3))
+    data = load_causal(
+        tmp_path / "pairs.jsonl", causal_tokenizer, loss_on="completion", eval={"documents": 0}
+    )
+    row = data.train[0]
+    assert row["input_ids"].tolist() == [5, 6, 7, 1]
+    assert row["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, 1]
+
+
+def test_words_need_a_tokenizer_that_tells_them_apart(text, tokenizer):
+    metaspace = copy.deepcopy(tokenizer)
+    metaspace.backend_tokenizer.normalizer = normalizers.Replace(" ", "_")
+    metaspace.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    with pytest.raises(ValueError, match="expected a tokenizer that tells words apart"):
+        load(metaspace, Source(path=str(text)), mask=MaskConfig(whole_word=True))
 
 
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):

@@ -98,9 +98,10 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
     assert trainer.state.num_input_tokens_seen > 0
 
 
-def batches_of(process, num_rows, *, processes=2, rows=2, accumulation=2, step):
+def batches_of(process, num_rows, *, processes=2, rows=2, accumulation=2, drop_last=False, step):
     """Return which rows of a step a process scores, and its tokens and labels, by batch."""
     args = SimpleNamespace(
+        dataloader_drop_last=drop_last,
         per_device_train_batch_size=rows,
         world_size=processes,
         process_index=process,
@@ -122,6 +123,10 @@ def test_rows_that_fill_up_the_last_processes_are_not_scored():
     for step in (0, 2):
         for process in (0, 1):
             assert batches_of(process, 11, step=step)[0] == [[True, True]] * 2
+    for step in range(4):  # one step an epoch, without such rows
+        kept, counts = batches_of(1, 11, drop_last=True, step=step)
+        assert kept == [[True, True]] * 2
+        assert counts == [(6, 6)] * 2
     for step in (1, 3):
         kept, counts = batches_of(0, 11, step=step)
         assert kept == [[True, True], [False, False]]

@@ -1,8 +1,10 @@
 """Phases and exponent against their definitions."""
 
 import pytest
+import torch
 
-from harmonic_sft.training.schedules import h_exp_at, phase_steps
+from harmonic_sft.training.run_config import ScheduleConfig
+from harmonic_sft.training.schedules import h_exp_at, phase_schedule, phase_steps
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
@@ -23,3 +25,15 @@ def test_phases_are_whole_steps_that_fill_the_run(share):
 def test_the_exponent_is_linear_and_stateless():
     values = [h_exp_at(step, 8, start=-12.0, end=-4.0) for step in range(10)]
     assert values == [-12, -11, -10, -9, -8, -7, -6, -5, -4, -4]
+
+
+def test_a_warmup_that_leaves_less_than_the_decay_wins():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = phase_schedule(optimizer, ScheduleConfig(decay_ratio=0.2), 10, warmup_steps=9)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([step / 9 for step in range(10)])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-6)

@@ -274,3 +274,14 @@ def test_weight_decay_leaves_prototypes_out(make_yaml):
     names = trainer.get_decay_parameter_names(trainer.model)
     assert "dist_head.weight" not in names
     assert "model.backbone.encoder.layer.2.output.dense.weight" in names
+
+
+def test_weight_decay_leaves_tied_prototypes_out(make_yaml):
+    settings = {"model": {"unfreeze": {"patterns": ["*"]}}, "training": {"weight_decay": 0.1}}
+    config = make_yaml(head={"name": "dist", "tie": True}, **settings)
+    trainer = prepare(load_run_config(config)).trainer
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    table = trainer.model.get_input_embeddings().weight
+    assert table is trainer.model.dist_head.weight
+    assert not [n for n, p in trainer.model.named_parameters() if p is table and n in decayed]
+    assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
