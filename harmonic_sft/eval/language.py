@@ -1,33 +1,54 @@
 """What a model knows of language: bits per byte, loss by frequency, and pairs of sentences."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers.models import WordPiece
 
 from harmonic_sft.eval.scoring import TokenScores
-from harmonic_sft.models import HarmonicLanguageModel
+from harmonic_sft.models import HarmonicLanguageModel, max_positions
 
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 FREQUENCIES = (1, 10, 100, 1000)  # least count of a label in the scored text, of each bin
 
 
 def bits_per_byte(scores: TokenScores, tokenizer: Any) -> float:
     """Return the loss of the scored tokens in bits, over the UTF-8 bytes that they stand for.
 
-    Unlike nats per token, models with different tokenizers can be compared by it. Marks of
-    sub-words are not counted, a space is.
+    Unlike nats per token, models with different tokenizers can be compared by it. Special tokens,
+    unknown ones among them, stand for 0 bytes, and their loss counts. With WordPiece it is an
+    approximation: spaces are not in its tokens, so they are not counted.
     """
     labels, counts = np.unique(scores.labels, return_counts=True)
-    texts = tokenizer.batch_decode([[label] for label in labels.tolist()])
-    # Tokens of WordPiece come without the space before them.
-    is_wordpiece = any(token.startswith("##") for token in tokenizer.get_vocab())
-    lengths = [
-        len(text.removeprefix("##").encode()) + (is_wordpiece and not text.startswith("##"))
-        for text in texts
-    ]
+    lengths = _byte_lengths(tokenizer, labels.tolist())
     return float(scores.at(1.0)[0].sum() / np.log(2) / max(1, np.dot(lengths, counts)))
+
+
+def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Return how many bytes of a text each token stands for."""
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+    is_wordpiece = any(token.startswith("##") for token in tokenizer.get_vocab())
+    if backend is not None:  # "##" can be text
+        is_wordpiece = isinstance(backend.model, WordPiece)
+    lengths = []
+    for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        if index in special or token is None:
+            lengths.append(0)
+        elif is_byte_level and index not in added:
+            lengths.append(len(token))  # one character for each byte
+        elif BYTE.fullmatch(token):
+            lengths.append(1)
+        else:
+            text = token.removeprefix("##") if is_wordpiece else token
+            lengths.append(len(text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()))
+    return lengths
 
 
 def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:
@@ -51,6 +72,23 @@ def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:
     ]
 
 
+def first_token(tokenizer: Any) -> int | None:
+    """Return what stands before a text: the beginning of text or the end of the one before."""
+    start = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if start is None else start
+
+
+def check_length(model: HarmonicLanguageModel, length: int) -> None:
+    """Refuse a text with more tokens than the model has positions.
+
+    Raises:
+        ValueError: It has.
+    """
+    longest = max_positions(model.config.get_text_config())
+    if length > longest:
+        raise ValueError(f"text: expected at most {longest:,} tokens, got {length:,}. Shorten it")
+
+
 @torch.no_grad()
 def pseudo_log_likelihood(
     model: HarmonicLanguageModel, tokenizer: Any, sentence: str, *, batch_size: int = 32
@@ -58,12 +96,20 @@ def pseudo_log_likelihood(
     """Return the sum of the log-probabilities of a sentence's tokens, in nats.
 
     An encoder predicts every token from all others, one masked copy each; a decoder from those
-    before it.
+    before it, the first one from the token of `first_token` if the tokenizer adds none.
+
+    Raises:
+        ValueError: A sentence longer than the model's positions.
 
     Source:
         Salazar et al. 2020, Masked Language Model Scoring, arXiv:1910.14659.
     """
-    ids = torch.tensor(tokenizer(sentence)["input_ids"], device=model.device)  # [T]
+    numbers = tokenizer(sentence)["input_ids"]
+    if model.is_causal and numbers[:1] and numbers[0] not in tokenizer.all_special_ids:
+        start = first_token(tokenizer)
+        numbers = numbers if start is None else [start, *numbers]
+    check_length(model, len(numbers))
+    ids = torch.tensor(numbers, device=model.device)  # [T]
     if model.is_causal:
         logits = model(input_ids=ids[None]).logits[0, :-1]
         return -float(F.cross_entropy(logits.float(), ids[1:], reduction="sum"))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmonic_sft.eval.language import check_length
 from harmonic_sft.models import DistanceLogits, HarmonicLanguageModel, Head
 from harmonic_sft.models.head import squared_distances
 
@@ -65,13 +66,15 @@ def explain(
         `neighbors`, the tokens with the nearest prototypes.
 
     Raises:
-        ValueError: A text without a mask, or more tokens than there are.
+        ValueError: A text without a mask or longer than the model's positions, or more tokens than
+            there are.
     """
     head = model.dist_head
     if not 1 <= top <= len(head.prototypes):
         raise ValueError(f"--top: expected 1 to {len(head.prototypes)} tokens, got {top}")
     batch = tokenizer(text, return_tensors="pt").to(model.device)
     ids = batch["input_ids"][0]  # [T]
+    check_length(model, len(ids))
     is_asked = ids == tokenizer.mask_token_id if tokenizer.mask_token_id is not None else ids < 0
     if model.is_causal:
         is_asked = torch.arange(len(ids), device=ids.device) == len(ids) - 1

@@ -51,6 +51,9 @@ class Subject(NamedTuple):
     base: Any  # the body that it was trained from, as it was; None where that is unknown
     # Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of every row.
     texts: dict[str, tuple[TokenScores, np.ndarray]]
+    missing: dict[str, str]  # other texts that could not be scored, and what they need
+    # Where the prototypes started, as `head.init` says; None where that is unknown.
+    init: str | None
 
 
 def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str, Any]]:
@@ -68,13 +71,20 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
     """
     folder, limit = sets or Path("none"), LIMITS[size]
     rows = [row for name in subject.texts for row in _text(subject, name)]
+    for name, needed in subject.missing.items():
+        rows.append({"group": "language", "set": name, "missing": needed})
     rows += [*_shape(subject)]
     if isinstance(subject.model, HarmonicLanguageModel):
         rows += [*_word_ratings(subject, folder / "wordsim")]
-        rows += [*_relations(subject, folder / "function_vectors")]
+        for name in RELATIONS:
+            found = _relation(subject, name, folder / "function_vectors" / f"{name}.json")
+            rows += [*_readable("geometry", name, found)]
         rows += [*_minimal_pairs(subject, folder / "minimal_pairs", limit)]
-    rows += [*_sentences(subject, folder / "sts" / "stsb_dev.tsv", limit)]
-    rows += [*_classes(subject, folder / "probing", limit)]
+    sentences = _sentences(subject, folder / "sts" / "stsb_dev.tsv", limit)
+    rows += [*_readable("hidden states", "STS", sentences)]
+    for name in CLASSES:
+        classes = _classes(subject, name, folder / "probing", limit)
+        rows += [*_readable("hidden states", name, classes)]
     if subject.model.is_causal:
         rows += [*_continuations(subject)]
     return rows
@@ -162,6 +172,16 @@ def _rows(group: str, name: str, found: dict[str, Any], prefix: str = "", **more
         yield _row(group, name, prefix + metric.replace("_", " "), value, **more)
 
 
+def _readable(group: str, name: str, rows: Rows) -> Rows:
+    """Yield rows of a set; where a file of it cannot be used, one that says why."""
+    try:
+        yield from rows
+    except KeyError as error:
+        yield {"group": group, "set": name, "missing": f"a column {error} in --data"}
+    except ValueError as error:
+        yield {"group": group, "set": name, "missing": f"other data: {error}"}
+
+
 def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
     return {"group": group, "set": name, "missing": f"{path.parent.name}/{path.name} in --data"}
 
@@ -203,7 +223,10 @@ def _text(subject: Subject, name: str) -> Rows:
 
 
 def _shape(subject: Subject) -> Rows:
-    """Yield the geometry of the prototypes alone."""
+    """Yield the geometry of the prototypes alone.
+
+    Where it is not known what the head started from, its drift is that from the input embeddings.
+    """
     prototypes = subject.model.dist_head.prototypes.detach()
     found = geometry.spectrum(prototypes)
     if len(prototypes) > 2 * geometry.NUM_NEIGHBORS:
@@ -215,6 +238,10 @@ def _shape(subject: Subject) -> Rows:
     base = None
     if subject.base is not None:
         base = subject.base.get_input_embeddings().weight.detach()
+    if subject.init not in (None, "input_embeddings"):
+        needed = "a head that started from the base's input embeddings"
+        yield {"group": "geometry", "set": "drift from the base", "missing": needed}
+        return
     if base is None or base.shape != prototypes.shape:
         yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
         return
@@ -228,67 +255,76 @@ def _word_ratings(subject: Subject, folder: Path) -> Rows:
     if not paths:
         yield _missing("geometry", "word ratings", folder / "*.tsv")
     for path in paths:
-        pairs = read_word_pairs(path)
-        for key, title in (("single", "single tokens"), ("mean", "mean of sub-words")):
-            table, ids, ratings, unknown = word_table(
-                subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces=key
-            )
-            note = f"{len(unknown)} words left out: {', '.join(unknown[:SHOWN_WORDS])}"
-            more = {"n": len(ids), "note": note if unknown else "", "better": "higher"}
-            if len(ids) < 3:
-                what = f"3 pairs of known words, {len(ids)} of {len(pairs)} are"
-                yield {"group": "geometry", "set": path.stem, "missing": what}
-                continue
-            for metric, value in word_similarity(table, ids, ratings).items():
-                yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
+        yield from _readable("geometry", path.stem, _ratings_of(subject, path))
 
 
-def _relations(subject: Subject, folder: Path) -> Rows:
-    """Yield parallelogram losses of relations between single tokens."""
-    for relation in RELATIONS:
-        path = folder / f"{relation}.json"
-        if not path.is_file():
-            yield _missing("geometry", relation, path)
-            continue
-        items = json.loads(path.read_text(encoding="utf-8"))
-        pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
-        table, ids, _, _ = word_table(
-            subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
+def _ratings_of(subject: Subject, path: Path) -> Rows:
+    pairs = read_word_pairs(path)
+    for key, title in (("single", "single tokens"), ("mean", "mean of sub-words")):
+        table, ids, ratings, unknown = word_table(
+            subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces=key
         )
-        ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
+        note = f"{len(unknown)} words left out: {', '.join(unknown[:SHOWN_WORDS])}"
+        more = {"n": len(ids), "note": note if unknown else "", "better": "higher"}
         if len(ids) < 3:
-            what = f"3 pairs of single tokens, {len(ids)} of {len(pairs)} are"
-            yield {"group": "geometry", "set": relation, "missing": what}
+            what = f"3 pairs of known words, {len(ids)} of {len(pairs)} are"
+            yield {"group": "geometry", "set": path.stem, "missing": what}
             continue
-        for metric, value in geometry.parallelograms(table, ids).items():
-            better = "lower" if metric != "shuffled" else ""
-            name = "parallelogram loss" + (", outputs shuffled" if metric == "shuffled" else "")
-            yield _row("geometry", relation, name, value, better=better, n=len(ids))
-        # Of whole words, each read alone.
-        words = [item[key] for key in ("input", "output") for item in items]
-        numbers = range(len(items))
-        places = [(i, i + len(items)) for i in numbers if words[i] != words[i + len(items)]]
-        body = subject.model.model
-        for layer, vectors in features.encode_layers(body, subject.tokenizer, words, count=3):
-            losses = geometry.parallelograms(torch.from_numpy(vectors), places)
-            title = f"parallelogram loss, hidden states, {layer}"
-            value = losses["parallelogram_loss"]
-            yield _row("geometry", relation, title, value, better="lower", n=len(places))
-            title, value = f"{title}, outputs shuffled", losses["shuffled"]
-            yield _row("geometry", relation, title, value, n=len(places))
+        for metric, value in word_similarity(table, ids, ratings).items():
+            yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
+
+
+def _relation(subject: Subject, relation: str, path: Path) -> Rows:
+    """Yield parallelogram losses of a relation between single tokens."""
+    if not path.is_file():
+        yield _missing("geometry", relation, path)
+        return
+    items = json.loads(path.read_text(encoding="utf-8"))
+    pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
+    table, ids, _, _ = word_table(
+        subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
+    )
+    ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
+    if len(ids) < 3:
+        what = f"3 pairs of single tokens, {len(ids)} of {len(pairs)} are"
+        yield {"group": "geometry", "set": relation, "missing": what}
+        return
+    for metric, value in geometry.parallelograms(table, ids).items():
+        better = "lower" if metric != "shuffled" else ""
+        name = "parallelogram loss" + (", outputs shuffled" if metric == "shuffled" else "")
+        yield _row("geometry", relation, name, value, better=better, n=len(ids))
+    # Of whole words, each read alone.
+    words = [item[key] for key in ("input", "output") for item in items]
+    numbers = range(len(items))
+    places = [(i, i + len(items)) for i in numbers if words[i] != words[i + len(items)]]
+    body = subject.model.model
+    for layer, vectors in features.encode_layers(body, subject.tokenizer, words, count=3):
+        losses = geometry.parallelograms(torch.from_numpy(vectors), places)
+        title = f"parallelogram loss, hidden states, {layer}"
+        value = losses["parallelogram_loss"]
+        yield _row("geometry", relation, title, value, better="lower", n=len(places))
+        title, value = f"{title}, outputs shuffled", losses["shuffled"]
+        yield _row("geometry", relation, title, value, n=len(places))
 
 
 def _minimal_pairs(subject: Subject, folder: Path, limit: int) -> Rows:
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
         yield _missing("language", "minimal pairs", folder / "*.jsonl")
-    assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
     for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines()[: max(1, limit // 10)]
-        items = [json.loads(line) for line in lines]
-        pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
-        share = language.minimal_pairs(subject.model, subject.tokenizer, pairs)
-        yield _row("language", path.stem, "minimal pairs", share, better="higher", n=len(pairs))
+        yield from _readable("language", path.stem, _pairs(subject, path, max(1, limit // 10)))
+
+
+def _pairs(subject: Subject, path: Path, limit: int) -> Rows:
+    assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
+    lines = path.read_text(encoding="utf-8").splitlines()[:limit]
+    items = [json.loads(line) for line in lines]
+    pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
+    if not pairs:
+        yield {"group": "language", "set": path.stem, "missing": f"pairs in {path.name}, it has 0"}
+        return
+    share = language.minimal_pairs(subject.model, subject.tokenizer, pairs)
+    yield _row("language", path.stem, "minimal pairs", share, better="higher", n=len(pairs))
 
 
 def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
@@ -319,25 +355,29 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
         yield from _rows("geometry", f"{path.stem}, hidden states", titles, n=len(rows))
 
 
-def _classes(subject: Subject, folder: Path, limit: int) -> Rows:
+def _classes(subject: Subject, name: str, folder: Path, limit: int) -> Rows:
     """Yield probes of frozen features, also with typos, few examples and wrong labels."""
-    for name, (files, columns) in CLASSES.items():
-        paths = [folder / file for file in files]
-        if not all(path.is_file() for path in paths):
-            yield _missing("hidden states", name, paths[0])
-            continue
-        train, test = (
-            _sample(_table(path), columns, count)
-            for path, count in zip(paths, (limit, limit // 2), strict=True)
-        )
-        known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
-        test = tuple(zip(*known, strict=True))
-        texts = (train[0], test[0], features.typos(test[0]))
-        for title, body in _bodies(subject, name):
-            encoded = [features.encode(body, subject.tokenizer, part) for part in texts]
-            yield from _probes(title, encoded, train[1], test[1])
-            if len(set(train[1])) > 7:
-                yield from _out_of_scope(title, encoded, train[1], test[1])
+    files, columns = CLASSES[name]
+    paths = [folder / file for file in files]
+    if not all(path.is_file() for path in paths):
+        yield _missing("hidden states", name, paths[0])
+        return
+    train, test = (
+        _sample(_table(path), columns, count)
+        for path, count in zip(paths, (limit, limit // 2), strict=True)
+    )
+    known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
+    if not known:
+        needed = "test rows of classes that stand in training, there are 0"
+        yield {"group": "hidden states", "set": name, "missing": needed}
+        return
+    test = tuple(zip(*known, strict=True))
+    texts = (train[0], test[0], features.typos(test[0]))
+    for title, body in _bodies(subject, name):
+        encoded = [features.encode(body, subject.tokenizer, part) for part in texts]
+        yield from _probes(title, encoded, train[1], test[1])
+        if len(set(train[1])) > 7:
+            yield from _out_of_scope(title, encoded, train[1], test[1])
 
 
 def _probes(
@@ -346,7 +386,8 @@ def _probes(
     few = features.few_shots(train, SHOTS)
     clean = features.probe((encoded[0], train), encoded[1:], test)
     shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
-    noisy = features.probe((encoded[0], features.wrong_labels(train, WRONG)), encoded[1:2], test)
+    wrong = features.wrong_labels(train, WRONG)
+    noisy = features.probe((encoded[0], wrong), encoded[1:2], test, is_clean=False)
     more: dict[str, Any] = {"better": "higher", "n": len(test)}
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"
@@ -379,7 +420,7 @@ def _continuations(subject: Subject) -> Rows:
     """Yield repetition of sampled continuations of the first token, or of the end of text."""
     tokenizer = subject.tokenizer
     model: Any = subject.model  # measure has looked: a decoder
-    start = tokenizer.bos_token_id or tokenizer.eos_token_id or 0
+    start = language.first_token(tokenizer) or 0
     prompt = torch.full((CONTINUATIONS, 1), start, device=model.device)
     with torch.random.fork_rng():
         torch.manual_seed(0)

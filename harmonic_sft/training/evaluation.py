@@ -149,8 +149,16 @@ def evaluate_suite(
         problems[name] = check_prototypes(found.model.dist_head, is_tied=is_tied)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        texts = found.texts(sets, size)
-        subject = Subject(found.model, found.tokenizer, found.states(), found.base(), texts)
+        texts, missing = found.texts(sets, size)
+        subject = Subject(
+            found.model,
+            found.tokenizer,
+            found.states(),
+            found.base(),
+            texts,
+            missing,
+            found.init(),
+        )
         measured.append(measure(subject, sets, size=size))
         scores, rows = texts[HELD_OUT]
         documents = rows[scores.rows]
@@ -258,27 +266,53 @@ class Opened:
         states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
         return torch.cat(states), torch.cat(labels)
 
-    def texts(self, sets: Path | None, size: str) -> dict[str, tuple[TokenScores, np.ndarray]]:
-        """Score the held-out data and, of a language model, the texts of the sets."""
-        found = {HELD_OUT: self.score()}
+    def texts(
+        self, sets: Path | None, size: str
+    ) -> tuple[dict[str, tuple[TokenScores, np.ndarray]], dict[str, str]]:
+        """Score the held-out data and, of a language model, the texts of the sets.
+
+        Returns:
+            The scores of each text; and of those that could not be scored, what they need.
+        """
+        found, missing = {HELD_OUT: self.score()}, {}
         if self.task in CLASSIFIERS or sets is None:
-            return found
+            return found, missing
         for path in sorted((sets / "text").glob("*.txt")):
-            with path.open(encoding="utf-8") as file:
-                count = sum(1 for line in file if line.strip())
-            share = min(0.5, TEXT_BYTES[size] / path.stat().st_size)
-            wanted = min(count - 1, max(2, round(count * share)))
-            source = {"path": str(path), "streaming": True}  # reads no further than it must
-            plain = {"sources": [source], "context_length": self.data_config.context_length}
-            config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
-            rows = _load(self.task, self.model.config, self.tokenizer, config)
             try:
-                check_unseen(self.folder, rows, config)
+                found[path.stem] = self._score_text(path, size)
             except ValueError as error:
                 logger.warning("%s is not measured: %s.", path, error)
-                continue
-            found[path.stem] = self.score(rows)
-        return found
+                missing[path.stem] = f"another text: {error}"
+        return found, missing
+
+    def _score_text(self, path: Path, size: str) -> tuple[TokenScores, np.ndarray]:
+        """Score some documents of a text.
+
+        Raises:
+            ValueError: There are fewer than two, the model was trained on them, or no token of
+                them is predicted.
+        """
+        with path.open(encoding="utf-8") as file:
+            count = sum(1 for line in file if line.strip())
+        if count < 2:
+            raise ValueError(f"{path.name}: expected at least 2 lines, got {count}")
+        share = min(0.5, TEXT_BYTES[size] / path.stat().st_size)
+        wanted = min(count - 1, max(2, round(count * share)))
+        source = {"path": str(path), "streaming": True}  # reads no further than it must
+        plain = {"sources": [source], "context_length": self.data_config.context_length}
+        config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
+        rows = _load(self.task, self.model.config, self.tokenizer, config)
+        check_unseen(self.folder, rows, config)
+        scores, documents = self.score(rows)
+        if not len(scores.labels):
+            raise ValueError(f"{path.name}: expected tokens to predict, got none. Give more lines")
+        return scores, documents
+
+    def init(self) -> str | None:
+        """Return what the head started from, as the run's file says; None without one."""
+        if not (self.folder / CONFIG_NAME).is_file():
+            return None
+        return (read_run(self.folder).get("head") or {}).get("init")
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
+from harmonic_sft.hub.staging import check_form
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
@@ -35,8 +38,8 @@ METRIC_NOTE = (
     "classes, between their prototypes."
 )
 ANNEALED = (
-    "%s: h_exp went from %g to %g. Nearer to 0 it makes all probabilities more alike, so the "
-    "loss rises with it; compare the best losses, of which each is at the exponent beside it."
+    "%s: h_exp went from %g to %g. Losses at different exponents cannot be compared; compare the "
+    "best losses, of which each is at the exponent beside it."
 )
 COMPARED = {  # title, factor and digits
     "loss": ("loss, nats", 1, 3),
@@ -162,15 +165,22 @@ def show_closing_table(results: dict[str, Any]) -> None:
 def show_next_steps(folder: Path, task: str) -> None:
     """Say what to type to load, evaluate and publish a finished run."""
     model_class = MODELS[task].__name__
+    form = " --form head"
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        check_form(config, "head", has_adapter=False)
+    except (OSError, ValueError):  # then only the whole model can be pushed
+        form = ""
     logger.info(
         "Load:      from harmonic_sft import %s; model = %s.from_pretrained(%r)\n"
         "Evaluate:  harmonic-sft eval %s data=FILE\n"
-        "Publish:   harmonic-sft push %s --repo-id OWNER/NAME --form head",
+        "Publish:   harmonic-sft push %s --repo-id OWNER/NAME%s",
         model_class,
         model_class,
         str(folder),
         folder,
         folder,
+        form,
     )
 
 
@@ -267,7 +277,7 @@ def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm"
     _show_metrics(title, [_metrics_row("now", final)])
     logger.info(
         "Scored: %s documents, %s %s.",
-        f"{results['documents']:,}",
+        f"{final['documents']:,}",
         f"{final['tokens']:,.0f}",
         PREDICTED[task],
     )

@@ -71,6 +71,9 @@ def test_labels_that_nothing_can_be_learned_of_are_refused():
         probe((features[:5], labels[:5]), [features[:5]], labels[:5])
     with pytest.raises(ValueError, match=r"got \['other'\] in the test rows alone"):
         probe((features, labels), [features[:1]], ["other"])
+    lost = ["class 0" if label == "class 3" else label for label in labels]
+    found = probe((features, lost), [features], labels, is_clean=False)
+    assert 0.7 < found["knn"][0] < 0.8  # of four classes one is gone
 
 
 def test_texts_of_unknown_classes_lie_further_away():

@@ -5,9 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from harmonic_sft.eval import score
+from harmonic_sft.eval import TokenScores, score
+from harmonic_sft.eval.calibration import LOG_SCALES
 from harmonic_sft.eval.language import (
     bits_per_byte,
     loss_by_frequency,
@@ -71,3 +75,55 @@ def test_a_decoder_predicts_from_what_stands_before(tokenizer, tmp_path):
         expected = -decoder(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
     found = pseudo_log_likelihood(decoder, tokenizer, "aa bb cc")
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def bytes_of(tokens, model, decoder):
+    """How many bytes these tokens of a vocabulary stand for, by the bits per byte of 1 nat each."""
+    backend = Tokenizer(model)
+    backend.decoder = decoder
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True), AddedToken("<\u00e9>")])
+    ids = np.array(tokenizer.convert_tokens_to_ids(tokens))
+    zeros = np.zeros(len(ids), np.int64)
+    ones = np.ones((len(ids), len(LOG_SCALES)))
+    scores = TokenScores(zeros, ids, zeros, zeros, zeros, zeros, ones, 1)
+    return len(ids) / math.log(2) / bits_per_byte(scores, tokenizer)
+
+
+def vocabulary(*tokens):
+    return {token: index for index, token in enumerate(["[UNK]", *tokens])}
+
+
+def test_tokens_stand_for_their_bytes_with_every_kind_of_vocabulary():
+    special = ["<|endoftext|>", "<|reserved|>"]
+    # U+0120 is a space; the two others are the first two bytes of a character of three.
+    pieces = ["\u0120the", "\u00e6\u0139", "##", *special, "<\u00e9>"]
+    found = bytes_of(pieces, BPE(vocabulary(*pieces[:3]), []), decoders.ByteLevel())
+    assert found == pytest.approx(4 + 2 + 2 + 4)
+    pieces = ["\u2581the", "<0xE6>", "\u00e9", "##", *special]
+    found = bytes_of(pieces, BPE(vocabulary(*pieces[:4]), []), decoders.Metaspace())
+    assert found == pytest.approx(4 + 1 + 2 + 2)
+    pieces = ["the", "##re", ".", *special]
+    model = WordPiece(vocabulary(*pieces[:3]), unk_token="[UNK]")
+    assert bytes_of(pieces, model, decoders.WordPiece()) == pytest.approx(3 + 2 + 1)
+
+
+def test_the_first_token_of_a_text_is_predicted_too(tokenizer, tmp_path):
+    decoder = HarmonicForCausalLM.from_base(str(save_decoder("llama", tmp_path)))
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="[SEP]", pad_token="[PAD]"
+    )
+    plain.backend_tokenizer.post_processor = TemplateProcessing(single="$A")  # like GPT-2's
+    numbers = plain("aa bb")["input_ids"]
+    assert len(numbers) == 2
+    ids = torch.tensor([[plain.eos_token_id, *numbers]])
+    with torch.no_grad():
+        log_probs = decoder(ids).logits[0, :-1].log_softmax(-1)
+    expected = float(log_probs[[0, 1], numbers].sum())
+    assert pseudo_log_likelihood(decoder, plain, "aa bb") == pytest.approx(expected, rel=1e-5)
+
+
+def test_sentences_longer_than_the_positions_are_refused(model, tokenizer):
+    with pytest.raises(ValueError, match=r"text: expected at most 64 tokens, got 72. Shorten it"):
+        pseudo_log_likelihood(model, tokenizer, "aa " * 70)

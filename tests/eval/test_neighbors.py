@@ -54,6 +54,8 @@ def test_predictions_are_explained_by_distance(tiny_base):
         explain(model, tokenizer, "aa bb")
     with pytest.raises(ValueError, match="--top: expected 1 to 109 tokens, got 500"):
         explain(model, tokenizer, "aa [MASK]", top=500)
+    with pytest.raises(ValueError, match=r"text: expected at most 64 tokens, got 73. Shorten it"):
+        explain(model, tokenizer, "aa " * 70 + "[MASK]")
 
 
 def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):

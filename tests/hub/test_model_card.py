@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,7 +15,8 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import BertConfig
 
-from harmonic_sft.hub.model_card import NEEDS, TASKS, model_card
+from harmonic_sft.eval.calibration import BOUNDS
+from harmonic_sft.hub.model_card import FITTED, NEEDS, TASKS, model_card
 from harmonic_sft.models import HarmonicConfig, NeoBERTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -254,6 +256,11 @@ def test_a_missing_or_empty_part_of_the_results_leaves_no_trace(key):
         assert ("before training" in names) == (key not in ("before", "everything"))
 
 
+def test_the_note_on_the_metrics_is_no_row_of_the_table():
+    html = MarkdownIt("commonmark").enable("table").render(body(make_card(results=make_results())))
+    assert "<p>ECE is the expected calibration error" in html
+
+
 @pytest.mark.parametrize("metric", ["tokens", "ece", "h_exp", "post_hoc_loss"])
 def test_a_missing_metric_leaves_no_trace(metric):
     results = {**make_results(), "unigram_loss": None}
@@ -305,6 +312,13 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     assert "The exponent that fits" not in held
     assert "set `model.h_exp`." in held
     assert "model.h_exp =" not in held  # it has that value
+    now = results["final"]["h_exp"]
+    for factor in FITTED:  # no best value, only where the search ended
+        results["final"]["post_hoc_h_exp"] = factor * now * (1 - 1e-6)
+        held = make_card(config, run=make_run(name), results=results)
+        assert "The exponent that fits" not in held
+        assert "model.h_exp =" not in held
+    assert pytest.approx(np.exp(BOUNDS)) == FITTED
     adapter = make_card(form="peft", results=make_results())
     assert "model.h_exp =" not in adapter
     assert '"h_exp": -4.0' in snippets(adapter)[0]

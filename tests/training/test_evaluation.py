@@ -47,7 +47,10 @@ def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
     assert main(words) == 0
     results = json.loads((folder / "results" / "eval.json").read_text())
     assert results["documents"] == 216
-    assert f"Scored: 216 documents, {results['final']['tokens']:.0f} masked tokens." in caplog.text
+    final = results["final"]
+    assert final["documents"] < 216  # some have no masked token
+    shown = f"Scored: {final['documents']} documents, {final['tokens']:.0f} masked tokens."
+    assert shown in caplog.text
     captured = capsys.readouterr()
     assert "Evaluating: " in captured.err
     assert results["data"]["sources"][0]["path"] == str(other)
@@ -211,6 +214,48 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tm
         assert isinstance(rows[key]["values"][0], float), key
     assert html.read_text().startswith("<!doctype html>")
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_bad_file_of_the_sets_leaves_the_others_measured(folder, sets, caplog):
+    run = read_run(folder)
+    run["head"]["init"] = "output_embeddings"
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    files = {
+        "text/empty.txt": "",
+        "text/line.txt": "aa ab ac\n",
+        "minimal_pairs/long.jsonl": json.dumps(
+            {"sentence_good": "aa " * 70, "sentence_bad": "bb " * 70}
+        ),
+        "sts/stsb_dev.tsv": "rating\tsentence1\tsentence2\n1\taa\tbb\n",
+        "wordsim/bad.tsv": "word1\tword2\tscore\naa\tbb\thigh\n",
+        "function_vectors/antonym.json": "{",
+        "probing/banking77_test.csv": "text,category\naa bb,unknown",
+    }
+    for name in ("train", "dev"):  # one row of `b`, which gets another label
+        rows = [f"{word} {end}\ta" for word in ("aa", "ab", "ac") for end in ("bb", "bc")]
+        rows = [*rows[:2], "ca cb\tb", *rows[2:], "ba bb\tc", "ba bc\tc"]
+        rows = ["sentence\tlabel", *rows]
+        files[f"probing/sst2_{name}.tsv"] = "\n".join(rows)
+    for name, text in files.items():
+        (sets / name).write_text(text)
+    results = evaluate_suite([folder], [CPU], sets=sets)
+    missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
+    assert missing["empty"] == "another text: empty.txt: expected at least 2 lines, got 0"
+    assert missing["line"].endswith("expected at least 2 lines, got 1")
+    assert "text: expected at most 64 tokens, got 72" in missing["long"]
+    assert "bad.tsv" in missing["bad"]
+    assert "Expecting property name" in missing["antonym"]
+    assert missing["STS"] == "a column 'score' in --data"
+    assert missing["banking77"].startswith("test rows of classes that stand in training")
+    assert missing["drift from the base"].startswith("a head that started from the base's input")
+    measured = {(row["set"], row["metric"]) for row in results["rows"] if "missing" not in row}
+    assert {
+        ("other", "bits per byte"),
+        ("order", "minimal pairs"),
+        ("tiny", "Spearman, cosine, single tokens"),
+        ("present-past", "parallelogram loss"),
+        ("sst2", "accuracy, knn, 30% wrong labels"),
+    } <= measured
 
 
 def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monkeypatch):

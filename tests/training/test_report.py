@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from harmonic_sft.training.report import compare_runs
+from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.report import compare_runs, show_metrics, show_next_steps
 
 METRICS = {
     "loss": 4.25,
@@ -33,7 +34,8 @@ def test_an_annealed_run_is_said_to_have_another_loss(caplog):
     compare_runs([run("held", "a"), run("annealed", "a", end=-4.0)], None)
     said = [record.getMessage() for record in caplog.records if "h_exp went" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("annealed: h_exp went from -12 to -4. Nearer to 0 it makes")
+    assert said[0].startswith("annealed: h_exp went from -12 to -4. Losses at different exponents")
+    assert "rises" not in said[0]
 
 
 def test_runs_with_other_held_out_data_are_refused(capsys):
@@ -77,3 +79,25 @@ def test_one_seed_decides_nothing(capsys, caplog):
     compare_runs([*seeds_of("base", -12.0, [4.0]), *seeds_of("other", -4.0, [9.0])], None)
     assert "Difference" not in capsys.readouterr().out
     assert "undecided, since one seed decides nothing: give runs" in caplog.text
+
+
+def test_documents_without_a_scored_token_are_not_scored(caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    more = {"tokens": 50.0, "documents": 7, "loss_interval": None}
+    final = {**METRICS, **more, "ece_floor": 0.01, "ece_debiased": 0.04}
+    show_metrics("run", {"final": final, "documents": 10})
+    assert "Scored: 7 documents, 50 masked tokens." in caplog.text
+
+
+@pytest.mark.parametrize("revision", [None, "5424c8efeea6491b151d62dee55a752165407430"])
+def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
+    revision, tiny_base, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    config = HarmonicForMaskedLM.from_base(str(tiny_base)).config
+    config.base_model, config.base_revision = "owner/base", revision
+    config.trained_parameters = ["dist_head.weight"]
+    config.save_pretrained(tmp_path)
+    show_next_steps(tmp_path, "masked_lm")
+    assert f"harmonic-sft push {tmp_path} --repo-id OWNER/NAME" in caplog.text
+    assert ("--form head" in caplog.text) == (revision is not None)
