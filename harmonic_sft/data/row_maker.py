@@ -189,9 +189,8 @@ class RowMaker:
         starts = range(0, len(encoded.input_ids), size)
         rows = []
         for chunk, start in enumerate(starts[:1] if self.row_format in LABELED else starts):
-            columns = (("input_ids", encoded.input_ids), ("scored", encoded.scored))
-            columns += (("word_ids", encoded.word_ids), ("labels", encoded.labels))
-            part = {name: values[start : start + size] for name, values in columns}
+            names = ("input_ids", "scored", "word_ids", "labels")
+            part = {name: getattr(encoded, name)[start : start + size] for name in names}
             if not any(part["scored"]):
                 bad_rows.unscored_tokens += len(part["input_ids"])
                 continue

@@ -33,9 +33,9 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
-    is_wordpiece = any(token.startswith("##") for token in tokenizer.get_vocab())
-    if backend is not None:  # "##" can be text
+    is_byte_level, is_wordpiece = False, any(t.startswith("##") for t in tokenizer.get_vocab())
+    if backend is not None:  # which knows; "##" can be text
+        is_byte_level = "ByteLevel" in str(backend.decoder)
         is_wordpiece = isinstance(backend.model, WordPiece)
     lengths = []
     for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):

@@ -197,7 +197,10 @@ def load_base(
         raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
     is_decoder = type(config) in AutoModelForCausalLM._model_mapping
     if is_decoder and not is_causal and type(config) not in AutoModelForMaskedLM._model_mapping:
-        raise ValueError(f"base {name}: expected an encoder, got a decoder ({config.model_type})")
+        raise ValueError(
+            f"base {name}: expected an encoder, got a decoder ({config.model_type}). Decoders are "
+            "bases of HarmonicForCausalLM, model.task: causal_lm"
+        )
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     # Beside packed weights, transformers casts some of the others and leaves some: later then.

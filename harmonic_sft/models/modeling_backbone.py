@@ -335,6 +335,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         """Return the labels of what `select` leaves: all, in their shape, by default."""
         return labels
 
+    def has_free_labels(self, labels: Tensor) -> bool:
+        """Whether labels are no classes of the head, of which one is right: numbers, or several."""
+        return False
+
     def class_embeddings(self) -> Tensor:
         """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
         return self.dist_head.prototypes

@@ -435,7 +435,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         logits = self._logits(states)
         loss = None
-        if labels is not None and self._is_free(labels):
+        if labels is not None and self.has_free_labels(labels):
             weights = of_labels["label_weights"]
             loss = self._free_loss(logits, labels, weights, num_items_in_batch)
         elif labels is not None:
@@ -449,7 +449,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             attentions=outputs.attentions,
         )
 
-    def _is_free(self, labels: Tensor) -> bool:
+    def has_free_labels(self, labels: Tensor) -> bool:
         """Whether every logit is a prediction of its own, as transformers tells it."""
         problem, several = self.config.problem_type, self.num_classes(self.config) > 1
         if self.config.head["name"] != "linear" or problem == "single_label_classification":

@@ -16,6 +16,7 @@ from harmonic_sft.ops.options import (
     Reduction,
     TokenMetrics,
     check_choice,
+    check_count,
     check_inputs,
 )
 from harmonic_sft.ops.reference import reference_cross_entropy
@@ -206,9 +207,7 @@ def chunked_loss(
     num_heads, bias = 1, options.class_bias
     if isinstance(logits, MixtureLogits):
         stage, num_heads, logits = "mixture", logits.num_heads, logits.whole
-    num_rows = logits.hidden_states.shape[0]
-    if not torch.compiler.is_compiling() and len(labels) != num_rows:
-        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
+    check_count(labels, logits.hidden_states.shape[0])
     kind, h_exp, eps = "linear", -1.0, 0.0
     if isinstance(logits, DistanceLogits):
         kind = "sphere" if logits.unit_sphere else "euclidean"

@@ -94,17 +94,24 @@ def check_inputs(
             )
 
 
+def check_count(labels: Tensor, num_rows: int) -> None:
+    """Refuse more or fewer labels `[N]` or `[N, K]` than rows.
+
+    Raises:
+        ValueError: There are. Not looked at in compiled code.
+    """
+    if not torch.compiler.is_compiling() and len(labels) != num_rows:
+        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
+
+
 def check_labels(labels: Tensor, *, num_rows: int, num_classes: int) -> None:
     """Refuse labels `[N]` that are not one class for each row, as far as no device is waited for.
 
     Raises:
         ValueError: There are more or fewer, or one is no class.
     """
-    if torch.compiler.is_compiling():
-        return
-    if len(labels) != num_rows:
-        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
-    if labels.device.type != "cpu" or not num_rows:
+    check_count(labels, num_rows)
+    if torch.compiler.is_compiling() or labels.device.type != "cpu" or not num_rows:
         return
     least, most = int(labels.min()), int(labels.max())
     if least < 0 or most >= num_classes:

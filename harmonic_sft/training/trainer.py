@@ -35,7 +35,6 @@ from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import (
-    HarmonicClassifier,
     HarmonicConfig,
     HarmonicForQuestionAnswering,
     HarmonicHeadModel,
@@ -190,7 +189,7 @@ class HarmonicTrainer(Trainer):
         args.enable_jit_checkpoint = takes_sigterm
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LabeledProgress())
-        is_free = isinstance(built, HarmonicClassifier) and built._is_free(torch.empty(0).long())
+        is_free = built.has_free_labels(torch.empty(0).long())
         self.data_collator = CountingCollator(
             collator=self.data_collator,
             num_classes=None if is_free else len(built.dist_head.weight),
@@ -495,11 +494,10 @@ class HarmonicTrainer(Trainer):
         is the loss of labels that are no classes of the head.
         """
         metrics, num_rows = self._scores(dataloader, can_be_empty=description == "Prediction")
-        only_loss = self.args.prediction_loss_only
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
-        if num_rows == 0 or not (
-            only_loss if prediction_loss_only is None else prediction_loss_only
-        ):
+        if num_rows == 0 or not prediction_loss_only:
             found = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -530,8 +528,7 @@ class HarmonicTrainer(Trainer):
         """Yield hidden states and labels of every batch whose labels are classes of the head."""
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            is_classifier = isinstance(model, HarmonicClassifier)
-            if "labels" not in batch or (is_classifier and model._is_free(batch["labels"])):
+            if "labels" not in batch or model.has_free_labels(batch["labels"]):
                 continue
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 inputs = head_inputs(model, batch)  # [B, S, D], [B, S]

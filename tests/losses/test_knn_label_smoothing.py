@@ -105,3 +105,10 @@ def test_more_neighbors_than_prototypes_are_refused():
     head = build({"name": "dist"})
     with pytest.raises(ValueError, match=r"num_neighbors: expected at most 29, .* got 30"):
         KNNLabelSmoothingLoss(num_neighbors=30).prepare(head)
+
+
+def test_labels_that_are_no_classes_are_refused():
+    head = build_head({"name": "dist"}, hidden_size=8, vocab_size=20)
+    loss = KNNLabelSmoothingLoss(num_neighbors=3).prepare(head)
+    with pytest.raises(ValueError, match=r"^labels: expected values from 0 to 19, got -1 to 5"):
+        loss(head, torch.randn(3, 8), torch.tensor([1, -1, 5]))

@@ -132,3 +132,20 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match=message):
         VonMisesFisherHead(15, V, per_class=True)
     assert VonMisesFisherHead(15, V).settings()["per_class"] is False
+
+
+@pytest.mark.parametrize("head_class", [CosineHead, VonMisesFisherHead])
+def test_cosines_have_second_derivatives_and_work_under_torch_func(head_class):
+    torch.manual_seed(0)
+    head = head_class(D, V).double()
+    states = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    if head_class is CosineHead:  # the Bessel functions of the other have one derivative
+        assert torch.autograd.gradgradcheck(head, (states,))
+
+    def total(rows):
+        return head(rows).square().sum()
+
+    (expected,) = torch.autograd.grad(total(states), states)
+    torch.testing.assert_close(torch.func.grad(total)(states.detach()), expected)
+    rows = torch.func.vmap(torch.func.grad(lambda row: total(row[None])))(states.detach())
+    torch.testing.assert_close(rows, expected)

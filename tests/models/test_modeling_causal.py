@@ -331,6 +331,12 @@ def test_added_tokens_get_prototypes_like_the_others(bases, tmp_path, tie):
     assert torch.equal(model.dist_head.prototypes, before[: V - 7]) or tie
 
 
+def test_new_prototypes_have_the_dtype_of_the_old(bases):
+    model = make(bases).double()
+    model.resize_token_embeddings(V + 5)
+    assert model.dist_head.weight.dtype == torch.float64
+
+
 def test_many_new_prototypes_have_the_spread_of_the_old():
     torch.manual_seed(0)
     from harmonic_sft.models.heads import resized_head

@@ -226,6 +226,16 @@ def test_the_chunked_loss_equals_dense_float64(
         assert_near(actual, wanted, gradient_tolerance if leaf.dim() else 10 * tolerance)
 
 
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_a_row_whose_only_target_is_padding_has_no_loss(impl):
+    options = LossOptions(target_weights=torch.tensor([[1.0], [0.0]]))
+    states, weight = torch.randn(2, 8), torch.randn(9, 8)
+    labels = torch.tensor([[3], [-1]])
+    found = distance_cross_entropy(states, weight, labels, h_exp=-2.0, options=options, impl=impl)
+    expected = distance_cross_entropy(states[:1], weight, labels[:1, 0], h_exp=-2.0)
+    torch.testing.assert_close(found, torch.cat([expected, torch.zeros(1)]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_reference_equals_dense_float64(option, kind):

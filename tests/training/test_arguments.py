@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import HfArgumentParser
@@ -9,6 +10,7 @@ from transformers import HfArgumentParser
 from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
 from harmonic_sft.losses import KNNLabelSmoothingLoss
 from harmonic_sft.training import load_run_config
+from harmonic_sft.training.arguments import check_parallelism
 
 QUIET = {"report_to": "none", "use_cpu": True}
 
@@ -157,3 +159,9 @@ def test_every_field_has_a_help():
     fields = HarmonicTrainingArguments.__dataclass_fields__
     own = HarmonicTrainingArguments.__annotations__
     assert [name for name in own if not fields[name].metadata.get("help")] == []
+
+
+def test_batches_of_one_row_are_refused_with_several_processes():
+    args = SimpleNamespace(n_gpu=1, world_size=2, padding_free=True)
+    with pytest.raises(ValueError, match=r"^data\.padding_free: expected false with 2 processes"):
+        check_parallelism(args)
