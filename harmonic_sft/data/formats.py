@@ -391,23 +391,23 @@ def _read_tokens(
         outside = input_ids[(input_ids < 0) | (input_ids > largest)]
         if len(outside):
             raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
-    _check_one_document(row, input_ids)
+    seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
+    if row.get("attention_mask") is not None:
+        seen = _integers(row, "attention_mask", len(input_ids)) != 0
+    _check_one_document(row, seen)
     scored = _scored(row, input_ids, loss_on)
     own = input_ids if scored is None else input_ids[scored]
     texts = [" ".join(map(str, part)) for part in (input_ids, own)]
-    if row.get("attention_mask") is not None:  # leave padding out
-        seen = _integers(row, "attention_mask", len(input_ids)) != 0
-        input_ids = input_ids[seen]
-        scored = None if scored is None else scored[seen]
-    return Draft(_unwrapped(input_ids, scored, special), *texts)
+    scored = None if scored is None else scored[seen]
+    return Draft(_unwrapped(input_ids[seen], scored, special), *texts)
 
 
-def _check_one_document(row: Mapping[str, Any], input_ids: np.ndarray) -> None:
+def _check_one_document(row: Mapping[str, Any], seen: np.ndarray) -> None:
     """Refuse a row that was packed of several documents, which would see each other."""
     lengths, positions = row.get("seq_lengths"), row.get("position_ids")
     starts = [0]
     if positions is not None:
-        starts = np.flatnonzero(_integers(row, "position_ids", len(input_ids)) == 0).tolist()
+        starts = np.flatnonzero(_integers(row, "position_ids", len(seen))[seen] == 0).tolist()
     count = max(len(starts), len(lengths) if _is_list(lengths) else 1)
     if count > 1:
         raise BadRow(

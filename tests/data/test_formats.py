@@ -305,6 +305,9 @@ def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
     assert reason.startswith("position_ids: expected one document, got 2 packed into a row")
     whole = {"input_ids": [10, 11, 12], "position_ids": [0, 1, 2], "seq_lengths": [3]}
     assert one(whole, "tokens", tokenizer) == of_tokens([10, 11, 12])
+    padded = {"input_ids": [0, 0, 10, 11], "position_ids": [0, 0, 0, 1]}
+    row = {**padded, "attention_mask": [0, 0, 1, 1]}
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11])
 
 
 def test_a_word_labeled_minus_100_has_no_label(tokenizer):
