@@ -36,7 +36,7 @@ from harmonic_sft.models import (
     LinearHead,
 )
 from harmonic_sft.training import RunConfig, load_run_config
-from harmonic_sft.training.loading import load_run_data
+from harmonic_sft.training.loading import load_base_config, load_run_data
 from harmonic_sft.training.run import train
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,10 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--wordsim", type=Path, help="TSV files of human ratings of word pairs")
     options = parser.parse_intermixed_args(arguments)
     family = read_family(options.file, name, options.rows)
+    first = configure(
+        family, next(iter(family.rows)), options.seeds[0], options.output, options.overrides
+    )
+    load_base_config(first.model)  # once, before every run would look for it
     ratings = {} if options.wordsim is None else _read_ratings(options.wordsim)
     results = compare(
         family,

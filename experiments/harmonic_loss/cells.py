@@ -196,7 +196,11 @@ def read_cell(cell: Cell, num_seeds: int, folder: Path) -> Row | None:
     if not groups:
         return None
     joined = {key: [one for group in groups for one in group[key]] for key in ("seeds", *PER_SEED)}
-    return {**groups[0], **joined, "cpu_seconds": sum(group["cpu_seconds"] for group in groups)}
+    joined["cpu_seconds"] = sum(group["cpu_seconds"] for group in groups)
+    # Whether the code differed from its commit; earlier files name it otherwise.
+    made = [group["environment"] for group in groups]
+    joined["dirty"] = any(one.get("dirty") or one.get("git_changed") for one in made)
+    return {**groups[0], **joined}
 
 
 def summary(found: Row) -> Row:
@@ -220,6 +224,7 @@ def summary(found: Row) -> Row:
     gaps = [second - first for first, second in arrived if first is not None]
     return {
         "name": cell_name(cell),
+        "dirty": found["dirty"],
         "published": published,
         "reproduced": compared and abs(mean - compared[0]) <= (half_width or 0) + MARGIN_POINTS,
         "cell": found["cell"],

@@ -52,7 +52,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, help="folder of texts, for 5 and probes")
     parser.add_argument("--tabulate", action="store_true", help="train nothing, use what there is")
     parser.add_argument("--draw", action="store_true", help="draw the results file again")
-    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="a folder")
+    parser.add_argument(
+        "--out", "--output", type=Path, default=Path("runs") / name, help="a folder"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.epochs = 2, 1
@@ -64,6 +66,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
     path = options.out / f"{figure}.json"
     if not options.draw:
         found = {"figure": options.figure, **_found(options), "environment": environment()}
+        if any(row.get("dirty") for row in found.get("rows", [])):  # as what they were made of
+            found["environment"]["dirty"] = True
         path = write_results(options.out, figure, found)
         logger.info("Results: %s", path)
     payload = read_results(path)

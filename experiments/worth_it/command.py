@@ -42,7 +42,11 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="no run starts after; 0: tabulate"
     )
-    parser.add_argument("--quick", action="store_true", help="one cell, two seeds, three steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one cell, two seeds, three steps; all data are read, which takes minutes",
+    )
     parser.add_argument(
         "--base", default=classes.ENCODER, help="the encoder of classes and masked, a BERT"
     )

@@ -83,7 +83,8 @@ def probe(
 
     Returns:
         One accuracy for each of the tests, of `logistic` regression, of an `mlp` with one hidden
-        layer, the nearest of 5 `knn` neighbors and of `class_means`, both by cosine.
+        layer, of the 5 nearest neighbors, `knn`, and of the nearest of the `class_means`; both of
+        the last measure Euclidean distances of normalized features.
 
     Raises:
         ValueError: Training rows of one class only, or a class that stands in the test rows alone.

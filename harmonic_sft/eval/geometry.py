@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harmonic_sft.eval.neighbors import nearest
 
-NUM_QUERIES = 2000  # prototypes whose neighbors are looked up
+NUM_ROWS = 2000  # of a table, among which neighbors are looked up
 NUM_NEIGHBORS = 10
 
 
@@ -46,13 +46,15 @@ def hubness(prototypes: Tensor) -> dict[str, float]:
 
     Returns:
         `hubness`, the skewness of how often a prototype is among the 10 neighbors of others, and
-        `never_neighbor`, the share that never is, from 0 to 1.
+        `never_neighbor`, the share that never is, from 0 to 1; both among `NUM_ROWS` of them, so
+        that vocabularies of different sizes can be compared.
 
     Source:
         Radovanovic, Nanopoulos, Ivanovic 2010, Hubs in Space, JMLR 11.
     """
     table = prototypes.float()
-    neighbors = nearest(table, _spread(len(table)), NUM_NEIGHBORS)
+    table = table[_spread(len(table)).to(table.device)]
+    neighbors = nearest(table, torch.arange(len(table)), NUM_NEIGHBORS)
     counts = neighbors.flatten().bincount(minlength=len(table))
     return {
         "hubness": float(skew(counts.cpu().numpy())),
@@ -79,7 +81,7 @@ def drift(table: Tensor, base: Tensor) -> dict[str, float]:
 
 def _spread(count: int) -> Tensor:
     """Return the numbers of evenly spread rows, `[Q]`."""
-    return torch.linspace(0, count - 1, min(NUM_QUERIES, count)).long()
+    return torch.linspace(0, count - 1, min(NUM_ROWS, count)).long()
 
 
 @torch.no_grad()

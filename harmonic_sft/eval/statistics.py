@@ -9,6 +9,7 @@ from scipy import stats
 UNDECIDED = "undecided"
 LEVEL = 0.95
 NUM_RESAMPLES = 2000
+MIN_DOCUMENTS = 5  # of fewer no resampling gives an interval that holds the mean often enough
 
 
 def t_interval(values: Sequence[float]) -> dict[str, Any]:
@@ -19,7 +20,8 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
 
     Returns:
         `mean`, `half_width` and `p`, of the hypothesis that the mean is 0, both None for a single
-        seed, and `seeds`.
+        seed, and `seeds`. `p` is None too where all differ by the same: nothing says how sure that
+        is.
 
     Raises:
         ValueError: No value, or one that is not finite.
@@ -32,7 +34,7 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
         return {"mean": mean, "half_width": None, "p": None, "seeds": 1}
     error = float(array.std(ddof=1)) / count**0.5
     half_width = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
+    p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None
     return {"mean": mean, "half_width": half_width, "p": p, "seeds": count}
 
 
@@ -74,17 +76,26 @@ def document_interval(
 ) -> list[float] | None:
     """Return the interval of a mean over tokens, by resampling whole documents.
 
+    Its percentiles lie further out the fewer documents there are, as far as Student's t lies beyond
+    the normal distribution: those of the level itself would hold the mean too rarely.
+
+    Source:
+        Hesterberg 2015, What Teachers Should Know About the Bootstrap, Sec. 4.2.2, the expanded
+        percentile interval, for `MIN_DOCUMENTS` or more.
+
     Args:
         values: `[N]`, of every token; of a comparison, the differences between two models.
         documents: `[N]`, the number of each token's document.
         level: Its confidence.
 
     Returns:
-        Its lower and its upper end, None with fewer than two documents.
+        Its lower and its upper end, None with fewer than `MIN_DOCUMENTS`.
     """
     numbers = np.unique(documents, return_inverse=True)[1]
-    if numbers.max(initial=0) == 0:
+    count = int(numbers.max(initial=-1)) + 1
+    if count < MIN_DOCUMENTS:
         return None
+    beyond = stats.t.ppf((1 + level) / 2, count - 1) * (count / (count - 1)) ** 0.5
 
     def ratio(totals: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
         return totals.sum(axis) / counts.sum(axis)
@@ -94,7 +105,7 @@ def document_interval(
         ratio,
         paired=True,
         n_resamples=NUM_RESAMPLES,
-        confidence_level=level,
+        confidence_level=float(1 - 2 * stats.norm.sf(beyond)),
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval

@@ -120,7 +120,7 @@ def check_version() -> None:
         ValueError: It is missing, older or newer.
     """
     wanted = f"trl: expected version {TESTED[0]} to {TESTED[-1]}"
-    install = "Run pip install 'harmonic-sft[trl]'"
+    install = f"Run pip install 'trl=={TESTED[-1]}.*'"
     try:
         found = version("trl")
     except PackageNotFoundError as error:

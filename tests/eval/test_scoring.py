@@ -42,6 +42,15 @@ def metrics_of(head, states, labels):
     return summarize(scores, head, np.arange(len(labels)))
 
 
+def test_a_head_that_gives_all_classes_one_logit_is_never_right():
+    states, labels = batch()
+    head = LinearHead(D, V)
+    torch.nn.init.zeros_(head.weight)
+    metrics = metrics_of(head, states, labels)
+    assert (metrics["accuracy"], metrics["top_5_accuracy"]) == (0, 0)
+    assert metrics["loss"] == pytest.approx(math.log(V))
+
+
 @pytest.mark.parametrize("head_class", [DistLayer, LinearHead])
 def test_metrics_equal_a_loop_over_tokens(head_class):
     states, labels = batch()

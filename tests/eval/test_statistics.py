@@ -46,7 +46,8 @@ def test_inside_the_interval_the_word_is_undecided():
     assert verdict(t_interval([-1.0, -1.1, -0.9]), 0.01) == "lower"
     assert verdict(sure, 0.2) == "undecided"  # after Holm
     assert verdict(unsure, unsure["p"]) == "undecided"
-    assert verdict(t_interval([0.0, 0.0]), t_interval([0.0, 0.0])["p"]) == "undecided"
+    for same in (0.0, 1e-9):  # nothing says how sure it is
+        assert verdict(t_interval([same] * 5), t_interval([same] * 5)["p"]) == "undecided"
 
 
 def test_documents_are_resampled_whole():
@@ -54,8 +55,21 @@ def test_documents_are_resampled_whole():
     generator = np.random.default_rng(0)
     means = generator.normal(size=10)
     low, high = document_interval(np.repeat(means, 100), np.repeat(np.arange(10), 100))
-    expected = stats.bootstrap((means,), np.mean, method="percentile", rng=1).confidence_interval
+    level = 1 - 2 * stats.norm.sf((10 / 9) ** 0.5 * stats.t.ppf(0.975, 9))  # 0.983
+    expected = stats.bootstrap(
+        (means,), np.mean, method="percentile", confidence_level=level, rng=1
+    ).confidence_interval
     assert low == pytest.approx(expected.low, abs=0.08)
     assert high == pytest.approx(expected.high, abs=0.08)
     assert high - low > 5 * 2 * 1.96 * means.std() / 1000**0.5
-    assert document_interval(means, np.zeros(10)) is None
+    assert document_interval(means, np.arange(10) % 4) is None
+    assert document_interval(means, np.arange(10) % 5) is not None
+
+
+def test_few_documents_have_an_interval_that_holds_the_mean():
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(200):
+        low, high = document_interval(generator.normal(size=6), np.arange(6))
+        held += low <= 0 <= high
+    assert held >= 175  # percentiles of the level itself hold 168

@@ -1,5 +1,6 @@
 """Every figure runs a few steps by its command and is drawn from its results alone."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -131,8 +132,13 @@ def test_groups_of_seeds_are_joined(tmp_path, monkeypatch):
     cell = Cell(task="permutation", num_epochs=1)
     assert read_cell(cell, 3, tmp_path) is None
     train_cells([cell], 3, tmp_path)
+    *_, last = sorted((tmp_path / "cells").iterdir())
+    payload = json.loads(last.read_text())
+    payload["environment"] |= {"dirty": True}  # as one of them is, so is the figure
+    last.write_text(json.dumps(payload))
     found = read_cell(cell, 3, tmp_path)
     assert found["seeds"] == [0, 1, 2]
+    assert summary(found)["dirty"]
     assert len(found["embedding"]) == len(found["variance"]) == 3
     assert summary(found)["published"] is None
     full = replace(cell, num_epochs=7000)
@@ -155,6 +161,7 @@ def test_a_summary_counts_seeds_that_never_converge():
         "chance_variance": 0.3,
         "chance_accuracy": 0.04,
         "cpu_seconds": 1.0,
+        "dirty": False,
     }
     row = summary(found)
     assert (row["num_converged"], row["num_seeds"]) == (2, 4)
