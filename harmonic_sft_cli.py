@@ -1,8 +1,11 @@
 """The command `harmonic-sft`: its arguments, read before the package and PyTorch are imported."""
 
 import argparse
+import ctypes
 import difflib
+import os
 import platform
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 OVERRIDES = "key=value pairs that replace values of the file, such as training.max_steps=10"
 EXAMPLES = {
     "": """
@@ -86,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "init":
             return _init(options.name)
         if options.command == "train":
+            _end_with_launcher()
             _check_flags(parser, options)
         if "config" in options and options.config is not None:
             options.config, options.shipped = _find_config(options.config)
@@ -100,6 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resume = " Add resume=true to continue." if options.command == "train" else ""
         sys.stderr.write(f"\nInterrupted.{resume}\n")
         return INTERRUPTED
+
+
+def _end_with_launcher() -> None:
+    """Get a SIGTERM when `accelerate launch` ends, which passes on none to a single process."""
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def configurations() -> dict[str, Path]:
@@ -152,15 +164,24 @@ def _init(name: str | None) -> int:
     """Print a shipped configuration, or what there is."""
     shipped = configurations()
     if name is not None:
-        sys.stdout.write(_shipped(name, shipped).read_text(encoding="utf-8"))
-        return 0
+        return _print(_shipped(name, shipped).read_text(encoding="utf-8"))
     width = 2 + max(map(len, shipped))
+    lines = []
     for known, path in shipped.items():
         purpose = path.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
         line = f"{known:{width}}{purpose}"
-        sys.stdout.write(f"{textwrap.fill(line, 80, subsequent_indent=' ' * width)}\n")
-    sys.stdout.write("\nPrint one:  harmonic-sft init NAME > my.yaml\n")
-    sys.stdout.write("Train one:  harmonic-sft train NAME\n")
+        lines.append(textwrap.fill(line, 80, subsequent_indent=" " * width))
+    lines += ["", "Print one:  harmonic-sft init NAME > my.yaml"]
+    lines += ["Train one:  harmonic-sft train NAME", ""]
+    return _print("\n".join(lines))
+
+
+def _print(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python would flush again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -316,7 +337,7 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     )
     flags.add_argument("--head", metavar="NAME", help="the output head; default: dist")
     flags.add_argument(
-        "--task", help="what the model predicts, as in the key model.task; default: masked_lm"
+        "--task", help="what the model predicts, as in model.task; default: what the base does"
     )
     flags.add_argument("--output", metavar="DIR", help="default: runs/NAME-HEAD")
 

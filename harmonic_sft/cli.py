@@ -37,7 +37,10 @@ def run_command(options: argparse.Namespace) -> int:
             raise
         rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
-        message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
+        try:
+            message = _message(error, options, rank)
+        except Exception:  # torch says from a signal handler, anywhere, that a worker died
+            message = _message(error, options, rank)
         from harmonic_sft.results import without_secrets
 
         sys.stdout.flush()  # tables that were printed before stand before the error
@@ -53,6 +56,10 @@ def _run(options: argparse.Namespace) -> None:
     finally:
         for bar in list(tqdm._instances):  # of transformers, which leaves them open after an error
             bar.close()
+
+
+def _message(error: Exception, options: argparse.Namespace, rank: str) -> str:
+    return str(error) if _is_ours(error) else _unforeseen(error, options, rank)
 
 
 def _is_ours(error: Exception) -> bool:
@@ -78,11 +85,11 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
     if any(word in text for word in DISK_FULL):
         parts.append("The disk may be full.")
-    if options.command == "train":
-        parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
     folder = Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
+        if options.command == "train":
+            parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
     path = folder / ("error.txt" if rank == "0" else f"error-{rank}.txt")
     try:
         folder.mkdir(exist_ok=True)
@@ -132,13 +139,20 @@ def _make_base(run: "RunConfig", shipped: dict[str, Path]) -> None:
 
 def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the file of a run without one would hold: the NeoBERT recipe."""
-    from harmonic_sft.training.run_config import CLASSIFICATION, fill_recipe
+    from harmonic_sft.config import apply_overrides
+    from harmonic_sft.models import max_positions
+    from harmonic_sft.training.loading import load_base_config
+    from harmonic_sft.training.preparation import task_of
+    from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
 
-    task, head = options.task or "masked_lm", options.head or "dist"
+    model = apply_overrides({"model": {"base": options.model}}, options.overrides)["model"]
+    config = load_base_config(ModelConfig(base=model["base"], revision=model.get("revision")))
+    task = options.task or model.get("task") or task_of(options.model, config, None)
+    head = options.head or "dist"
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
     data = {
         "sources": [{"path": options.dataset}],
-        "context_length": 512,
+        "context_length": min(512, max_positions(config.get_text_config())),
         "eval": {"documents": 64},
     }
     if task in CLASSIFICATION:

@@ -5,6 +5,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from yaml.constructor import ConstructorError
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # for pydantic dataclasses
 INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", re.I)
+MAX_VALUES = 100_000
 PLAIN = "!plain"  # the YAML tag of a scalar that is neither quoted nor tagged
 WORDS = {  # pydantic's, and those of a person who writes YAML
     "less than or equal to": "a number of at most",
@@ -80,6 +82,9 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+# Values that JSON has; what others would read, such as !!binary and !!set, has no place in a run.
+TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "str", "seq", "map"))
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (None, *TAGS)}
 _Loader.add_constructor(PLAIN, lambda _, node: _scalar(node.value))
 _Dumper.add_representer(str, _quoted)
 
@@ -200,7 +205,10 @@ def load_text(text: str | bytes, name: str) -> Any:
         ValueError: It is not valid.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        data = yaml.load(text, Loader=_Loader)
+        if _size(data, {}) <= MAX_VALUES:
+            return data
+        problem = f": its aliases stand for more than {MAX_VALUES:,} values, or for themselves"
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = f" in line {line}: {error.problem}"
@@ -209,6 +217,17 @@ def load_text(text: str | bytes, name: str) -> Any:
     except RecursionError:
         problem = ": it is nested too deeply"
     raise ValueError(f"{name}: expected valid YAML, got an error{problem}")
+
+
+def _size(data: Any, known: dict[int, float]) -> float:
+    """Count the values in data, those of an alias wherever it is used; infinite for a loop."""
+    if not isinstance(data, dict | list):
+        return 1
+    if id(data) not in known:
+        known[id(data)] = math.inf
+        values = data.values() if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_size(value, known) for value in values)
+    return known[id(data)]
 
 
 def _index(node: Any, step: str, key: str) -> Any:

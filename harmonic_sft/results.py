@@ -1,12 +1,14 @@
 """The JSON files of a run: how they are written, what machine they come from, how they print."""
 
 import json
+import logging
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
 BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
@@ -84,13 +87,32 @@ def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Pat
         raise ValueError(f"{name}: expected JSON values, got others: {error}") from error
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, f"{text}\n")
     return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all, also where the machine loses its power."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_whole(path: Path) -> dict[str, Any] | None:
+    """Read a file that `write_results` wrote; None if there is none or, as the log says, damage."""
+    if not path.is_file():
+        return None
+    try:
+        return read_results(path)
+    except ValueError as error:
+        logger.warning("Damaged, and left out: %s", error)
+        return None
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
@@ -108,6 +130,22 @@ def read_results(path: str | Path) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(payload).__name__}")
     return payload
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Name the file or folder in whatever error ends its reading.
+
+    Raises:
+        ValueError: There was one.
+    """
+    try:
+        yield
+    except Exception as error:  # tokenizers has no other class
+        if isinstance(error, ValueError) and ": expected " in str(error):
+            raise  # one of ours
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{path}: expected it as it was saved, got an error: {reason}") from error
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -1,7 +1,9 @@
 """What every test needs before the first import of transformers."""
 
 import contextlib
+import functools
 import gc
+import json
 import os
 import random
 import shutil
@@ -32,8 +34,11 @@ import yaml  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer  # noqa: E402
 
+from tests import decoders, encoders  # noqa: E402
 from tests.elsewhere import Elsewhere  # noqa: E402
+from tests.saved_models import SavedModels  # noqa: E402
 
+MERGED = ("training", "data", "model")  # sections that tests change one field of
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [first + second for first in LETTERS for second in LETTERS[:4]]  # 104 words
@@ -61,6 +66,36 @@ def elsewhere(tmp_path_factory):
     machine = Elsewhere(folder, {**os.environ, "HF_HOME": str(folder), "PYTHONPATH": ""})
     yield machine
     machine.close()
+
+
+@pytest.fixture
+def no_token(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no_token"))
+
+
+@pytest.fixture
+def check_elsewhere(elsewhere, tmp_path):
+    return SavedModels(tmp_path, elsewhere)
+
+
+@pytest.fixture
+def cache_repo():
+    """Lay a folder into the Hub's cache for one test, as a download of its main branch would."""
+    cache, laid = Path(os.environ["HF_HUB_CACHE"]), []
+    cache.mkdir(exist_ok=True)
+
+    def lay(name: str, folder: Path) -> str:
+        commit = f"{len(os.listdir(cache)) + 1:040x}"
+        laid.append(cache / f"models--{name.replace('/', '--')}")
+        shutil.copytree(folder, laid[-1] / "snapshots" / commit)
+        (laid[-1] / "refs").mkdir()
+        (laid[-1] / "refs" / "main").write_text(commit)
+        return commit
+
+    yield lay
+    for repo in laid:
+        shutil.rmtree(repo, ignore_errors=True)  # tests may do so themselves
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +130,17 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
 
 
 @pytest.fixture(scope="session")
+def bases(shared):
+    """A folder with an encoder of every family."""
+
+    def make(folder: Path) -> None:
+        for family in encoders.FAMILIES:
+            encoders.save_encoder(family, folder / family)
+
+    return shared("bases", make)
+
+
+@pytest.fixture(scope="session")
 def tiny_base(shared):
     """A BERT of 3 blocks without dropout, 32 wide, and its tokenizer."""
     return shared("tiny_base", save_tiny_base)
@@ -118,51 +164,64 @@ def save_tiny_base(folder: Path) -> None:
     BertForMaskedLM(config).save_pretrained(folder)
 
 
+def successor_texts(count: int) -> list[str]:
+    """Texts in which every word is followed by its successor, so there is a rule."""
+    generator = random.Random(0)
+    texts = []
+    for _ in range(count):
+        start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
+        texts.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)))
+    return texts
+
+
 @pytest.fixture(scope="session")
 def text_file(shared):
-    """120 documents in which every word is followed by its successor, so there is a rule."""
+    """120 of such texts."""
 
     def write(folder: Path) -> None:
-        generator = random.Random(0)
-        lines = []
-        for _ in range(120):
-            start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
-            lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)))
-        (folder / "text.txt").write_text("\n".join(lines))
+        (folder / "text.txt").write_text("\n".join(successor_texts(120)))
 
     return shared("text", write) / "text.txt"
 
 
+def settings_of_a_run(text: Path, base: Path, output_dir: Path) -> dict:
+    """What is in the YAML of a run of 6 steps."""
+    return {
+        "model": {"base": str(base), "unfreeze": {"last_blocks": 1}},
+        "head": {"name": "dist"},
+        "h_exp": {"start": -12.0, "end": -4.0},
+        "loss": {"name": "harmonic"},
+        "data": {
+            "sources": [{"path": str(text)}],
+            "context_length": 24,
+            "eval": {"documents": 20},
+        },
+        "training": {
+            "output_dir": str(output_dir),
+            "per_device_train_batch_size": 8,
+            "max_steps": 6,
+            "logging_steps": 1,
+            "save_steps": 3,
+            "learning_rate": 1e-2,
+            "disable_tqdm": True,
+            "use_cpu": True,
+        },
+        "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
+        "neighbors": ["aa", "bb"],
+    }
+
+
+def write_run(path: Path, settings: dict, sections: dict) -> Path:
+    """Write the YAML of a run with sections changed; None leaves one out."""
+    merged = {name: {**settings[name], **(sections.get(name) or {})} for name in MERGED}
+    settings = {**settings, **sections, **merged}
+    path.write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
+    return path
+
+
 @pytest.fixture(scope="session")
 def run_settings(text_file):
-    """Return what is in the YAML of a run of 6 steps."""
-
-    def settings(base, output_dir):
-        return {
-            "model": {"base": str(base), "unfreeze": {"last_blocks": 1}},
-            "head": {"name": "dist"},
-            "h_exp": {"start": -12.0, "end": -4.0},
-            "loss": {"name": "harmonic"},
-            "data": {
-                "sources": [{"path": str(text_file)}],
-                "context_length": 24,
-                "eval": {"documents": 20},
-            },
-            "training": {
-                "output_dir": str(output_dir),
-                "per_device_train_batch_size": 8,
-                "max_steps": 6,
-                "logging_steps": 1,
-                "save_steps": 3,
-                "learning_rate": 1e-2,
-                "disable_tqdm": True,
-                "use_cpu": True,
-            },
-            "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
-            "neighbors": ["aa", "bb"],
-        }
-
-    return settings
+    return functools.partial(settings_of_a_run, text_file)
 
 
 @pytest.fixture(scope="session")
@@ -192,19 +251,67 @@ def run_copy(finished_run, tmp_path):
 
 @pytest.fixture
 def make_yaml(tmp_path, tiny_base, run_settings):
-    """Write the YAML of such a run; keyword arguments replace whole sections."""
+    """Write the YAML of such a run with sections changed."""
 
     def make(**sections):
-        data = run_settings(tiny_base, tmp_path / "run")
-        for name, value in sections.items():
-            if value is None:
-                data.pop(name)
-            elif isinstance(value, dict) and name in ("training", "data", "model"):
-                data[name] = {**data[name], **value}
-            else:
-                data[name] = value
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(data))
-        return path
+        settings = run_settings(tiny_base, tmp_path / "run")
+        return write_run(tmp_path / "run.yaml", settings, sections)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def causal_base(shared):
+    """A Llama and its tokenizer."""
+
+    def make(folder: Path) -> None:
+        decoders.save_tokenizer(decoders.save_decoder("llama", folder))
+
+    return shared("causal_base", make)
+
+
+@pytest.fixture(scope="session")
+def causal_settings(shared):
+    """Return what is in the YAML of a run of 6 steps of a decoder with such a tokenizer."""
+
+    def write(folder: Path) -> None:
+        starts = [(7 * index) % 90 + 3 for index in range(60)]
+        lines = [" ".join(f"w{start + i}" for i in range(4 + start % 9)) for start in starts]
+        (folder / "text.txt").write_text("\n".join(lines))
+
+    text = shared("causal_text", write) / "text.txt"
+
+    def settings(base: Path, output_dir: Path) -> dict:
+        data = settings_of_a_run(text, base, output_dir)
+        data["model"]["task"] = "causal_lm"
+        data["data"]["context_length"] = 16
+        return data | {"neighbors": ["w5"], "check_base": False}  # of random weights
+
+    return settings
+
+
+@pytest.fixture
+def make_causal_yaml(tmp_path, causal_base, causal_settings):
+    """Write the YAML of such a run with sections changed."""
+
+    def make(name="run", **sections):
+        settings = causal_settings(causal_base, tmp_path / name)
+        return write_run(tmp_path / f"{name}.yaml", settings, sections)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def labelled_settings(tiny_base):
+    """Return what is in the YAML of a run of a classifier, which learns from the rows given."""
+
+    def settings(rows: list[dict], folder: Path, task: str = "sequence_classification") -> dict:
+        path = folder / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        data = settings_of_a_run(path, tiny_base, folder / "run")
+        data["model"]["task"] = task
+        data["head"]["init"] = "class_means"
+        data["data"]["label_column"] = "label"
+        return data
+
+    return settings

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 V, D = 120, 32
 SIZES = {
@@ -53,3 +54,11 @@ def save_decoder(family: str, folder: Path) -> Path:
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path, *, extra: int = 0, eos: str | None = "w2") -> None:
+    """Save one whose words are w0, w1 and so on."""
+    words = {f"w{index}": index for index in range(V + extra)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=eos).save_pretrained(folder)

@@ -1,9 +1,7 @@
 """The command line: exit codes, one-line errors, entry points, and what is imported when."""
 
 import argparse
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +15,11 @@ from tqdm import tqdm
 import harmonic_sft
 from harmonic_sft import cli
 from harmonic_sft.config import to_plain
+from harmonic_sft.hub import PushError
+from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run_config import RunConfig, load_run_config
 from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
+from tests.elsewhere import run_python
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -41,19 +42,20 @@ for override in ("modle.base=x", "data.mask.probabilty=0.1", "head.epss=1", "los
 print(time.process_time() - begin)
 print([name for name in sys.argv[2:] if name in sys.modules])
 """
+BROKEN_PIPE = """
+import os, sys
+from harmonic_sft_cli import main
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, sys.stdout.fileno())
+sys.exit(main(["init", "neobert"]))
+"""
 HEAVY = ("datasets", "pandas", "peft", "transformers.training_args", "transformers.trainer")
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
 
 
 def test_help_names_the_commands_and_imports_no_torch():
     done = run_python("-c", NO_TORCH)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert "--dry-run" in done.stdout
     done = run_python("-m", "harmonic_sft_cli", "--help")
     for command in COMMANDS:
@@ -100,6 +102,11 @@ def test_init_lists_and_prints_the_shipped_configurations(capsys):
     assert capsys.readouterr().err == f"{message}Did you mean 'neobert'?\n"
     assert main(["train", "other"]) == 1
     assert "`harmonic-sft init` lists them" in capsys.readouterr().err
+
+
+def test_what_reads_no_further_ends_init_quietly():
+    done = run_python("-c", BROKEN_PIPE)
+    assert done.stderr == ""
 
 
 def test_config_explains_keys(capsys):
@@ -151,13 +158,13 @@ def test_a_taken_output_folder_is_reported_before_the_base_is_made(
     assert not runs
 
 
-def test_a_run_without_a_file_is_the_recipe(runs, tmp_path, monkeypatch):
+def test_a_run_without_a_file_is_the_recipe(runs, tiny_base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = ["--model", "FacebookAI/roberta-base", "--dataset", "my.txt"]
+    flags = ["--model", str(tiny_base), "--dataset", "my.txt"]
     assert main(["train", "h_exp.end=-8.0", *flags, "training.max_steps=3"]) == 0
     [run] = runs
     recipe = load_run_config(ROOT / "configs" / "neobert.yaml")
-    assert (run.model.base, run.model.task) == ("FacebookAI/roberta-base", "masked_lm")
+    assert (run.model.base, run.model.task) == (str(tiny_base), "masked_lm")
     assert (run.head, run.loss, run.schedule) == (recipe.head, recipe.loss, recipe.schedule)
     assert (run.h_exp.start, run.h_exp.end) == (-12.0, -8.0)
     assert run.data.mask == recipe.data.mask
@@ -165,7 +172,14 @@ def test_a_run_without_a_file_is_the_recipe(runs, tmp_path, monkeypatch):
     same = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay")
     assert all(run.training[key] == recipe.training[key] for key in same)
     assert run.training["max_steps"] == 3
-    assert str(run.output_dir) == "runs/roberta-base-dist"
+    assert str(run.output_dir) == f"runs/{tiny_base.name}-dist"
+
+
+def test_a_run_without_a_file_does_what_the_base_does_as_far_as_it_reads(runs, causal_base):
+    given = ["--model", str(causal_base), "--dataset", "a.txt", "--output", "runs/y"]
+    assert main(["train", *given]) == 0
+    [run] = runs
+    assert (run.model.task, run.data.context_length) == ("causal_lm", 64)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +194,8 @@ def test_a_run_without_a_file_is_the_recipe(runs, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs):
-    given = ["--model", "runs/x/", "--dataset", "a.jsonl", "--output", "runs/y"]
+def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs, tiny_base):
+    given = ["--model", f"{tiny_base}/", "--dataset", "a.jsonl", "--output", "runs/y"]
     assert main(["train", *given, *flags]) == 0
     [run] = runs
     assert to_plain(run)["head"].items() >= head.items()
@@ -191,7 +205,7 @@ def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs)
 
 
 def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
-    done = run_python("-c", MISTYPED, str(DEMO), *HEAVY)
+    done = run_python("-c", MISTYPED, DEMO, *HEAVY)
     places = ["modle", "data.mask.probabilty", "head.epss", "loss.impll"]
     starts = [line.split(" one of the known")[0] for line in done.stderr.splitlines()]
     assert starts == [f"error: {place}: expected" for place in places]
@@ -200,13 +214,14 @@ def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
     assert float(seconds) < 1
 
 
-def test_bad_input_is_one_line_and_status_one(tmp_path, capsys):
+def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
+    flags = ("--model", str(tiny_base), "--dataset", "y")
     cases = {
         ("train", str(tmp_path / "no.yaml")): "error: config file: expected an existing file",
         ("data", str(DEMO), "training.max_stepz=3"): "error: training.max_stepz: expected one of",
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
-        ("train", "--model", "x", "--dataset", "y", "--head", "dits"): "error: head.name: expected",
-        ("train", "--model", "x", "--dataset", "y", "--task", "mlm"): "error: model.task: expected",
+        ("train", *flags, "--head", "dits"): "error: head.name: expected",
+        ("train", *flags, "--task", "mlm"): "error: model.task: expected",
         ("eval", str(tmp_path)): "error: eval: expected a folder with a trained model",
     }
     for arguments, message in cases.items():
@@ -240,78 +255,85 @@ def test_overrides_may_stand_after_an_option(capsys):
     assert "hub.repo_idd: expected one of the known keys" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", ["StoppedError", "PushError"])
+LOAD = "harmonic_sft.training.run_config.load_run_config"
+
+
+@pytest.mark.parametrize("error", [StoppedError, PushError])
 def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
-    from harmonic_sft.hub import PushError
-    from harmonic_sft.training.callbacks import StoppedError
-
-    errors = {"StoppedError": StoppedError, "PushError": PushError}
-
     def stopped(*_):
-        raise errors[error]("no more")
+        raise error("no more")
 
-    monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", stopped)
+    monkeypatch.setattr(LOAD, stopped)
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err == "error in process 1: no more\n"
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_full"),
     [
-        torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"),
-        MemoryError(),
-        RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
-        SafetensorError("Error while deserializing header: header too large"),
-        EOFError("Ran out of input"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"), False),
+        (MemoryError(), False),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), False),
+        (SafetensorError("Error while deserializing header: header too large"), False),
+        (EOFError("Ran out of input"), False),
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"), True),
+        (SafetensorError("I/O error: Os { code: 28, kind: StorageFull }"), True),
     ],
 )
-def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, monkeypatch, capsys):
+def test_other_errors_are_one_line_and_a_traceback_in_a_file(
+    error, is_full, tmp_path, monkeypatch, capsys
+):
+    """Before there is a run the file is a temporary one, if that can be written."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.yaml").touch()
     run = SimpleNamespace(output_dir=folder, model=SimpleNamespace(base="x"))
-    monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", lambda *_: run)
 
-    def broken(_):
+    def broken(*_):
         raise error
 
+    monkeypatch.setattr(LOAD, lambda *_: run)
     monkeypatch.setattr("harmonic_sft.training.run.train", broken)
     assert main(["train", "x.yaml"]) == 1
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert line.startswith(f"error: {type(error).__name__}: ")
-    assert "add resume=true to continue." in line
+    assert ("The disk may be full." in line) == is_full
+    assert "Checkpoints that were saved are whole; add resume=true to continue." in line
     assert line.endswith(f"The traceback is in {folder / 'error.txt'}\n")
     assert "in broken" in (folder / "error.txt").read_text()
     with pytest.raises(type(error)):
         main(["train", "x.yaml", "--debug"])
 
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"),
-        SafetensorError("Error while serializing: I/O error: Os { code: 28, kind: StorageFull }"),
-    ],
-)
-def test_a_full_disk_is_named(error, tmp_path, monkeypatch, capsys):
-    """Before there is a run its traceback is in a temporary file, if that can be written."""
-
-    def broken(*_):
-        raise error
-
-    monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", broken)
+    monkeypatch.setattr(LOAD, broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["train", "x.yaml"]) == 1
-    line = capsys.readouterr().err
-    assert "The disk may be full. Checkpoints that were saved are whole; add resume=true" in line
     (found,) = tmp_path.glob("harmonic-sft-*/error.txt")
+    line = capsys.readouterr().err
     assert line.endswith(f"The traceback is in {found}\n")
+    assert "resume=true" not in line  # there is no run
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     assert main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err.endswith("--debug shows where it comes from\n")
+
+
+def test_an_error_while_an_error_is_told_is_left_out(monkeypatch, capsys):
+    """torch raises one in its signal handler for every worker that dies."""
+
+    def broken(*_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
+
+    again = iter((False, True))
+    monkeypatch.setattr(LOAD, broken)
+    monkeypatch.setattr(
+        "traceback.format_exception", lambda _: ["a traceback"] if next(again) else broken()
+    )
+    assert main(["train", "x.yaml"]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: RuntimeError: DataLoader worker (pid 7) is killed by signal.")
+    assert line.count("\n") == 1
 
 
 def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys):
@@ -375,8 +397,7 @@ def test_the_error_is_the_last_line_below_progress_bars(monkeypatch, capsys):
 def test_scripts_sft_runs_under_accelerate_launch():
     launch = ["-m", "accelerate.commands.launch", "-q", "--num_processes", "1", "--num_machines=1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = run_python(*launch, str(ROOT / "scripts" / "sft.py"), str(DEMO), "hub.formm=full")
-    assert done.returncode == 1
+    done = run_python(*launch, ROOT / "scripts" / "sft.py", DEMO, "hub.formm=full", status=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: hub.formm: expected one of the known keys")
     assert last.endswith("Did you mean 'form'?")

@@ -105,6 +105,11 @@ def test_scalars_follow_yaml_1_2(tmp_path, text):
     assert type(read) is type(SCALARS[text])
 
 
+ALIASES = "a0: &a0 x\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -115,6 +120,10 @@ def test_scalars_follow_yaml_1_2(tmp_path, text):
         ("a: 1\nb: c: d\n", "got an error in line 2: mapping values are not allowed here"),
         ("a: !!python/name:os.system\n", "could not determine a constructor"),
         ("a: !!int x\n", "expected valid YAML, got an error: invalid literal"),
+        ("a: !!binary aGk=\n", "line 1: could not determine a constructor for the tag"),
+        ("a: !!bool x\n", "line 1: could not determine a constructor for the tag"),
+        (ALIASES, "an error: its aliases stand for more than 100,000 values, or for themselves"),
+        ("a: &a {b: *a}\n", "its aliases stand for more than 100,000 values, or for themselves"),
         ("a: " + "[" * 1000, "expected valid YAML, got an error: it is nested too deeply"),
         ("a: caf\xe9\n", "expected valid YAML, got an error: unacceptable character"),
     ],

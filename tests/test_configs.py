@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config import load_config_from_file
 
-from harmonic_sft.training import load_run_config
+from harmonic_sft.config import parse, read_yaml, to_yaml
+from harmonic_sft.training.run_config import RunConfig, load_run_config
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
@@ -18,8 +19,13 @@ BASES = sorted((ROOT / "experiments").glob("*_base.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES + BASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_file_can_be_read_and_names_itself(path):
-    load_run_config(path)
+def test_every_file_can_be_read_and_names_itself(path, tmp_path):
+    run = load_run_config(path)
+    assert run.output_dir == Path("runs") / path.stem
+    resolved = tmp_path / "run.yaml"
+    resolved.write_text(to_yaml(run))
+    assert parse(RunConfig, read_yaml(resolved)) == run
+    run.training_arguments()
     header = path.read_text().split("model:")[0]
     assert all(line.startswith("#") for line in header.splitlines())
     assert str(path.relative_to(ROOT)) in header

@@ -23,12 +23,11 @@ from transformers import (
 
 from harmonic_sft import NeoBERTConfig
 from tests.conftest import SPECIAL, WORDS, save_tiny_base
-from tests.decoders import save_decoder
-from tests.hub.conftest import Client
+from tests.decoders import save_decoder, save_tokenizer
+from tests.elsewhere import Client
 from tests.hub_server import Commit, HubServer
 from tests.test_configs import FILES
 from tests.test_docs import DOCS, FENCE, README, ROOT, SKILL, name
-from tests.training.test_causal_runs import save_tokenizer
 
 # tests/ecosystem/test_trl.py runs the program of the guide; that of the proposal is part of one.
 OF_TRL = ("ecosystem.md", "trl_proposal.md")

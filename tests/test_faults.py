@@ -1,22 +1,14 @@
 """The driver of `make faults` counts kills and inputs, and finds ends that differ."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.elsewhere import run_python
 
 
 def make_faults(folder, **counts):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = [f"--{name}={count}" for name, count in counts.items()]
-    command = [sys.executable, "-m", "tests.faults", *options, "--folder", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    return done.stdout
+    words = ("-m", "tests.faults", *options, "--folder", folder)
+    return run_python(*words, OMP_NUM_THREADS="1").stdout
 
 
 @pytest.mark.slow
@@ -55,7 +47,4 @@ sys.exit(1 if status is None else status)
 @pytest.mark.slow
 def test_a_session_that_is_killed_at_a_progress_bar_stops_no_other(tmp_path):
     """A lock that processes share stays locked when its holder is killed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED_AT_A_BAR, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-c", KILLED_AT_A_BAR, tmp_path, OMP_NUM_THREADS="1")

@@ -2,8 +2,6 @@
 
 import re
 import runpy
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from packaging.requirements import Requirement
 
 import harmonic_sft
 from harmonic_sft._minimum import MINIMUM
+from tests.elsewhere import run_python
 
 OLD = """
 import transformers
@@ -39,8 +38,7 @@ def test_our_folders_load_after_an_import_of_the_models_alone(tmp_path, tiny_bas
 
     model = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "dist", "h_exp": -12.0})
     model.save_pretrained(tmp_path)
-    command = [sys.executable, "-c", ANYWHERE, str(tmp_path), *LATER]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", ANYWHERE, tmp_path, *LATER)
     assert done.stdout.splitlines() == ["[]", "harmonic_sft.models.modeling_harmonic"]
 
 
@@ -66,8 +64,7 @@ def test_older_versions_are_one_sentence(name, version, monkeypatch):
 
 
 def test_an_import_with_an_older_version_ends_in_that_sentence():
-    done = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python("-c", OLD, status=1)
     sentence = "ImportError: transformers: expected version 5.10.1 or newer, got 5.9.0."
     assert done.stderr.splitlines()[-1].startswith(sentence)
 

@@ -52,6 +52,15 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["train.json"]
 
 
+def test_results_are_on_the_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):
+    order = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, c=call: (order.append(n), c(*a)))
+    write_results(tmp_path, "train", {"loss": 1.0})
+    assert order == ["fsync", "replace"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), torch.tensor(1.0)])
 def test_what_json_cannot_hold_is_refused_before_writing(tmp_path, value):
     with pytest.raises(ValueError, match="train: expected JSON values, got others: "):

@@ -196,11 +196,11 @@ def read_cell(cell: Cell, num_seeds: int, folder: Path) -> Row | None:
     if not groups:
         return None
     joined = {key: [one for group in groups for one in group[key]] for key in ("seeds", *PER_SEED)}
-    joined["cpu_seconds"] = sum(group["cpu_seconds"] for group in groups)
+    seconds = sum(group["cpu_seconds"] for group in groups)
     # Whether the code differed from its commit; earlier files name it otherwise.
     made = [group["environment"] for group in groups]
-    joined["dirty"] = any(one.get("dirty") or one.get("git_changed") for one in made)
-    return {**groups[0], **joined}
+    dirty = any(one.get("dirty") or one.get("git_changed") for one in made)
+    return {**groups[0], **joined, "cpu_seconds": seconds, "dirty": dirty}
 
 
 def summary(found: Row) -> Row:

@@ -65,9 +65,10 @@ def main(name: str, arguments: Sequence[str]) -> None:
     figure = f"figure_{options.figure}"
     path = options.out / f"{figure}.json"
     if not options.draw:
-        found = {"figure": options.figure, **_found(options), "environment": environment()}
-        if any(row.get("dirty") for row in found.get("rows", [])):  # as what they were made of
-            found["environment"]["dirty"] = True
+        shown, made_by = _found(options), environment()
+        if any(row.get("dirty") for row in shown.get("rows", [])):  # as what they were made of
+            made_by["dirty"] = True
+        found = {"figure": options.figure, **shown, "environment": made_by}
         path = write_results(options.out, figure, found)
         logger.info("Results: %s", path)
     payload = read_results(path)

@@ -117,9 +117,10 @@ class PaddingCollator:
         longest = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         shape = (len(rows), -(-longest // multiple) * multiple)  # [B, T]
-        fillers = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
-        fillers |= {name: 0 for name in ("position_ids", "label_weights") if name in rows[0]}
-        has_classes = rows[0]["labels"].ndim == 0
+        fillers = {"input_ids": self.pad_token_id, "attention_mask": 0}
+        others = {"labels": IGNORE_INDEX, "position_ids": 0, "label_weights": 0}
+        fillers |= {name: filler for name, filler in others.items() if name in rows[0]}
+        has_classes = "labels" in rows[0] and rows[0]["labels"].ndim == 0
         types = {"label_weights": np.float32}
         batch = {
             name: np.full(shape, filler, dtype=types.get(name, np.int64))

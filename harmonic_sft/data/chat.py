@@ -40,7 +40,7 @@ class Conversation:
     messages: list[dict[str, Any]]  # each with `role`, and `content` or `tool_calls`
     tools: list[dict[str, Any]]  # each {"type": "function", "function": {...}}
     completion: int | None = None  # its first turn; None is the last turn of the assistant
-    is_text: bool = False  # a prompt and a completion that were given as text, not as turns
+    is_text: bool = False  # a prompt and an answer that were given as text, not as turns
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.chat import Conversation, ConversationWriter, plain_body
 from harmonic_sft.data.encoding import (
     Encoded,
@@ -124,7 +124,7 @@ def reader(
         loss_on: What is scored; labels and masks of pretokenized rows count too.
         column: Name of the column of text, or of words, where the format does not say.
         word_ids: Whether words will be numbered, for masks of whole words.
-        label_column: Name of the column of labels, for labeled formats.
+        label_column: Name of the column of labels, for labeled formats; None reads no labels.
         class_names: What numbers in that column stand for; None keeps them.
         is_causal: The rows are a decoder's.
 
@@ -139,7 +139,6 @@ def reader(
             )
         return partial(_read_text, column=column)
     if row_format in LABELED:
-        assert label_column is not None, "labeled documents have labels"
         names = {"column": column, "label_column": label_column, "class_names": class_names}
         if row_format == "labeled_text":
             return partial(_read_labeled_text, **names)
@@ -170,12 +169,18 @@ def _read_text(row: Mapping[str, Any], *, column: str) -> Draft:
 
 
 def _read_labeled_text(
-    row: Mapping[str, Any], *, column: str, label_column: str, class_names: Sequence[str] | None
+    row: Mapping[str, Any],
+    *,
+    column: str,
+    label_column: str | None,
+    class_names: Sequence[str] | None,
 ) -> Draft:
     text = row.get(column)
-    if not isinstance(text, str) or not text.strip():
-        raise BadRow(f"expected text with a label, got {text!r}")
-    label = _label(row.get(label_column), class_names)
+    if not isinstance(text, str):
+        raise BadRow(_missing(row, column))
+    if not text.strip():
+        raise BadRow(BLANK)
+    label = None if label_column is None else _label(row.get(label_column), class_names)
     return Draft(check_pieces([Piece(text, True, True, label)]), text, text)
 
 
@@ -183,13 +188,17 @@ def _read_labeled_words(
     row: Mapping[str, Any],
     *,
     column: str,
-    label_column: str,
+    label_column: str | None,
     class_names: Sequence[str] | None,
     gap: str,
 ) -> Draft:
-    words, labels = row.get(column), row.get(label_column)
-    if not _is_list(words) or not words or not all(isinstance(word, str) for word in words):
+    words = row.get(column)
+    if not _is_list(words) or not all(isinstance(word, str) for word in words):
         raise BadRow(f"expected a list of words, got {type(words).__name__}")
+    if not "".join(words).strip():
+        raise BadRow(BLANK)
+    is_labeled = label_column is not None
+    labels = row.get(label_column) if is_labeled else [IGNORE_INDEX] * len(words)
     if not _is_list(labels) or len(labels) != len(words):
         found = len(labels) if _is_list(labels) else type(labels).__name__
         raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
@@ -197,7 +206,7 @@ def _read_labeled_words(
     for word, label in zip(words, labels, strict=True):
         name = None if label == IGNORE_INDEX else _label(label, class_names)
         pieces.append(Piece(gap * bool(pieces) + word, True, True, name))
-    if all(piece.label is None for piece in pieces):
+    if is_labeled and all(piece.label is None for piece in pieces):
         raise BadRow(f"expected a label for one of {len(words)} words, got {IGNORE_INDEX} for all")
     text = " ".join(words)
     return Draft(check_pieces(pieces), text, text)
@@ -250,7 +259,7 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
         messages, completion = _prompted(row)
         is_text = all(isinstance(row[name], str) for name in PROMPTED)
     elif row_format == "alpaca":
-        messages = _alpaca(row)
+        messages, is_text = _alpaca(row), True
     elif row_format == "sharegpt":
         messages = _sharegpt(row)
     else:

@@ -4,7 +4,8 @@ A run's folder has two files, which are never published; the `digest` of the lis
 
 - `results/held_out.json`: `fingerprints`, one per held-out document; `digest` of the list;
   `sources`, the places where the documents came from; `base`, the model the run began with (null:
-  random weights); and `base_digest`, the digest of that model's list (null: it has none).
+  random weights); `base_digest`, the digest of that model's list (null: it has none); and
+  `checksums` of what a resumed run has to find unchanged.
 - `results/trained_documents.npy`: the first 64 bits of the fingerprint of every training document,
   sorted uint64. A run on a stream has no such file.
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from harmonic_sft.results import read_results, without_secrets, write_results
+from harmonic_sft.results import read_results, read_whole, reading, without_secrets, write_results
 
 NGRAM = 13  # words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
@@ -179,11 +180,12 @@ def record(
     sources: Sequence[Mapping[str, Any]],
     base: str | None,
     trained: np.ndarray | None,
+    checksums: Mapping[str, str] | None = None,
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
     `trained` are the `short_hashes` of the training documents, None for a stream; `base` is
-    `model.base`, None for random weights.
+    `model.base`, None for random weights; `checksums` are for `changed`.
     """
     base_digest = None if base is None else (_read(_home(base)) or {}).get("digest")
     payload = {
@@ -192,10 +194,21 @@ def record(
         "sources": [_identity(source) for source in sources],
         "base": base,
         "base_digest": base_digest,
+        "checksums": dict(checksums or {}),
     }
     write_results(folder / "results", LIST, payload)
     if trained is not None:
         np.save(folder / "results" / TRAINED, trained)
+
+
+def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str]:
+    """Name what differs from what was recorded in a run's folder, as far as it is there."""
+    saved = read_whole(folder / "results" / f"{LIST}.json")
+    if saved is None:
+        return []
+    known = saved.get("checksums", {})
+    found = [name for name, value in checksums.items() if known.get(name, value) != value]
+    return found if saved["digest"] == held_out.digest else ["the held-out documents", *found]
 
 
 def lineage(
@@ -247,7 +260,9 @@ def _judge(
 ) -> Ancestor:
     others = sorted(set(fingerprints).difference(saved["fingerprints"]))
     if trained.is_file():
-        seen = int(np.isin(short_hashes(others), np.load(trained, allow_pickle=False)).sum())
+        with reading(trained):
+            known = np.load(trained, allow_pickle=False)
+        seen = int(np.isin(short_hashes(others), known).sum())
         return Ancestor(model, "seen" if seen else "unseen", seen)
     if not others:
         return Ancestor(model, "unseen")

@@ -104,7 +104,8 @@ def load_data(
             is a list of words with one each.
         labels: Names of the classes of a trained classifier. None takes those of the training rows,
             in the order of a `ClassLabel`, if the sources have one and the same, else sorted.
-        eval_only: Evaluate on all documents; those of streams are split all the same.
+        eval_only: Evaluate on all documents; those of streams are split all the same. A trained
+            classifier's may then have no labels, `label_column` None.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -112,7 +113,7 @@ def load_data(
     Raises:
         ValueError: Anything wrong with the tokenizer, the sources, the labels or the split.
     """
-    if task in LABELED:
+    if task in LABELED and not (eval_only and config.label_column is None):
         check_label_settings(config)
     check_tokenizer(
         tokenizer,
@@ -157,7 +158,6 @@ def load_data(
         if not stay.all():
             rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:
-        assert config.label_column is not None, "check_label_settings has looked"
         orders = {names_of_classes(documents, config.label_column) for documents, _ in opened}
         masker = class_labels(
             rows,
@@ -215,7 +215,8 @@ def _table_data(
         for name, part in (("training", rows), ("evaluation", eval_rows)):
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
-                logger.info(message, num_cut, len(part), name)
+                level = logging.WARNING if masker.of_tokens else logging.INFO  # labels are lost
+                logger.log(level, message, num_cut, len(part), name)
     else:
         counts = unigram_counts(rows, vocab_size)  # [V]
         if isinstance(masker, RowMasker):  # special tokens are never predicted
@@ -340,8 +341,8 @@ def _open(
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     row_format, class_names = LABELED.get(task), None
     if row_format is not None:
-        assert config.label_column is not None, "check_label_settings has looked"
-        check_column(documents, first, config.label_column, name="data.label_column")
+        if config.label_column is not None:
+            check_column(documents, first, config.label_column, name="data.label_column")
         class_names = names_of_classes(documents, config.label_column)
     else:
         row_format = _recognized(source, first, name)

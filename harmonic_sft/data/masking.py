@@ -149,12 +149,17 @@ class ClassLabels:
     of_tokens: bool  # whether a row has a label for each word, at its first token, or only one
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
-        """Return what `RowMasker` does of one row; the one label of a text is `[]`."""
+        """Return what `RowMasker` does of one row; the one label of a text is `[]`.
+
+        Where no row has a label there are no `labels`.
+        """
+        input_ids = np.asarray(row["input_ids"]).astype(np.int64)
+        if not self.numbers:
+            return {"input_ids": input_ids}
         found = [self.numbers.get(label, IGNORE_INDEX) for label in row["labels"]]
         labels = np.array(found, dtype=np.int64)  # [T]
         if not self.of_tokens:
             labels = labels[labels != IGNORE_INDEX].reshape(())
-        input_ids = np.asarray(row["input_ids"]).astype(np.int64)
         return {"input_ids": input_ids, "labels": labels} | _weights(row, labels.shape)
 
 

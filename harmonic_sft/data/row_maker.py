@@ -357,6 +357,22 @@ def document_names(rows: datasets.Dataset) -> np.ndarray:
     return np.stack([column.to_numpy() for column in columns])
 
 
+def rows_digest(rows: datasets.Dataset) -> str:
+    """Return the sha256 of rows: of all their columns, in their order."""
+    digest = hashlib.sha256(" ".join(rows.column_names).encode())
+    for columns in column_batches(rows, *rows.column_names):
+        for column in columns:
+            if pa.types.is_list(column.type):
+                lengths = column.value_lengths()
+                digest.update(lengths.to_numpy(zero_copy_only=False).tobytes())
+                column = column.flatten()
+            if pa.types.is_string(column.type):
+                digest.update(json.dumps(column.to_pylist()).encode())
+            else:
+                digest.update(column.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
 def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
     """Count how often every token occurs in rows, `[V]` int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)

@@ -72,6 +72,8 @@ class EvalConfig:
     )
     seed: int = Field(
         default=42,
+        ge=-(2**63),
+        lt=2**63,
         description="chooses them; the same for every training.seed, so that runs are comparable",
     )
     drop_near_duplicates: bool = Field(

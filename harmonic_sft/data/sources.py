@@ -101,6 +101,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
                 split=source.split,
                 streaming=source.streaming,
             )
+    documents = unformatted(documents)
     # The first row of a stream is the first thing that has to be reachable and readable.
     bad_rows = BadRows(skip=skip)
     with _explained(source, name):
@@ -111,6 +112,17 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
             f"{name}.path: expected documents, got none in {shown(source.path)}.{reasons}"
         )
     return documents, first
+
+
+def unformatted(documents: Any) -> Any:
+    """Let a data set give plain values, whatever its format; a transform of the user's stays."""
+    if isinstance(documents, Dataset) and documents.format["type"] not in (None, "custom"):
+        columns, everything = documents.format["columns"], documents.format["output_all_columns"]
+        columns = None if columns == documents.column_names else columns
+        return documents.with_format(None, columns=columns, output_all_columns=everything)
+    if isinstance(documents, IterableDataset) and documents._formatting is not None:
+        return documents.with_format(None)
+    return documents
 
 
 def check_path(source: Source, name: str) -> None:
@@ -194,9 +206,9 @@ def check_column(
         )
 
 
-def names_of_classes(documents: Documents, column: str) -> tuple[str, ...] | None:
+def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
-    feature: Any = (documents.features or {}).get(column)
+    feature: Any = (documents.features or {}).get(column or "")
     feature = feature.feature if isinstance(feature, List) else feature
     return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 

@@ -233,6 +233,9 @@ class LogicalStream:
                 yield members, Place(self.number, given, skipped, duplicates, here)
                 given += 1
             windows += 1
+        if not any(self._starts):
+            names = ", ".join(maker.name for maker in self.make_rows)
+            raise ValueError(f"{names}: expected documents with text, got only blank or bad ones")
         raise ValueError(
             "data.sources: expected more documents than the evaluation split takes, got none "
             "after it. Lower data.eval.documents"

@@ -29,7 +29,7 @@ class TokenScores(NamedTuple):
 
     rows: np.ndarray  # [N], the row each token stands in, from 0 to `num_rows`
     labels: np.ndarray  # [N]
-    ranks: np.ndarray  # [N], how many classes have a higher logit: 0 is a correct answer
+    ranks: np.ndarray  # [N], how many others have no lower logit: 0 is a correct answer
     predicted: np.ndarray  # [N], a class with the highest logit
     cosines: np.ndarray  # [N], of the embeddings of label and prediction; 0 where they are the same
     margins: np.ndarray  # [N], logit of the label minus the highest
@@ -64,8 +64,8 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     targets = labels[scored]  # [N]
     logits = head(hidden_states[scored])  # [N, V]
     target_logits = logits.gather(-1, targets.unsqueeze(-1))  # [N, 1]
-    # torch.argmax's tie rule is unspecified, a count of better tokens is not.
-    ranks = (logits > target_logits).sum(-1)
+    # Ties count against the label: a head that gives all classes one logit is never right.
+    ranks = (logits >= target_logits).sum(-1) - 1
     highest, predicted = logits.max(-1, keepdim=True)
     predicted = predicted.squeeze(-1)  # [N]
     predictions = embeddings[predicted].float()  # [N, D]
@@ -176,7 +176,8 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
     if bad := int((~np.isfinite(scores.normalizers).all(-1)).sum()):
         raise ValueError(
             f"evaluation: expected finite logits, got others for {bad:,} of {tokens:,} tokens. The "
-            "checkpoint is damaged, or its precision too low"
+            "weights have diverged (lower the learning rate), are damaged, or their precision is "
+            "too low"
         )
     correct = scores.ranks == 0
     losses, confidences = scores.at(1.0)

@@ -26,6 +26,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import unit_rows
+from harmonic_sft.results import reading
 
 HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
@@ -89,7 +90,9 @@ def export_linear(folder: Path, target: Path) -> Path:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"--output: expected an empty folder or none, got {str(target)!r}")
     model_class = LANGUAGE_MODELS[_architecture(folder)]
-    model = load_checked(model_class, str(folder), HarmonicConfig.from_pretrained(folder))
+    with reading(folder):
+        config = HarmonicConfig.from_pretrained(folder)
+    model = load_checked(model_class, str(folder), config)
     method = quantization_method(model.config)
     if method is not None:
         raise ValueError(
@@ -181,7 +184,8 @@ def _architecture(folder: Path) -> str:
         raise ValueError(
             f"folder: expected a saved model (config.json and safetensors), got {str(folder)!r}"
         )
-    fields = json.loads(path.read_text())
+    with reading(path):
+        fields = dict(json.loads(path.read_text()))
     name = (fields.get("architectures") or ["HarmonicForMaskedLM"])[0]
     if fields.get("model_type") != "harmonic" or name not in LANGUAGE_MODELS:
         raise ValueError(f"folder: expected a harmonic language model, got a {name}")
@@ -226,7 +230,8 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
         config.trained_parameters = sorted({*config.trained_parameters, *own})
     with torch.device("meta"):
         exported = HarmonicForMaskedLM(config)
-    exported.model = model.model
+    # A table that was tied is in float32, which a body of 16 bits takes from no other table.
+    exported.model = model.model.float() if model.config.tie_word_embeddings else model.model
     exported.dist_head = head
     return exported
 

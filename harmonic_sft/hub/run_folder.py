@@ -71,14 +71,7 @@ def read_trained(folder: Path) -> TrainedFolder:
         raise ValueError(
             f"RUN: expected a harmonic model, got a {fields.get('model_type')} in {str(folder)!r}"
         )
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt"):
-                pass  # the header has been compared with the length of the file
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"RUN: expected whole weights, got {str(path)!r}, half written or damaged"
-            ) from error
+    check_weights(folder)
     results, figure = home / "results" / "train.json", home / "results" / "train.png"
     finished = folder == home and results.is_file()
     state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
@@ -98,6 +91,22 @@ def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
     if finished and best and run.get("training", {}).get("load_best_model_at_end"):
         return int(Path(best).name.split("-")[1])
     return state["global_step"]
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a saved model whose weights are missing or cut.
+
+    Raises:
+        ValueError: They are.
+    """
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt"):
+                pass  # the header has been compared with the length of the file
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"RUN: expected whole weights, got {str(path)!r}, half written or damaged"
+            ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -34,6 +34,7 @@ from harmonic_sft.models import (
     max_positions,
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.results import reading
 
 Form = Literal["full", "head", "peft"]
 FIGURE, LICENSE = "training.png", "LICENSE"
@@ -53,7 +54,6 @@ TOKENIZER = (
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
 SECRET = re.compile(r"hf_[A-Za-z0-9]{30}|signature=|token=", re.I)  # in a card or JSON
-HEADER_LENGTH = 8  # bytes at the start of a safetensors file that say how long its header is
 
 
 def stage(
@@ -75,14 +75,12 @@ def stage(
     """
     check_form(trained.config, form, trained.has_adapter)
     check_weights(trained)
-    metadata = {"format": "pt"} | ({} if trained.step is None else {"step": str(trained.step)})
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
-        copy_weights(adapter / WEIGHTS_NAME, target / WEIGHTS_NAME, metadata)
-        _copy(adapter, target, (CONFIG_NAME,))
+        _copy(adapter, target, (WEIGHTS_NAME, CONFIG_NAME))
     else:
         write = _write_full if form == "full" else _write_trained
-        write(trained, target, metadata)
+        write(trained, target)
         _write_config(trained, target, partial=form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         text = importlib.metadata.distribution("harmonic-sft").read_text("licenses/LICENSE")
@@ -209,30 +207,18 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     _copy(source, target, TOKENIZER)
     path = target / "tokenizer_config.json"
     if path.is_file():
-        fields = json.loads(path.read_text())
+        with reading(source / path.name):
+            fields = dict(json.loads(path.read_text()))
         fields.pop("name_or_path", None)
         _write_json(path, fields)
 
 
-def copy_weights(source: Path, target: Path, metadata: dict[str, str]) -> None:
-    """Copy a safetensors file without reading its weights, and add to its metadata."""
-    with source.open("rb") as reader, target.open("wb") as writer:
-        length = int.from_bytes(reader.read(HEADER_LENGTH), "little")
-        header = json.loads(reader.read(length))
-        header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)  # the weights stay aligned
-        writer.write(len(encoded).to_bytes(HEADER_LENGTH, "little") + encoded)
-        shutil.copyfileobj(reader, writer, 2**24)
+def _write_full(trained: TrainedFolder, target: Path) -> None:
+    _copy(trained.path, target, (*(path.name for path in weight_files(trained.path)), INDEX))
 
 
-def _write_full(trained: TrainedFolder, target: Path, metadata: dict[str, str]) -> None:
-    for path in weight_files(trained.path):
-        copy_weights(path, target / path.name, metadata)
-    _copy(trained.path, target, (INDEX,))
-
-
-def _write_trained(trained: TrainedFolder, target: Path, metadata: dict[str, str]) -> None:
+def _write_trained(trained: TrainedFolder, target: Path) -> None:
+    metadata = {"format": "pt"}  # transformers asks for it
     head = dict(read_tensors(trained.path, ("dist_head.",)))
     save_file(head, target / HEAD_FILE, metadata)
     names = set(trained.config.trained_parameters or ()) - head.keys()

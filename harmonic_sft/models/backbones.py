@@ -243,23 +243,22 @@ def base_of(
     Args:
         model: Not copied.
         dtype: The backbone is cast to it.
-        is_causal: It is a decoder.
+        is_causal: It is a decoder, with a head or without.
         name: For messages; default: the class's.
 
     Raises:
-        ValueError: It is none of this kind, has no backbone or token embeddings, or its logits are
-            more than a linear layer, factors and soft caps.
+        ValueError: It is none of this kind, has no token embeddings, or its logits are more than a
+            linear layer, factors and soft caps.
     """
     name = name or type(model).__name__
     check_quantization(name, model.config, is_causal=is_causal)
     settle_quantized_(model)
     head = generation_config = None
     if is_causal:
-        if model.base_model is model:
-            kind = type(model).__name__
-            raise ValueError(f"base {name}: expected a backbone below the head, got none in {kind}")
-        head, generation_config = old_head(model), model.generation_config
-        if model.device.type != "meta" and not isinstance(head.weight, FakeTensor):
+        if model.base_model is not model:
+            head, generation_config = old_head(model), model.generation_config
+        weight = next(model.parameters())
+        if weight.device.type != "meta" and not isinstance(weight, FakeTensor):
             _try(model, head, name)
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
@@ -307,15 +306,17 @@ def copy_head_(head: Head, base: Base) -> None:
     Raises:
         ValueError: It has none of this name.
     """
-    expected = head.settings()["name"]
+    expected = head.settings()
     if (
         base.head is None
-        or base.head.settings()["name"] != expected
+        or base.head.settings()["name"] != expected["name"]
         or base.head.state_dict().keys() != head.state_dict().keys()
     ):
+        own = {} if base.head is None else base.head.settings()
+        got = [f"{key} {own[key]!r}" for key in own if own[key] != expected.get(key)]
         raise ValueError(
-            f"init base_head: expected base {base.name} to have a {expected} head with the same "
-            "fields"
+            f"init base_head: expected base {base.name} to have a {expected['name']} head with the "
+            f"same fields, got {', '.join(got) or 'none'}"
         )
     caps = [one.settings().get("softcap") for one in (base.head, head)]
     if caps[0] != caps[1]:
@@ -402,7 +403,7 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 
 
 @torch.no_grad()
-def _try(model: PreTrainedModel, head: LinearHead, name: str) -> None:
+def _try(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
     """Run a few tokens: a decoder in parts must predict what it did, and from the past alone."""
     model.eval()
     vocab_size = model.config.vocab_size
@@ -421,6 +422,8 @@ def _try(model: PreTrainedModel, head: LinearHead, name: str) -> None:
             f"base {name}: expected a decoder with a cache of keys and values, got a {kind}, which "
             "keeps another state"
         )
+    if head is None:
+        return
     native = model(input_ids=rows).logits
     tolerance = 0.01 if native.dtype == torch.float32 else 0.05
     if _differ(head(hidden_states.flatten(0, 1)).view_as(native), native, tolerance):

@@ -69,6 +69,15 @@ class HarmonicConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def num_hidden_layers(self) -> int:
+        """The backbone's; set by transformers where a decoder drafts with its first layers."""
+        return self.text_config.num_hidden_layers
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, value: int) -> None:
+        self.text_config.num_hidden_layers = value
+
+    @property
     def h_exp(self) -> float | None:
         """The exponent reached, None for heads without one."""
         head = self.head

@@ -64,6 +64,11 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         kept = (*(self._keep_in_fp32_modules_strict or ()), *(config.float32_modules or ()))
         self._keep_in_fp32_modules_strict = set(kept)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The body's precision, which is saved: a head, and a table tied to it, stay in float32."""
+        return _body_dtype(cast("HarmonicModel", self.base_model).backbone)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -271,11 +276,10 @@ class HarmonicModel(HarmonicPreTrainedModel):
             )
             attention_mask = kwargs.pop("attention_mask")
         dtypes = {p.dtype for p in self.backbone.parameters() if p.is_floating_point()}
-        low = min(dtypes, key=lambda dtype: dtype.itemsize)
         mixed = len(dtypes) > 1 and (  # packed layers cast by themselves, merged ones do not
             quantization_method(self.config) is None or bool(self.config.float32_modules)
         )
-        autocast = torch.autocast(self.device.type, low) if mixed else nullcontext()
+        autocast = torch.autocast(self.device.type, self.dtype) if mixed else nullcontext()
         with autocast:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
@@ -553,9 +557,15 @@ def _report_prototypes(model: HarmonicPreTrainedModel) -> None:
             logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
 
 
+def _body_dtype(body: nn.Module) -> torch.dtype:
+    """Return the lowest precision among the weights that are not packed in a byte or less."""
+    dtypes = {weight.dtype for weight in body.parameters() if weight.is_floating_point()}
+    return min(dtypes, key=lambda dtype: (dtype.itemsize == 1, dtype.itemsize))
+
+
 def _in_dtype_of(body: nn.Module, embeddings: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Return embeddings in the lowest precision of a body: some layers take no other."""
-    return output.to(min((weight.dtype for weight in body.parameters()), key=lambda d: d.itemsize))
+    return output.to(_body_dtype(body))
 
 
 def _complete_state_dict(

@@ -303,6 +303,29 @@ class HarmonicClassifier(HarmonicHeadModel):
                 "probability over all classes: take a linear one"
             )
         super().__init__(config)
+        self._drawn: int | None = None
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`.
+
+        Raises:
+            ValueError: The head is random and frozen in training.
+        """
+        head, learns = self.active_head, self.training and torch.is_grad_enabled()
+        if learns and self._drawn is not None and head is self.dist_head:
+            frozen = not any(weight.requires_grad for weight in head.parameters())
+            if frozen and head.weight._version == self._drawn:
+                raise ValueError(
+                    "dist_head: expected a new head to be trained, got a frozen one with random "
+                    'weights. Under PEFT pass modules_to_save=["dist_head"]'
+                )
+        return super()._logits(hidden_states)
+
+    def _mark_drawn(self) -> Self:
+        """Remember a head of random weights, until anything is written to them."""
+        weight = self.dist_head.weight
+        self._drawn = None if weight.is_inference() else weight._version
+        return self
 
     @classmethod
     def _is_trained(cls, architectures: list[str] | None) -> bool:
@@ -314,7 +337,7 @@ class HarmonicClassifier(HarmonicHeadModel):
     def _with_new_head(cls, loaded: Any) -> Any:
         """Return this model on a loaded `HarmonicModel`; with its report if there is one."""
         found = loaded[0] if isinstance(loaded, tuple) else loaded
-        model = cls._assemble(found.config, found.backbone).eval()
+        model = cls._assemble(found.config, found.backbone).eval()._mark_drawn()
         logger.warning("dist_head: new in a %s: %s. Train it", cls.__name__, model.config.head)
         if not isinstance(loaded, tuple):
             return model
@@ -387,7 +410,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"init base_head: expected the labels of base {base.name} in their order, "
                 f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
             )
-        return cls._around(
+        model = cls._around(
             base,
             head,
             keep_head=init == "base_head",
@@ -395,6 +418,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             label2id={label: index for index, label in enumerate(labels)},
             pooling=pooling,
         )
+        return model._mark_drawn() if init == "random" else model
 
     @can_return_tuple
     def forward(
@@ -411,7 +435,8 @@ class HarmonicClassifier(HarmonicHeadModel):
 
         Args:
             input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
+            attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
+                token that is not `pad_token_id`.
             labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
                 several classes at once: as the logits, floating.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
@@ -432,6 +457,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             token_type_ids=token_type_ids,
             **kwargs,
         )
+        if attention_mask is None and input_ids is not None:
+            attention_mask = self._attended(input_ids)
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         logits = self._logits(states)
         loss = None
@@ -448,6 +475,10 @@ class HarmonicClassifier(HarmonicHeadModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _attended(self, input_ids: Tensor) -> Tensor | None:
+        """Return what `select` takes for the attention mask `[B, T]` where there is none."""
+        return None
 
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether every logit is a prediction of its own, as transformers tells it."""
@@ -469,12 +500,12 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"labels: expected one number for each of {list(logits.shape)}, "
                 f"got {labels.dtype} of {list(labels.shape)}"
             )
-        problem, target = self.config.problem_type, labels.to(logits.dtype).reshape(logits.shape)
+        problem, target = self.config.problem_type, labels.to(logits).reshape(logits.shape)
         is_number = problem == "regression" or (problem is None and logits.shape[-1] == 1)
         loss_fn = F.mse_loss if is_number else F.binary_cross_entropy_with_logits
         losses = loss_fn(logits, target, reduction="none")
         if weights is not None:
-            losses = losses * weights.reshape(*logits.shape[:-1], -1)
+            losses = losses * weights.to(losses.device).reshape(*logits.shape[:-1], -1)
         return losses.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -482,6 +513,20 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
     """A backbone with a head that predicts the class, the classes or the score of a whole text."""
 
     _output_class = SequenceClassifierOutput
+
+    def _attended(self, input_ids: Tensor) -> Tensor | None:
+        """Return which tokens `[B, T]` of a decoder are no padding, as transformers tells it."""
+        if not self.config.is_causal:
+            return None
+        pad_token_id = getattr(self.config, "pad_token_id", None)
+        if pad_token_id is None:
+            pad_token_id = self.config.text_config.pad_token_id
+        if pad_token_id is None and len(input_ids) > 1:
+            raise ValueError(
+                "attention_mask: expected one for several texts, as the configuration has no "
+                "pad_token_id, got none"
+            )
+        return None if pad_token_id is None else input_ids != pad_token_id
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return one vector for each text.
@@ -496,6 +541,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         """
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
+        attention_mask = attention_mask.to(hidden_states.device)
         if self.config.is_causal or self.config.pooling == "cls":  # padding may be on both sides
             attended = attention_mask.to(torch.int64)
             place = attended.argmax(-1)

@@ -1,6 +1,8 @@
 """The objective: from hidden states and labels with ignored positions to one number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,22 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
     return positions
 
 
+@contextmanager
+def fetched(head: Head) -> Generator[None]:
+    """Hold the weights of a head that accelerate keeps elsewhere and fetches in `forward` alone."""
+    hooks: list[Any] = [(module, getattr(module, "_hf_hook", None)) for module in head.modules()]
+    offloaded = [(module, hook) for module, hook in hooks if getattr(hook, "offload", False)]
+    for module, hook in offloaded:
+        hook.pre_forward(module)
+        hook.offload = False  # a `forward` in between is not to take them away again
+    try:
+        yield
+    finally:
+        for module, hook in offloaded:
+            hook.offload = True
+            hook.post_forward(module, None)
+
+
 def mean_token_loss(
     loss_fn: LossFunction,
     head: Head,
@@ -67,7 +85,7 @@ def mean_token_loss(
     Args:
         loss_fn: Called with the head, hidden states `[N, D]` and labels `[N]`; returns `[N]`.
         head: The output head.
-        hidden_states: `[B, T, D]`.
+        hidden_states: `[B, T, D]`. All are moved to the head's device.
         labels: `[B, T]`, -100 where there is nothing to predict.
         label_positions: `[N]`, from `scored_positions`, on the device of `labels`; with it nothing
             waits for the device. Default: found here.
@@ -93,11 +111,13 @@ def mean_token_loss(
     if label_positions is None:
         label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)
     labels = labels.flatten()[label_positions].long()  # [N]
-    seen_from = label_positions - 1 if causal else label_positions
+    seen_from = (label_positions - 1 if causal else label_positions).to(hidden_states.device)
     hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
-    losses = loss_fn(head, hidden_states, labels)  # [N]
+    with fetched(head):
+        device = head.weight.device
+        losses = loss_fn(head, hidden_states.to(device), labels.to(device))  # [N]
     if label_weights is not None:
-        losses = losses * label_weights.flatten()[label_positions]
+        losses = losses * label_weights.flatten()[label_positions].to(losses.device)
     total = losses.sum()
     if num_items_in_batch is None:
         return total / torch.sym_max(labels.shape[0], 1)  # a graph keeps the number symbolic

@@ -29,7 +29,7 @@ from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
-from harmonic_sft.training.checkpoints import load_trained_
+from harmonic_sft.training.checkpoints import check_frozen_weights, load_trained_
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
@@ -179,6 +179,7 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     if (folder / RESUME_FILE).is_file():
         load_trained_(model, folder)
     elif has_lora(model):
+        check_frozen_weights(model, folder)
         load_adapter_(model, folder)
     elif quantization_method(model.config) is not None:
         load_head_(model, folder)

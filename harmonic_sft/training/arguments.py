@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import trainer_log_levels
 
-from harmonic_sft.config import load_text, parse, to_plain
+from harmonic_sft.config import check_fields, load_text, parse, to_plain
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -202,9 +203,13 @@ class HarmonicTrainingArguments(TrainingArguments):
                 setattr(self, name, load_text(value, name))
         if not isinstance(self.head, str | Mapping | None):
             raise ValueError(f"head: expected a name or a dictionary, got {self.head!r}")
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ValueError(f"loss: expected a loss, got the class {name}. Write {name}()")
         if self.loss is not None and not isinstance(self.loss, str | Mapping):
             self.loss = to_plain(self.loss)
         self.gradient_checkpointing = None
+        self._check_theirs()
         super().__post_init__()  # takes it for the old name of its own option
         self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
         accelerator_config: Any = self.accelerator_config
@@ -219,10 +224,40 @@ class HarmonicTrainingArguments(TrainingArguments):
             for name, value in raw.items()
             if getattr(self, name) is not value
         }
-        is_labeled = self.label_column is not None
-        self.config_for(
-            "model", task=self.task or ("sequence_classification" if is_labeled else "masked_lm")
-        )
+        self._check_ours()
+
+    def _check_ours(self) -> None:
+        """Check the arguments for the task; where the model will say it, for any."""
+        if self.task is not None or self.label_column is not None:
+            self.config_for("model", task=self.task or "sequence_classification")
+            return
+        errors = []
+        for task in ("masked_lm", "causal_lm", "sequence_classification"):
+            try:
+                self.config_for("model", task=task)
+                return
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _check_theirs(self) -> None:
+        """Settle or refuse what transformers would end at in a traceback, or let pass."""
+        self.report_to = "none" if self.report_to is None else self.report_to
+        for name in ("log_level", "log_level_replica"):
+            if (level := getattr(self, name)) not in trainer_log_levels:
+                raise ValueError(
+                    f"training.{name}: expected one of {list(trainer_log_levels)}, got {level!r}"
+                )
+        if isinstance(self.accelerator_config, dict):
+            check_fields(AcceleratorConfig, self.accelerator_config, "training.accelerator_config")
+        # transformers has the best evaluation without its weights where it saves more rarely.
+        eval_steps = self.eval_steps or self.logging_steps
+        in_steps = self.eval_strategy == self.save_strategy == "steps"
+        if self.load_best_model_at_end and in_steps and self.save_steps != eval_steps:
+            raise ValueError(
+                f"training.save_steps: expected {eval_steps:g} as in eval_steps with "
+                f"load_best_model_at_end, got {self.save_steps:g}. Save what is evaluated"
+            )
 
     def config_for(
         self,

@@ -3,12 +3,18 @@
 import contextlib
 import logging
 import math
+import os
 import signal
 import threading
-from collections.abc import Generator, Sequence, Sized
+from collections.abc import Callable, Generator, Sequence, Sized
+from functools import partial
 from typing import Any
 
+import torch
+from accelerate.data_loader import DataLoaderAdapter
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import get_available_reporting_integrations
@@ -85,6 +91,7 @@ class TerminationCallback(TrainerCallback):
     def __init__(self, *, is_alone: bool):
         self.is_alone = is_alone
         self.received = self.agreed = False  # by this process, by all
+        self._listens = torch.zeros(1, dtype=torch.bool).share_memory_()  # workers read it
 
     @contextlib.contextmanager
     def listening(self, *, is_asked: bool) -> Generator[None]:
@@ -94,10 +101,21 @@ class TerminationCallback(TrainerCallback):
             yield
             return
         before = signal.signal(signal.SIGTERM, self._note)
+        self._listens.fill_(True)
         try:
             yield
         finally:
+            self._listens.fill_(False)
             signal.signal(signal.SIGTERM, before)
+
+    def keep_workers_(self, loader: DataLoader) -> DataLoader:
+        """Let the loader's workers outlive the signal while it is taken; return the loader.
+
+        Schedulers send it to all processes of a job, and the step at work still needs its rows.
+        """
+        inner = loader.base_dataloader if isinstance(loader, DataLoaderAdapter) else loader
+        inner.worker_init_fn = partial(_init_worker, self._listens, inner.worker_init_fn)
+        return loader
 
     def _note(self, number: int, frame: Any) -> None:
         self.received, self.agreed = True, self.is_alone
@@ -109,6 +127,23 @@ class TerminationCallback(TrainerCallback):
                 "SIGTERM: training ends with a checkpoint of step %d.", state.global_step
             )
             control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Take back what transformers does after an epoch, where it is left in the middle.
+
+        At a real end the checkpoint is saved again, with what is evaluated and logged now.
+        """
+        if self.agreed and control.should_training_stop:
+            is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
+            control.should_save = is_end
+            control.should_evaluate &= is_end
+            control.should_log &= is_end
+
+
+def _init_worker(listens: Tensor, init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None if listens else os._exit(0))
+    if init_fn is not None:
+        init_fn(worker_id)
 
 
 class LabeledProgress(ProgressCallback):

@@ -3,37 +3,41 @@
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harmonic_sft.models import HarmonicHeadModel
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.results import write_whole
 
 logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "trainer_state.json"
+LOSS_NAME = "running_loss_{}.json"  # of a process
 # What a checkpoint of an earlier version, which has no manifest, holds at least.
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
 
-def write_manifest(folder: Path, *, rows_per_step: int) -> None:
-    """Write the last file of a checkpoint: the checksums of all the others, and of itself."""
+def write_manifest(folder: Path, *, rows_per_step: int, frozen_sha256: str | None = None) -> None:
+    """Write the last file of a checkpoint: the checksums of all the others, and of itself.
+
+    That of frozen weights is for checkpoints that do not hold them as they are.
+    """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
-    content = {"rows_per_step": rows_per_step, "files": files}
-    draft = folder.with_name(f".{folder.name}.{MANIFEST_NAME}")
-    draft.write_text(json.dumps({**content, "sha256": _sha256_of(content)}, indent=2))
-    os.replace(draft, folder / MANIFEST_NAME)
+    content = {"rows_per_step": rows_per_step, "frozen_sha256": frozen_sha256, "files": files}
+    text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
+    write_whole(folder / MANIFEST_NAME, text)
 
 
 def remove_manifest(folder: Path) -> None:
@@ -84,6 +88,8 @@ def find_damage(folder: Path) -> str | None:
     A checkpoint without a manifest beside others that have one was not saved to its end. Where none
     has one an earlier version wrote them: what is missing is found, other damage cannot be.
     """
+    if not folder.is_dir():
+        return "it is missing"
     if not (folder / MANIFEST_NAME).is_file():
         if any(folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")):
             return f"it has no {MANIFEST_NAME}, so it was not saved to its end"
@@ -119,17 +125,70 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a checkpoint that is named, or is the best one, if it is damaged.
+    """Refuse a checkpoint that is named, if it is damaged.
 
     Raises:
         ValueError: It is.
     """
-    damage = find_damage(folder) if folder.is_dir() else None
+    damage = find_damage(folder)
     if damage is not None:
         raise ValueError(
             f"checkpoint: expected {str(folder)!r} as it was saved, got a damaged one: {damage}. "
             "Use another one"
         )
+
+
+def check_best(folder: Path) -> None:
+    """Refuse the best checkpoint, which a later one names, if it is damaged.
+
+    It was saved to its end, so without a manifest an earlier version wrote it.
+
+    Raises:
+        ValueError: It is damaged or missing.
+    """
+    has_manifest = not folder.is_dir() or (folder / MANIFEST_NAME).exists()
+    damage = find_damage(folder) if has_manifest else _find_missing(folder)
+    if damage is not None:
+        raise ValueError(
+            f"checkpoint: expected {str(folder)!r}, the best one, as it was saved, got a damaged "
+            f"one: {damage}. Restore it, or delete the checkpoints after it: the run then "
+            "continues before it"
+        )
+
+
+def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
+    """Return the state of a checkpoint; its best one is beside it, wherever a run was moved.
+
+    Raises:
+        ValueError: The best one is needed, and damaged or missing.
+    """
+    state = TrainerState.load_from_json(str(checkpoint / STATE_NAME))
+    if state.best_model_checkpoint is not None:
+        best = checkpoint.parent / Path(state.best_model_checkpoint).name
+        if needs_best:
+            check_best(best)
+        state.best_model_checkpoint = str(best) if best.is_dir() else None
+    return state
+
+
+def save_running_loss(folder: Path, process: int, loss: float, last_logged: int) -> None:
+    """Save the sum of a process's losses since the last log, and the step of that."""
+    content = {"sum": loss, "last_logged_step": last_logged}
+    (folder / LOSS_NAME.format(process)).write_text(json.dumps(content))
+
+
+def load_running_loss(folder: Path, args: TrainingArguments) -> tuple[float, int | None]:
+    """Return what `save_running_loss` was given; 0 and None for a checkpoint without it.
+
+    With another number of processes than then, the loss is their mean.
+    """
+    paths = sorted(folder.glob(LOSS_NAME.format("*")))
+    if not paths:  # of an earlier version
+        return 0.0, None
+    own = folder / LOSS_NAME.format(args.process_index)
+    chosen = [own] if len(paths) == args.world_size else paths
+    saved = [json.loads(path.read_text()) for path in chosen]
+    return fmean(one["sum"] for one in saved), saved[0]["last_logged_step"]
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
@@ -172,7 +231,7 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
     state = {name: value.contiguous() for name, value in _trained_state(model).items()}
-    metadata = {"format": "pt", "frozen_sha256": _frozen_sha256(model)}
+    metadata = {"format": "pt", "frozen_sha256": frozen_sha256(model)}
     save_file(state, folder / RESUME_FILE, metadata)
 
 
@@ -191,16 +250,31 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    if frozen != _frozen_sha256(model):
-        raise ValueError(
-            f"resume: expected the frozen weights that {str(folder)!r} was trained on, which it "
-            "does not hold (save: trainable), got others. Give the base as it was, on the Hub by "
-            "its commit in model.revision, or start a new run"
-        )
+    check_frozen_weights(model, folder, frozen)
     model.load_state_dict(saved, strict=False)
 
 
-def _frozen_sha256(model: HarmonicHeadModel) -> str:
+def check_frozen_weights(model: HarmonicHeadModel, folder: Path, sha256: str | None = None) -> None:
+    """Refuse to lay what a checkpoint trained over another base than its own.
+
+    Args:
+        model: With the frozen weights of the base.
+        folder: Of the checkpoint.
+        sha256: Of the frozen weights; default: what the manifest says, if it says it.
+
+    Raises:
+        ValueError: The frozen weights have another checksum.
+    """
+    saved = sha256 or (_read_manifest(folder) or {}).get("frozen_sha256")
+    if saved is not None and saved != frozen_sha256(model):
+        raise ValueError(
+            f"resume: expected the frozen weights that {str(folder)!r} was trained on, got others. "
+            "Give the base as it was, on the Hub by its commit in model.revision, or start a new "
+            "run"
+        )
+
+
+def frozen_sha256(model: HarmonicHeadModel) -> str:
     """Return the checksum of all weights that do not train, of their names and dtypes."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}

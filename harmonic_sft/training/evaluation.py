@@ -46,7 +46,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.results import environment, show_table, without_secrets, write_results
+from harmonic_sft.results import environment, reading, show_table, without_secrets, write_results
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
@@ -134,8 +134,7 @@ def evaluate_suite(
     """
     if find_spec("sklearn") is None:
         raise ValueError(
-            "--suite: expected scikit-learn, got none. Install it with: "
-            "pip install 'harmonic-sft[eval]'"
+            "--suite: expected scikit-learn, got none. Install it with: pip install scikit-learn"
         )
     if sets is not None and not sets.is_dir():
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
@@ -197,7 +196,7 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
     config, task = _harmonic_config(folder, "explain")
     if task not in LANGUAGE_MODELS:
         raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = _tokenizer(folder)
     model = load_checked(LANGUAGE_MODELS[task], str(folder), config)
     columns = ["token", "probability, %", "distance", "nearest prototypes"]
     for number, tokens in enumerate(explain(model, tokenizer, text, top=top), start=1):
@@ -337,7 +336,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     settings = _settings(folder, overrides, config)
     data_config = parse(DataConfig, settings["data"])
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = _tokenizer(folder)
     keys = [override.split("=")[0] for override in overrides]
     eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
         key.startswith("data.eval") for key in keys
@@ -413,7 +412,7 @@ def _load(
 def _like(first: Opened, folder: Path) -> Opened:
     """Load another model, to be measured on the data of the first."""
     config, task = _harmonic_config(folder, "--against")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = _tokenizer(folder)
     same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
     if task != first.task or not same or config.id2label != first.model.config.id2label:
         differs = "task" if task != first.task else "classes" if same else "tokenizer"
@@ -447,7 +446,8 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
     """Return the configuration of a trained model and its task."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: expected a folder with a trained model, got {str(folder)!r}")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with reading(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "harmonic":
         raise ValueError(
             f"{argument}: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
@@ -461,6 +461,18 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
             f"{str(folder)!r}, which has no head. Give the folder of the whole model"
         )
     return config, tasks[architecture]
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a trained model."""
+    with reading(folder):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ordinary = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    if not ordinary:  # transformers makes one up where its files are missing
+        raise ValueError(
+            f"{folder}: expected the files of a tokenizer, got special tokens alone. Put them there"
+        )
+    return tokenizer
 
 
 def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from accelerate import PartialState
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
-from harmonic_sft.results import read_results, without_secrets
+from harmonic_sft.hub.run_folder import check_weights
+from harmonic_sft.results import read_whole, without_secrets, write_whole
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -31,6 +32,7 @@ RESULTS_NAME = "train"
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
 REASONS = ("error*.txt", "bad_step_*.json")  # why a run ended
 MAX_STEPS = "training.max_steps"
+RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
 BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 # Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
@@ -41,10 +43,13 @@ FREE_KEYS = (
     "save",
     "skip_bad_steps",
     "check_base",
+    "training.dataloader_num_workers",
+    "training.dataloader_prefetch_factor",
     "training.logging_",
     "training.report_to",
     "training.disable_tqdm",
     "training.enable_jit_checkpoint",
+    "training.output_dir",
     "training.save_total_limit",
 )
 
@@ -58,7 +63,9 @@ def check_output_folder(run: RunConfig) -> None:
         ValueError: It holds something else, or another run.
     """
     folder = run.output_dir
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(
+        path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()
+    )
     if not existing.is_dir():
         raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
     if not folder.exists() or not any(folder.iterdir()):
@@ -75,13 +82,14 @@ def check_output_folder(run: RunConfig) -> None:
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
             "run. Add resume=true to continue it, or choose another one"
         )
-    old = parse(RunConfig, read_run(folder))
+    old = _claimed(folder)
     different = changed_keys(old, run)
     checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
     if checkpoint is not None and read_rows_per_step(checkpoint) is not None:
         different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
-    if different == [MAX_STEPS] and _last_step(old) < run.training["max_steps"]:
-        _check_longer(run, _last_step(old))
+    is_longer = different == [MAX_STEPS]
+    if is_longer and (last_step := _last_step(old, folder)) < run.training["max_steps"]:
+        _check_longer(run, last_step)
     elif different:
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
@@ -93,17 +101,37 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Return what `run.yaml` in the folder of a run says, as this version would write it.
 
     Before there was `data.eval.seed` the seed of the training chose the held-out documents.
+
+    Raises:
+        ValueError: It is damaged.
     """
     saved = read_yaml(folder / CONFIG_NAME)
+    for name in ("data", "training"):
+        if not isinstance(saved.get(name), dict):
+            raise ValueError(
+                f"{folder / CONFIG_NAME}: expected a section {name}, got a damaged file. {RESTORE}"
+            )
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
     return {**saved, "data": {**saved["data"], "eval": section}}
 
 
-def _last_step(run: RunConfig) -> int:
+def _claimed(folder: Path) -> RunConfig:
+    """Return the run that has claimed a folder."""
+    saved = read_run(folder)
+    try:
+        return parse(RunConfig, saved)
+    except ValueError as error:
+        path = folder / CONFIG_NAME
+        raise ValueError(
+            f"{path}: expected what the run wrote, got a damaged file. {RESTORE}\n{error}"
+        ) from error
+
+
+def _last_step(run: RunConfig, folder: Path) -> int:
     """Return after which optimizer step a run ends; of epochs, once it has ended."""
-    if is_finished(run):
-        return read_results(results_path(run))["steps"]
-    return run.training.get("max_steps", -1)
+    max_steps = run.training.get("max_steps", -1)
+    results = read_whole(results_path(folder)) or {"steps": max_steps}
+    return max(results["steps"], max_steps)
 
 
 def _check_longer(run: RunConfig, last_step: int) -> None:
@@ -183,12 +211,11 @@ def claim_output_folder(run: RunConfig) -> None:
         if path.exists() and not run.resume:
             _start_again(run.output_dir)
         if path.exists():
-            old = parse(RunConfig, read_run(path.parent))
-            if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data:
-                return  # else there are more steps, or an address that was signed again
-        draft = path.with_name(f".{CONFIG_NAME}.{os.getpid()}")
-        draft.write_text(to_yaml(run))
-        os.replace(draft, path)
+            old = _claimed(run.output_dir)
+            is_here = old.output_dir == run.output_dir
+            if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
+                return  # else there are more steps, an address signed again, or a folder moved
+        write_whole(path, to_yaml(run))
 
 
 def _start_again(folder: Path) -> None:
@@ -272,14 +299,24 @@ def _flock(handle: int) -> bool:
 
 
 def is_finished(run: RunConfig) -> bool:
-    """Whether the folder holds the results of a run that came to its end, with all its steps."""
-    path = results_path(run)
-    return path.is_file() and read_results(path)["steps"] >= run.training.get("max_steps", -1)
+    """Whether the folder holds a run that came to its end: results of all its steps, and weights.
+
+    Weights that are missing or cut are made again, from the last checkpoint.
+    """
+    results = read_whole(results_path(run.output_dir))
+    if results is None or results["steps"] < run.training.get("max_steps", -1):
+        return False
+    try:
+        check_weights(run.output_dir)
+    except ValueError as error:
+        logger.warning("The weights are made again, from the last whole checkpoint. %s", error)
+        return False
+    return True
 
 
-def results_path(run: RunConfig) -> Path:
-    """Where the numbers of the run are."""
-    return run.output_dir / "results" / f"{RESULTS_NAME}.json"
+def results_path(output_dir: Path) -> Path:
+    """Where the numbers of a run are."""
+    return output_dir / "results" / f"{RESULTS_NAME}.json"
 
 
 def verify_path(output_dir: Path) -> Path:
@@ -289,7 +326,7 @@ def verify_path(output_dir: Path) -> Path:
 
 def read_verdicts(output_dir: Path) -> dict[str, str] | None:
     """Return the verdict of `verify` on every pair of ways to train, None where it was not run."""
-    path = verify_path(output_dir)
-    if not path.is_file():
+    results = read_whole(verify_path(output_dir))
+    if results is None:
         return None
-    return {pair["name"]: pair["verdict"] for pair in read_results(path)["pairs"]}
+    return {pair["name"]: pair["verdict"] for pair in results["pairs"]}

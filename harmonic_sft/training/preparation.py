@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import datasets
+import pandas as pd
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
@@ -23,7 +24,7 @@ from transformers import (
 from harmonic_sft.config import parse
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.sources import GivenSource
+from harmonic_sft.data.sources import GivenSource, unformatted
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
@@ -93,6 +94,11 @@ class Preparation:
                 "model: expected a name, a folder or a model of transformers, got "
                 f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
             )
+        if isinstance(tokenizer, str | os.PathLike):
+            raise ValueError(
+                f"processing_class: expected a tokenizer, got {str(tokenizer)!r}. Load it: "
+                f"AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+            )
         self.model, self.args, self._is_stream = model, args, is_stream
         self._peft = _checked_lora(peft_config)
         self._format = formatting_func
@@ -112,7 +118,7 @@ class Preparation:
 
     def configure(self) -> RunConfig:
         """Set `config` to what a YAML file would say of the arguments as they are; return it."""
-        task = self.args.task or _task(self.model, self._base, self.args.label_column)
+        task = self.args.task or task_of(self.model, self._base, self.args.label_column)
         has_head = isinstance(self.model, HarmonicHeadModel)
         if task in CLASSIFIERS and not has_head and _kind(self._base) == "causal_lm":
             raise ValueError(
@@ -208,16 +214,38 @@ class Preparation:
             return {name: self.eval_rows(part) for name, part in data.items()}
         if not self._makes_rows or not isinstance(data, RAW):
             return data
-        if isinstance(data, datasets.IterableDataset):
-            data = datasets.Dataset.from_list(list(data))
-        return self._loaded(data, EVAL_NAME).eval
+        return self._loaded(_table(data), EVAL_NAME).eval
+
+    def test_rows(self, data: Any) -> Any:
+        """Tokenize a data set to predict: as `eval_rows`, but a classifier's may have no labels.
+
+        Raises:
+            ValueError: Rows would be left out, and predictions not stand beside their texts.
+        """
+        column = self.data.label_column
+        if column is None or not self._makes_rows or not isinstance(data, RAW):
+            return self.eval_rows(data)
+        data = _table(data)
+        if column in data.column_names:
+            return self.eval_rows(data)
+        rows = self._loaded(data, EVAL_NAME, has_labels=False).eval
+        if len(rows) != len(data):
+            raise ValueError(
+                f"test_dataset: expected text in all of {len(data)} rows without labels, got only "
+                f"{len(rows)}. Take the others out"
+            )
+        return rows
 
     def _check_data(self, data: Any, name: str) -> None:
         """Refuse what has no columns, unless a collator of the user's reads it."""
         is_path = isinstance(data, str | os.PathLike)
-        if not self._makes_rows or not (is_path or isinstance(data, list | tuple) or data == {}):
+        is_empty = isinstance(data, dict) and not data
+        is_plain = isinstance(data, list | tuple | pd.DataFrame) or is_empty
+        if not self._makes_rows or not (is_path or is_plain):
             return
         how = 'Dataset.from_dict({"text": [...]})'
+        if isinstance(data, pd.DataFrame):
+            how = "Dataset.from_pandas(...)"
         if is_path:
             how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
         raise ValueError(
@@ -225,10 +253,19 @@ class Preparation:
             f"Make one: {how}"
         )
 
-    def _loaded(self, data: datasets.Dataset | datasets.IterableDataset, name: str) -> LoadedData:
+    def _loaded(
+        self,
+        data: datasets.Dataset | datasets.IterableDataset,
+        name: str,
+        *,
+        has_labels: bool = True,
+    ) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
         settings, column = self.data, self.args.text_column
+        if not has_labels:
+            settings = replace(settings, label_column=None, weight_column=None)
         if (text_of := self._format) is not None:
+            data = unformatted(data)
             kept, column = (settings.label_column, settings.weight_column), "text"
             columns = [name for name in data.column_names or [] if name not in kept]
             data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
@@ -355,6 +392,12 @@ class Preparation:
         return self._base.name_or_path or type(self.model).__name__
 
 
+def _table(data: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset:
+    if isinstance(data, datasets.Dataset):
+        return data
+    return datasets.Dataset.from_list(list(unformatted(data)))
+
+
 @torch.no_grad()
 def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
     """Return the mean of the frozen features of every class.
@@ -418,7 +461,7 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
         model.loss_fn = run.loss.prepare(model.dist_head)
 
 
-def _task(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
+def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
     """Tell from a model, or from its configuration, what it predicts.
 
     Raises:

@@ -1,28 +1,37 @@
 """One run from its configuration to its results."""
 
+import hashlib
+import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import TrainerState, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.batches import MaskedRows
-from harmonic_sft.data.heldout import Duplicates, lineage, record, seen_by
+from harmonic_sft.data.heldout import Duplicates, changed, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.sources import check_path
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.plots import plot_run
-from harmonic_sft.results import environment, peak_memory_bytes, read_results, write_results
+from harmonic_sft.results import (
+    environment,
+    peak_memory_bytes,
+    read_results,
+    read_whole,
+    write_results,
+)
 from harmonic_sft.training.arguments import check_parallelism
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
-from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
+from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint, read_state
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
@@ -85,15 +94,23 @@ def train(run: RunConfig) -> dict[str, Any]:
         StoppedError: Training was stopped; saved checkpoints are whole.
         PushError: The Hub did not take the result; the run itself is complete.
     """
+    if not isinstance(run, RunConfig):
+        raise ValueError(
+            f"run: expected a RunConfig, got a {type(run).__name__}. Read a file: "
+            'train(load_run_config("run.yaml"))'
+        )
     check_run(run)
     if run.hub.push and PartialState().is_main_process:
         check_destination(destination_of(run.hub))
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
+    checksums = _checksums(ready)
+    if run.resume:
+        _check_unchanged(ready, checksums)
     _claim(ready.trainer)
     with ready.trainer.folder_lock.hold():
-        before = _measure_before(ready)
+        before = _measure_before(ready, checksums)
         trained = _train(ready.trainer)
         results = _results(ready, before, trained)
         _publish(ready.trainer, results)
@@ -191,7 +208,7 @@ def check_launch(args: TrainingArguments) -> None:
 
 def _show_finished(run: RunConfig) -> dict[str, Any]:
     logger.info("This run is finished: %s", run.output_dir)
-    results = read_results(results_path(run))
+    results = read_results(results_path(run.output_dir))
     if PartialState().is_main_process:
         show_closing_table(results)
         if run.hub.push:  # the last try may have failed
@@ -209,12 +226,39 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _measure_before(ready: Ready) -> dict[str, Any]:
+def _checksums(ready: Ready) -> dict[str, str]:
+    """Return checksums of what a run reads, which is the same after a resume.
+
+    The training rows of a stream are not known yet.
+    """
+    data, tokenizer = ready.data, cast(PreTrainedTokenizerBase, ready.trainer.processing_class)
+    vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
+    found = {
+        "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
+        "the evaluation's tokens": fingerprint(data.eval),
+    }
+    if isinstance(data.train, MaskedRows):
+        found["the training rows"] = rows_digest(data.train.rows)
+    return found
+
+
+def _check_unchanged(ready: Ready, checksums: dict[str, str]) -> None:
+    """Refuse to continue on other data: parts of the results would belong to each of them."""
+    folder = ready.trainer.run_config.output_dir
+    if found := changed(folder, ready.data.held_out, checksums):
+        raise ValueError(
+            f"resume: expected the data and the tokenizer that the run in {str(folder)!r} began "
+            f"with, got others: {', '.join(found)} changed. Restore the files of "
+            "data.sources and of model.base, or choose another training.output_dir"
+        )
+
+
+def _measure_before(ready: Ready, checksums: dict[str, str]) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
-    if path.is_file():
-        before = read_results(path)
+    before = read_whole(path)
+    if before is not None:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
@@ -224,7 +268,12 @@ def _measure_before(ready: Ready) -> dict[str, Any]:
     if state.is_main_process:
         data, sources = ready.data, to_plain(run.data)["sources"]
         record(
-            run.output_dir, data.held_out, sources=sources, base=_base(run), trained=data.trained
+            run.output_dir,
+            data.held_out,
+            sources=sources,
+            base=_base(run),
+            trained=data.trained,
+            checksums=checksums,
         )
         write_results(path.parent, path.stem, before)
     return before
@@ -306,7 +355,7 @@ def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerStat
             f"resume: expected the classes of {str(checkpoint)!r}, {saved.id2label}, "
             f"got {now.id2label}. The data have changed; start a new run"
         )
-    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return read_state(checkpoint, needs_best=trainer.args.load_best_model_at_end)
 
 
 def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:

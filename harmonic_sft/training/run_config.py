@@ -87,6 +87,8 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "log in with `hf auth login`; a token in a file leaks": ("hub_token",),
     "use resume: true": ("resume_from_checkpoint",),
     "such a checkpoint cannot be resumed": ("save_only_model",),
+    "a resumed run would read other rows": ("ignore_data_skip",),
+    "dropout would not be that of a resumed run": ("dataloader_persistent_workers",),
     "training.seed decides": ("data_seed", "train_sampling_strategy"),
     "it is not supported yet; use DDP": ("deepspeed", "fsdp", "fsdp_config"),
     "use gradient_checkpointing": (

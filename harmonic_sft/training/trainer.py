@@ -1,7 +1,9 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
+import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -59,12 +61,16 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
-    check_whole,
+    check_best,
     find_checkpoint,
+    frozen_sha256,
+    load_running_loss,
+    read_state,
     remove_manifest,
     rotate,
     rows_per_step,
     same_accumulation,
+    save_running_loss,
     save_trained,
     write_manifest,
 )
@@ -82,6 +88,8 @@ from harmonic_sft.training.publishing import PushCallback, destination_of, finis
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
 from harmonic_sft.training.schedules import phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
+
+logger = logging.getLogger(__name__)
 
 
 class HarmonicTrainer(Trainer):
@@ -121,6 +129,7 @@ class HarmonicTrainer(Trainer):
 
     model: HarmonicHeadModel
     args: HarmonicTrainingArguments
+    _best: str | None = None  # checkpoint of a resumed run
     loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
 
     def __init__(
@@ -147,6 +156,7 @@ class HarmonicTrainer(Trainer):
                 "the same arguments"
             )
         check_parallelism(args)
+        _check_weights(args, compute_loss_func)
         self._preparation = Preparation(
             model,
             args,
@@ -159,7 +169,6 @@ class HarmonicTrainer(Trainer):
         train_dataset = self._preparation.train_rows(train_dataset)
         self.stream_place: StreamPlace | None = None
         if isinstance(train_dataset, StreamedRows):
-            args.ignore_data_skip = True  # streams know themselves where they stood
             self.stream_place = StreamPlace(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
@@ -257,13 +266,20 @@ class HarmonicTrainer(Trainer):
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
+            needs_best = self.args.load_best_model_at_end
+            self._best = read_state(checkpoint, needs_best=needs_best).best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
         listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
-        with self.folder_lock.hold(), listening, naming_silent_peers(self.args):
-            resumed = str(checkpoint) if checkpoint else None
-            output = super().train(resumed, trial, ignore_keys_for_eval)
+        # A stream knows itself where it stood.
+        self.args.ignore_data_skip = self.stream_place is not None
+        try:
+            with self.folder_lock.hold(), listening, naming_silent_peers(self.args):
+                resumed = str(checkpoint) if checkpoint else None
+                output = super().train(resumed, trial, ignore_keys_for_eval)
+        finally:
+            self.args.ignore_data_skip = False
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
@@ -298,13 +314,17 @@ class HarmonicTrainer(Trainer):
         """Anneal the exponent in another way than the arguments said, from the next step on."""
         self._head_callback.h_exp = h_exp
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """Return batches from workers that outlive a SIGTERM to all processes of a job."""
+        return self._termination.keep_workers_(super()._get_dataloader(*args, **kwargs))
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches to evaluate on; text is tokenized and masked."""
         return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Return batches to predict; text is tokenized and masked."""
-        return super().get_test_dataloader(self._preparation.eval_rows(test_dataset))
+        """Return batches to predict; text is tokenized and masked. Texts may have no labels."""
+        return super().get_test_dataloader(self._preparation.test_rows(test_dataset))
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -316,7 +336,8 @@ class HarmonicTrainer(Trainer):
         """Read a stream's own share of it; accelerate would read all of it in every process."""
         if self.stream_place is None:
             return super().get_train_dataloader()
-        return self.stream_place.loader(self.data_collator, self._train_batch_size)
+        loader = self.stream_place.loader(self.data_collator, self._train_batch_size)
+        return self._termination.keep_workers_(loader)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -351,23 +372,44 @@ class HarmonicTrainer(Trainer):
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save with it where the streams stand; every process knows its own."""
+        """Save with it the losses since the last log and where the streams stand.
+
+        Every process knows its own.
+        """
         super()._save_rng_state(output_dir)
+        loss, last = self._tr_loss.item(), self._globalstep_last_logged
+        save_running_loss(Path(output_dir), self.args.process_index, loss, last)
         if self.stream_place is not None:
             self.stream_place.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Wait until the loader of a stream has begun: it draws a number that was drawn before."""
+        if checkpoint is not None:
+            loss, last = load_running_loss(Path(checkpoint), self.args)
+            self._tr_loss += loss
+            self._total_loss_scalar -= loss  # which is of this session alone
+            if last is not None:
+                self._globalstep_last_logged = last
         if self.stream_place is None:
             super()._load_rng_state(checkpoint)
         else:
             self._random_state = checkpoint
+
+    def _load_callback_state(self) -> None:
+        """Set the best checkpoint, which transformers looks for where the run was once."""
+        super()._load_callback_state()
+        if self._best is not None and self.state.best_model_checkpoint is None:
+            logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
+        self.state.best_model_checkpoint = self._best
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = Path(self._get_output_dir(trial), name)
         remove_manifest(folder)
+        if self.args.should_save:  # a damaged one may hold what cannot be written over
+            shutil.rmtree(folder, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
         # transformers would delete by the clock, and before there is a manifest.
         keep, self.args.save_total_limit = self.args.save_total_limit, None
         try:
@@ -376,7 +418,10 @@ class HarmonicTrainer(Trainer):
             self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_manifest(folder, rows_per_step=rows_per_step(self.args))
+            unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            is_merged = has_lora(unwrapped) and self.args.save == "full"
+            frozen = frozen_sha256(unwrapped) if is_merged else None
+            write_manifest(folder, rows_per_step=rows_per_step(self.args), frozen_sha256=frozen)
             best = self.state.best_model_checkpoint
             rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 
@@ -561,7 +606,7 @@ class HarmonicTrainer(Trainer):
         """Load the best checkpoint's exponent with its weights: they belong together."""
         assert self.state.best_model_checkpoint is not None, "the callers look"
         folder = Path(self.state.best_model_checkpoint)
-        check_whole(folder)
+        check_best(folder)
         if not load_part_(self.model, folder):
             super()._load_best_model()
         if self._head_callback.h_exp is not None:
@@ -645,3 +690,12 @@ class HarmonicTrainer(Trainer):
         """Wait at the end of the training for checkpoints on their way."""
         if self.args.push_to_hub:
             finish_pushes(self.callback_handler.callbacks)
+
+
+def _check_weights(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None:
+    """Refuse weights of rows that a loss of the user would not see."""
+    if args.weight_column is not None and compute_loss_func is not None:
+        raise ValueError(
+            "weight_column: expected nothing with compute_loss_func, which gets no weights, got "
+            f"{args.weight_column!r}. Leave one of them out"
+        )

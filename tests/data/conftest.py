@@ -4,9 +4,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data import DataConfig
 from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import SpecialTokens, encode_pieces
 from harmonic_sft.data.formats import reader
+from harmonic_sft.data.loading import load_data
 
 WORDS = [f"word{index}" for index in range(200)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -28,6 +30,32 @@ def encode_rows(rows, row_format, *, tokenizer, loss_on="all", word_ids=False, c
     return [draft if isinstance(draft, str) else next(encoded) for draft in found]
 
 
+def load(tokenizer, *sources, seed=0, task="masked_lm", labels=None, **settings):
+    """The data of a run, in rows of 8 tokens and with 5 documents held out if nothing is said."""
+    defaults = {"context_length": 8, "eval": {"documents": 5, "seed": 0}}
+    config = DataConfig(**{"sources": list(sources), **defaults, **settings})
+    model = {"vocab_size": len(tokenizer), "max_positions": 16}
+    return load_data(config, tokenizer=tokenizer, seed=seed, task=task, labels=labels, **model)
+
+
+def bert_like(pieces, **settings):
+    """A tokenizer of BERT's arrangement, [CLS] text [SEP], over `SPECIALS` and other pieces."""
+    vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, *pieces])}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        **settings,
+    )
+
+
 @pytest.fixture(autouse=True)
 def datasets_cache(tmp_path, monkeypatch):
     folder = tmp_path / "datasets_cache"
@@ -37,24 +65,10 @@ def datasets_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """BERT's arrangement, [CLS] text [SEP], over 200 words and single letters."""
-    pieces = [*SPECIALS, *WORDS, *"abcdefghijklmnopqrstuvwxyz[]"]
-    pieces += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-    backend = Tokenizer(
-        models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]")
-    )
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=16,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )
+    """Of 200 words and single letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = [*WORDS, *letters, "[", "]", *(f"##{letter}" for letter in letters)]
+    return bert_like(pieces, model_max_length=16)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
@@ -50,7 +50,7 @@ def masker():
     return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=special)
 
 
-def shuffled_loader(rows, batch_size=2, num_workers=0, process=0, num_processes=1):
+def shuffled_loader(rows, batch_size=2, num_workers=0):
     """What the Trainer makes of a training set."""
     loader = DataLoader(
         rows,
@@ -60,13 +60,7 @@ def shuffled_loader(rows, batch_size=2, num_workers=0, process=0, num_processes=
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
     )
-    return prepare_data_loader(
-        loader,
-        num_processes=num_processes,
-        process_index=process,
-        put_on_device=False,
-        use_seedable_sampler=True,
-    )
+    return prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True)
 
 
 def examples(loader):
@@ -106,38 +100,11 @@ def test_each_epoch_has_its_own_order_and_masks(expected, table):
     assert all(first[row] != second[row] for row in first)
 
 
-def test_workers_that_outlive_an_epoch_give_the_same_masks(expected, table, masker):
-    assert epochs(MaskedRows(table, masker), num_workers=2) == expected
-
-
-def test_batch_size_changes_no_mask(expected, table, masker):
-    assert epochs(MaskedRows(table, masker), batch_size=24) == expected
-
-
-def test_two_processes_share_the_rows_of_one(expected, table, masker):
-    parts = [
-        epochs(MaskedRows(table, masker), process=process, num_processes=2) for process in (0, 1)
-    ]
-    for epoch in range(2):
-        together = [
-            row
-            for start in range(0, NUM_ROWS // 2, 2)
-            for part in parts
-            for row in part[epoch][start : start + 2]
-        ]
-        assert together == expected[epoch]
-
-
-@pytest.mark.parametrize(("num_workers", "num_processes"), [(0, 2), (2, 1)])
-def test_run_resumed_in_mid_epoch_continues_with_the_same_rows(
-    table, masker, num_workers, num_processes
+@pytest.mark.parametrize("settings", [{"num_workers": 2}, {"batch_size": 24}])
+def test_workers_that_outlive_an_epoch_and_other_batches_change_no_mask(
+    expected, table, masker, settings
 ):
-    settings = {"num_processes": num_processes, "process": num_processes - 1}
-    whole = epochs(MaskedRows(table, masker), **settings)[1]
-    loader = shuffled_loader(MaskedRows(table, masker), num_workers=num_workers, **settings)
-    resumed = skip_first_batches(loader, 3)
-    resumed.set_epoch(1)
-    assert examples(resumed) == whole[6:]
+    assert epochs(MaskedRows(table, masker), **settings) == expected
 
 
 def test_evaluation_masks_stay_whatever_epoch_is_set(table, masker):

@@ -4,15 +4,7 @@ import signal
 
 import numpy as np
 import pytest
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
@@ -21,7 +13,7 @@ from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.formats import reader
 from harmonic_sft.data.row_maker import RowMaker
-from tests.data.conftest import encode_rows
+from tests.data.conftest import bert_like, encode_rows
 
 CALLS = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
 CHATML = (
@@ -71,19 +63,7 @@ SYSTEM_FIRST = [
 def bert():
     words = "hi there hello the rate it is 2 of usd name arguments wait tool call un ##known tools"
     signs = 'user system assistant { } < > / _ " : , ? [ ] sep parameters type object'
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split(), *signs.split()]
-    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )
+    return bert_like([*words.split(), *signs.split()])
 
 
 @pytest.fixture(scope="module")
@@ -295,20 +275,15 @@ def test_template_that_marks_only_some_turns_is_refused(merges):
         encode_one(with_template(merges, template), CHAT, "assistant")
 
 
-def test_turns_that_a_template_refuses_make_a_bad_row(merges):
-    template = "{{ raise_exception('roles must alternate') }}"
-    reason = encode_one(with_template(merges, template), CHAT, "all")
-    assert reason == "chat template: expected turns it can write, got: roles must alternate"
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
 )
-def test_a_template_that_the_sandbox_stops_makes_a_bad_row(merges, template, reason):
+def test_a_template_that_the_sandbox_or_itself_stops_makes_a_bad_row(merges, template, reason):
     found = encode_one(with_template(merges, template), CHAT, "all")
     assert found.startswith("chat template: expected turns it can write, got: ")
     assert reason in found

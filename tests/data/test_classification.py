@@ -4,20 +4,16 @@ import json
 
 import datasets
 import pytest
-from pydantic import TypeAdapter
-from transformers import BertTokenizerFast
 
-from harmonic_sft.data import DataConfig
-from harmonic_sft.data.loading import load_data
+from tests.data import conftest
+from tests.data.conftest import bert_like
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "blue", "gray", "##ish"]
+CLASSIFIER = {"context_length": 6, "label_column": "label", "eval": {"documents": 2}}
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    vocab = tmp_path_factory.mktemp("labeled") / "vocab.txt"
-    vocab.write_text("\n".join(WORDS) + "\n")
-    return BertTokenizerFast(vocab=str(vocab))
+def tokenizer():
+    return bert_like(["red", "blue", "gray", "##ish"])
 
 
 @pytest.fixture
@@ -30,17 +26,8 @@ def write(tmp_path):
     return write
 
 
-def load(path, tokenizer, *, task="sequence_classification", labels=None, **fields):
-    settings = {
-        "sources": [{"path": path}],
-        "context_length": 6,
-        "label_column": "label",
-        "eval": {"documents": 2},
-        **fields,
-    }
-    config = TypeAdapter(DataConfig).validate_python(settings)
-    options = {"vocab_size": len(WORDS), "max_positions": 10, "labels": labels}
-    return load_data(config, task=task, seed=0, tokenizer=tokenizer, **options)
+def load(path, tokenizer, *, task="sequence_classification", **settings):
+    return conftest.load(tokenizer, {"path": path}, task=task, **CLASSIFIER | settings)
 
 
 TEXTS = [f"{one} {other}" for one in ("red", "blue", "gray") for other in ("blue", "gray", "red")]
@@ -202,7 +189,7 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
     ("words", "labels", "reason"),
     [
         ("red", ["x"], "expected a list of words, got str"),
-        ([], [], "expected a list of words, got list"),
+        ([1], ["x"], "expected a list of words, got list"),
         (["red"], ["x", "y"], "expected a label for each of 1 words, got 2"),
         (["red"], "x", "expected a label for each of 1 words, got str"),
     ],
@@ -215,7 +202,7 @@ def test_words_without_a_label_each_are_bad(write, tokenizer, words, labels, rea
 
 def test_bad_rows_stop_or_are_counted(write, tokenizer):
     for bad, reason in (
-        ({"text": "  ", "label": "a"}, "expected text with a label, got '  '"),
+        ({"text": 5, "label": "a"}, "text: expected text, got int 5"),
         ({"text": "red", "label": None}, "expected a string or an integer as label, got None"),
         ({"text": "red", "label": True}, r"label, got True \(write it as a string\)"),
     ):
@@ -241,3 +228,19 @@ def test_bad_rows_stop_or_are_counted(write, tokenizer):
 def test_settings_without_effect_are_refused(write, tokenizer, key, fields):
     with pytest.raises(ValueError, match=rf"data.{key}: expected the default for classification"):
         load(write(ROWS), tokenizer, **fields)
+
+
+def test_blank_texts_are_left_out_and_counted(write, tokenizer):
+    data = load(write([{"text": "  ", "label": "a"}, *ROWS]), tokenizer)
+    assert (len(data.train), data.bad_rows.blank) == (6, 1)
+    words = [{"text": ["red"], "label": [label]} for label in "xy"]
+    path = write([*words, {"text": [], "label": []}])
+    data = load(path, tokenizer, task="token_classification", eval={"documents": 0})
+    assert (len(data.train), data.bad_rows.blank) == (2, 1)
+
+
+def test_labels_of_words_that_are_cut_are_warned_of(write, tokenizer, caplog):
+    rows = [{"text": ["red"] * 9, "label": ["x", "y", "x"] * 3}] * 2
+    data = load(write(rows), tokenizer, task="token_classification", eval={"documents": 0})
+    assert (data.train[0]["labels"] != -100).sum() == 4
+    assert ["2 of 2 training rows fill" in message for message in caplog.messages] == [True]

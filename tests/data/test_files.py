@@ -139,21 +139,25 @@ def test_bad_line_of_json_is_named(tmp_path, line, reason):
     assert rows == [{"text": "one"}, {"text": "three"}]
 
 
-def test_line_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\ncaf\xe9\nfour\n")
-    rows = only_bad(tmp_path / "a.txt", "line 2", r"expected UTF-8, got b'\\xe9'")
-    assert [row["text"] for row in rows] == ["one", "four"]
-
-
-def test_entry_of_a_json_list_is_named(tmp_path):
-    (tmp_path / "a.json").write_text('[{"text": "one"}, 2]')
-    assert only_bad(tmp_path / "a.json", "row 2", "expected an object, got int") == ROWS[:1]
-
-
-@pytest.mark.parametrize("content", [b'[{"text": "one"}, {"te', b'[{"text": "\xff"}]'])
-def test_broken_json_list_is_named_as_a_whole(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    assert only_bad(tmp_path / "a.json", "", "expected (JSON|UTF-8), got") == []
+@pytest.mark.parametrize(
+    ("name", "content", "where", "reason", "texts"),
+    [
+        ("a.txt", b"1\ncaf\xe9\n3\n", "line 2", r"expected UTF-8, got b'\\xe9'", ["1", "3"]),
+        ("a.json", b'[{"text": "one"}, 2]', "row 2", "expected an object, got int", ["one"]),
+        ("a.json", b'[{"text": "one"}, {"te', "", "expected JSON, got", []),
+        ("a.json", b'[{"text": "\xff"}]', "", "expected UTF-8, got", []),
+        ("a.csv", b"text,b\n1,2\n1,2,3\n3,4\n", "line 3", "expected 2 columns, got 3", ["1", "3"]),
+        ("a.csv", b"text,b\n1,2\n1\n3,4\n", "line 3", "expected 2 columns, got 1", ["1", "3"]),
+        ("a.csv", b'text,b\n1,2\n1,"2"3\n3,4\n', "line 3", "expected CSV, got: ", ["1", "3"]),
+        ("a.csv", b"text\n1\n\xff\n3\n", "line 3", r"expected UTF-8, got '\\udcff'", ["1", "3"]),
+        ("a.csv", b"text,text\n1,2\n", "line 1", "expected columns of different names", []),
+        ("a.csv", b'text\n1\n"2\n3\n', "line 3", "expected CSV, got: unexpected end", ["1"]),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, where, reason, texts):
+    (tmp_path / name).write_bytes(content)
+    rows = only_bad(tmp_path / name, where, reason)
+    assert [row["text"] for row in rows] == texts
 
 
 def test_records_of_csv_may_be_long_and_have_several_lines(tmp_path):
@@ -166,30 +170,6 @@ def test_records_of_csv_may_be_long_and_have_several_lines(tmp_path):
     assert read(tmp_path / "a.csv") == (rows, BadRows())
     places = [row[PLACE].rpartition(", ")[2] for row in read_places(tmp_path / "a.csv")]
     assert places == ["line 3", "line 6"]
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (b"1,2,3", "expected 2 columns, got 3"),
-        (b"1", "expected 2 columns, got 1"),
-        (b'1,"2"3', "expected CSV, got: "),
-        (b"1,\xff", r"expected UTF-8, got '\\udcff'"),
-    ],
-)
-def test_bad_record_of_csv_is_named(tmp_path, record, reason):
-    (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n" + record + b"\n3,4\n")
-    rows = only_bad(tmp_path / "a.csv", "line 3", reason)
-    assert rows == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
-
-
-def test_csv_without_usable_names_or_with_an_open_quote_is_named(tmp_path):
-    (tmp_path / "a.csv").write_text("a,a\n1,2\n")
-    assert only_bad(tmp_path / "a.csv", "line 1", "expected columns of different names") == []
-    (tmp_path / "a.csv").write_text('a\n1\n"2\n3\n')
-    assert only_bad(tmp_path / "a.csv", "line 3", "expected CSV, got: unexpected end") == [
-        {"a": "1"}
-    ]
 
 
 @pytest.mark.parametrize("ending", [".txt.gz", ".csv.zst"])

@@ -198,6 +198,15 @@ def test_alpaca_takes_the_prompts_of_stanford(byte_tokenizer):
     assert scored_text(byte_tokenizer, encoded) == "word3</s>"
 
 
+def test_an_alpaca_answer_follows_its_prompt_in_a_decoder(byte_tokenizer):
+    settings = {"tokenizer": byte_tokenizer, "loss_on": "completion", "is_causal": True}
+    text, end = reader("alpaca", **settings)(WITH_INPUT).content
+    assert text.text.endswith("word2\n\n### Response:word3")
+    assert end.text == "</s>"
+    [(start, stop)] = text.scored
+    assert text.text[start:stop] == "word3"
+
+
 def test_dolly_is_alpaca_by_other_names(tokenizer):
     dolly = {"instruction": "word1 {x}", "context": "word2", "response": "word3"}
     assert one(dolly, "alpaca", tokenizer) == one(WITH_INPUT, "alpaca", tokenizer)

@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
+from harmonic_sft.data import MaskConfig
 from harmonic_sft.data.batches import EpochSampler
-from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.streams import PlacedCollator, advance
+from tests.data.conftest import load
 
 WORDS = MaskConfig(probability=0.3, whole_word=True, policy="80_10_10")
 
@@ -44,21 +44,14 @@ def digest(batches):
     return found.hexdigest()
 
 
-def load(tokenizer, folder, names, *, streaming=False, task="masked_lm", **settings):
+def load_weighted(tokenizer, folder, names, *, streaming=False, **settings):
+    """Load files of a folder, each with its weight."""
     sources = [
-        Source(path=str(folder / name), streaming=streaming, weight=weight)
+        {"path": str(folder / name), "streaming": streaming, "weight": weight}
         for name, weight in names.items()
     ]
-    config = DataConfig(
-        sources=sources, context_length=14, eval=EvalConfig(documents=5, seed=3), **settings
-    )
-    options = {
-        "vocab_size": len(tokenizer),
-        "max_positions": 16,
-        "seed": 3,
-        "task": task,
-    }
-    return load_data(config, tokenizer=tokenizer, **options)
+    held_out = {"documents": 5, "seed": 3}
+    return load(tokenizer, *sources, seed=3, context_length=14, eval=held_out, **settings)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +68,7 @@ def load(tokenizer, folder, names, *, streaming=False, task="masked_lm", **setti
     ],
 )
 def test_batches_of_tables(request, folder, name, names, settings, expected):
-    data = load(request.getfixturevalue(name), folder, names, **settings)
+    data = load_weighted(request.getfixturevalue(name), folder, names, **settings)
     batches = list(DataLoader(data.eval, batch_size=4, collate_fn=data.collator))
     for epoch in range(2):
         sampler = EpochSampler(data.train, seed=3)
@@ -99,11 +92,11 @@ def test_batches_of_tables(request, folder, name, names, settings, expected):
 )
 def test_batches_of_streams_also_after_a_restart(tokenizer, folder, names, settings, expected):
     settings = {"streaming": True, "window": 7, **settings}
-    data = load(tokenizer, folder, names, **settings)
+    data = load_weighted(tokenizer, folder, names, **settings)
     loader = DataLoader(data.train, batch_size=4, collate_fn=PlacedCollator(data.collator))
     batches = list(itertools.islice(loader, 40))
     places = [place for batch in batches for place in batch.pop("places")]
-    again = load(tokenizer, folder, names, **settings)
+    again = load_weighted(tokenizer, folder, names, **settings)
     again.train.state = advance(again.train.state, places[:60], 60)
     loader = DataLoader(again.train, batch_size=4, collate_fn=PlacedCollator(again.collator))
     resumed = list(itertools.islice(loader, 25))
@@ -134,16 +127,10 @@ def test_labeled_rows(tokenizer, tmp_path, task, expected):
                 row |= {"text": " ".join(words), "label": labels[0]}
             lines.append(json.dumps(row))
         (tmp_path / f"{part}.jsonl").write_text("\n".join([*lines, '{"cut']))
-    config = DataConfig(
-        sources=[Source(path=str(tmp_path / f"{part}.jsonl")) for part in range(2)],
-        context_length=14,
-        eval=EvalConfig(documents=5, seed=2),
-        on_bad_row="skip",
-        label_column="label",
-        weight_column="weight",
-    )
-    options = {"vocab_size": len(tokenizer), "max_positions": 16}
-    data = load_data(config, seed=3, task=task, tokenizer=tokenizer, **options)
+    columns = {"label_column": "label", "weight_column": "weight"}
+    settings = {"eval": {"documents": 5, "seed": 2}, "on_bad_row": "skip", **columns}
+    sources = [{"path": str(tmp_path / f"{part}.jsonl")} for part in range(2)]
+    data = load(tokenizer, *sources, seed=3, task=task, context_length=14, **settings)
     assert (data.bad_rows.total, data.num_documents, data.num_tokens) == (2, 21, 246)
     rows = [[part[i]] for part in (data.train, data.eval) for i in range(len(part))]
     batches = [data.collator(row) for row in rows]

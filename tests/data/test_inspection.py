@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
+from harmonic_sft.data import MaskConfig
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import (
     EpochSampler,
@@ -19,17 +18,18 @@ from harmonic_sft.data.batches import (
     pack,
 )
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
-from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker, special_tokens
 from harmonic_sft.data.row_maker import row_lengths
+from tests.data.conftest import load
 
 NUM_DOCUMENTS = 40
 SEED = 3
+MASKED = {"mask": MaskConfig(probability=0.5)}
 
 
 def make_masker(tokenizer):
     return RowMasker(
-        config=MaskConfig(probability=0.5),
+        config=MASKED["mask"],
         seed=SEED,
         mask_token_id=tokenizer.mask_token_id,
         special_tokens=special_tokens(tokenizer, len(tokenizer)),
@@ -46,16 +46,7 @@ def data(tokenizer, tmp_path):
     """40 documents of 1 to 40 words in rows of up to 6 words."""
     lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
     (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
-    config = DataConfig(
-        sources=[Source(path=str(tmp_path / "corpus.txt"))],
-        context_length=8,
-        eval=EvalConfig(documents=5, seed=SEED),
-        mask=MaskConfig(probability=0.5),
-    )
-    vocab_size = len(tokenizer)
-    return load_data(
-        config, tokenizer=tokenizer, vocab_size=vocab_size, max_positions=16, seed=SEED
-    )
+    return load(tokenizer, {"path": str(tmp_path / "corpus.txt")}, seed=SEED, **MASKED)
 
 
 @pytest.fixture
@@ -75,17 +66,10 @@ def make_stream(tokenizer, tmp_path):
             numbers = [i if i < 6 else 6 + i % 194 for i in range(part, num_words, 2)]
             words = [f"word{number}" for number in numbers]
             (tmp_path / f"part{part}.txt").write_text("\n".join(words) + "\n")
-        config = DataConfig(
-            sources=[Source(path=str(tmp_path / "part*.txt"), streaming=True)],
-            context_length=12,
-            eval=EvalConfig(documents=6, seed=SEED),
-            mask=MaskConfig(probability=0.5),
-            **settings,
-        )
-        vocab_size = len(tokenizer)
-        return load_data(
-            config, tokenizer=tokenizer, vocab_size=vocab_size, max_positions=16, seed=SEED
-        )
+        source = {"path": str(tmp_path / "part*.txt"), "streaming": True}
+        held_out = {"documents": 6, "seed": SEED}
+        settings = {"context_length": 12, "eval": held_out, **MASKED, **settings}
+        return load(tokenizer, source, seed=SEED, **settings)
 
     return make
 
@@ -102,33 +86,24 @@ def show(data, tokenizer, capsys, **settings):
     return capsys.readouterr().out
 
 
-def table_of(scored, masker, num_rows=30):
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(1, 9, num_rows)
-    columns = {
-        "input_ids": [generator.integers(0, 205, length).tolist() for length in lengths],
-        "source": [index % 2 for index in range(num_rows)],
-        "document": [index // 4 for index in range(num_rows)],
-        "chunk": [0] * num_rows,
-    }
-    if scored:
-        columns["scored"] = [(generator.random(length) < 0.4).tolist() for length in lengths]
-    return Dataset.from_dict(columns)
-
-
-@pytest.mark.parametrize(("scored", "num_rows"), [(True, 30), (False, 30)])
-def test_counts_equal_a_loop_over_the_rows(masker, scored, num_rows):
-    table = table_of(scored, masker, num_rows).select(range(num_rows - 1, 2, -1))
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_counts_equal_a_loop_over_the_rows(data, masker, is_scored):
+    table = data.train.rows
+    if is_scored:
+        draws = np.random.default_rng(0)
+        scored = [draws.random(len(row)) < 0.4 for row in table["input_ids"]]
+        table = table.add_column("scored", scored)
+    table = table.select(range(len(table) - 1, 2, -1))
     rows = table.to_list()
     tokens = ordinary = allowed = 0
     for row in rows:
         for index, token in enumerate(row["input_ids"]):
             tokens += 1
             ordinary += token >= 5  # conftest's special tokens are the first five
-            allowed += token >= 5 and (not scored or row["scored"][index])
-    documents = len({(row["source"], row["document"]) for row in rows})
+            allowed += token >= 5 and (not is_scored or row["scored"][index])
+    documents = len({row["document"] for row in rows})
     assert count_rows(table, masker) == (documents, len(rows), tokens, allowed)
-    assert (allowed < ordinary) == scored
+    assert (allowed < ordinary) == is_scored
 
 
 def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):

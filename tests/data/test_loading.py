@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import fingerprint
-from harmonic_sft.data.loading import load_data
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.streams import advance
+from tests.data.conftest import load
 
 NUM_DOCUMENTS = 40
 
@@ -25,20 +25,6 @@ def path(tmp_path):
     lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
     (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
     return str(tmp_path / "corpus.txt")
-
-
-def load(tokenizer, *sources, seed=0, **settings):
-    config = DataConfig(
-        sources=list(sources),
-        context_length=8,
-        **(
-            {"mask": MaskConfig(probability=0.5), "eval": EvalConfig(documents=5, seed=0)}
-            | settings
-        ),
-    )
-    return load_data(
-        config, tokenizer=tokenizer, vocab_size=len(tokenizer), max_positions=16, seed=seed
-    )
 
 
 def originals(rows):
@@ -169,11 +155,24 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     assert not {"fingerprint", "words"} & set(data.train.rows.column_names)
 
 
-def test_training_data_of_nothing_but_copies_are_refused(tokenizer, tmp_path):
-    (tmp_path / "same.txt").write_text("word1 word2\n" * 5)
-    message = r"data\.eval: expected training documents besides copies .* got 4 copies"
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("odd.jsonl", '{"number": 1}\n', r"data\.sources\[0\]\.format: expected the columns"),
+        ("blank.txt", "\n \n\n", r"sources\[0\]\.path: expected documents with text"),
+        (
+            "same.txt",
+            "word1 word2\n" * 5,
+            r"data\.eval: expected training documents besides copies .* got 4 copies",
+        ),
+    ],
+)
+def test_files_that_leave_nothing_to_train_on_are_refused(
+    tokenizer, tmp_path, name, content, message
+):
+    (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        load(tokenizer, Source(path=str(tmp_path / "same.txt")), eval=EvalConfig(documents=1))
+        load(tokenizer, Source(path=str(tmp_path / name)), eval=EvalConfig(documents=1))
 
 
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
@@ -181,26 +180,6 @@ def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
         (tmp_path / f"{number}.txt").write_text("word1\nword2\nword3\n")
     source = Source(path=str(tmp_path / "*.txt"), streaming=True)
     assert len(load(tokenizer, source, streams=2).train.streams) == 2
-
-
-def test_packed_rows_have_the_masks_of_the_same_rows_apart(tokenizer, path):
-    source = Source(path=path)
-    apart = load(tokenizer, source)
-    packed = load(tokenizer, source, packing=True)
-    rows = Counter(key(apart.train[index]) for index in range(len(apart.train)))
-    items = [packed.train[index] for index in range(len(packed.train))]
-    assert len(items) < len(apart.train)
-    assert Counter(part for item in items for part in map(key, split_pack(item))) == rows
-    assert packed.fill_rate == sum(len(item["input_ids"]) for item in items) / (8 * len(items))
-    np.testing.assert_array_equal(packed.unigram_counts, apart.unigram_counts)
-
-
-def split_pack(item):
-    starts = np.flatnonzero(item["position_ids"] == 0)[1:]
-    columns = {name: np.split(item[name], starts) for name in ("input_ids", "labels")}
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
 
 
 def test_broken_lines_of_a_stream_are_counted_once_and_through_restarts(tokenizer, tmp_path):
@@ -251,41 +230,8 @@ def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, str
         list(itertools.islice(items(load(tokenizer, source, loss_on="assistant").train), 30))
 
 
-@pytest.mark.parametrize(("ending", "streaming"), [("txt", False), ("jsonl", True)])
-def test_long_document_is_cut_and_whole(byte_tokenizer, tmp_path, ending, streaming):
-    """102,000 tokens in chunks of 510."""
-    texts = [f"word{index}" for index in range(10, 40)]
-    texts[17] = "x" * 102_000
-    lines = [json.dumps({"text": text}) for text in texts] if ending == "jsonl" else texts
-    (tmp_path / f"a.{ending}").write_text("\n".join(lines))
-    config = DataConfig(
-        sources=[Source(path=f"{tmp_path}/a.{ending}", streaming=streaming)],
-        context_length=512,
-        eval=EvalConfig(documents=2),
-    )
-    vocab_size = len(byte_tokenizer)
-    data = load_data(
-        config, tokenizer=byte_tokenizer, vocab_size=vocab_size, max_positions=512, seed=0
-    )
-    rows = [len(item["input_ids"]) for item in itertools.islice(items(data.train), 227)]
-    assert rows.count(512) == 200
-    assert rows.count(8) == 27
-
-
 def items(rows):
     return (rows[index] for index in range(len(rows))) if isinstance(rows, MaskedRows) else rows
-
-
-def test_rows_of_no_known_format_are_refused(tokenizer, tmp_path):
-    (tmp_path / "odd.jsonl").write_text('{"number": 1}\n')
-    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.format: expected the columns"):
-        load(tokenizer, Source(path=str(tmp_path / "odd.jsonl")))
-
-
-def test_file_of_blank_lines_is_refused(tokenizer, tmp_path):
-    (tmp_path / "blank.txt").write_text("\n \n\n")
-    with pytest.raises(ValueError, match=r"sources\[0\]\.path: expected documents with text"):
-        load(tokenizer, Source(path=str(tmp_path / "blank.txt")))
 
 
 def test_source_is_named_by_its_place(tokenizer, path):
@@ -421,18 +367,9 @@ def causal_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w1", pad_token="w1")
 
 
-def load_causal(path, tokenizer, **fields):
-    config = DataConfig(
-        **{
-            "sources": [{"path": str(path)}],
-            "context_length": 8,
-            "eval": {"documents": 1},
-            **fields,
-        }
-    )
-    return load_data(
-        config, tokenizer=tokenizer, vocab_size=42, max_positions=8, seed=0, task="causal_lm"
-    )
+def load_causal(path, tokenizer, **settings):
+    settings = {"eval": {"documents": 1}, **settings}
+    return load(tokenizer, {"path": str(path)}, task="causal_lm", **settings)
 
 
 @pytest.fixture
@@ -522,6 +459,9 @@ def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer, packing=True)
     packs = [data.train[i] for i in range(len(data.train))]
     assert any((pack["position_ids"] == 0).sum() > 1 for pack in packs)
+    assert data.fill_rate == sum(len(pack["input_ids"]) for pack in packs) / (8 * len(packs))
+    apart = load_causal(text, causal_tokenizer)
+    np.testing.assert_array_equal(data.unigram_counts, apart.unigram_counts)
     for pack in packs:
         first = pack["position_ids"] == 0
         assert (pack["labels"][first] == IGNORE_INDEX).all()

@@ -2,6 +2,7 @@ import copy
 import gzip
 import json
 import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from harmonic_sft.data import sources
 from harmonic_sft.data.files import BAD, PLACE
 from harmonic_sft.data.sections import Source
-from harmonic_sft.data.sources import check_column, document_name, load_documents, numbered_rows
+from harmonic_sft.data.sources import (
+    GivenSource,
+    check_column,
+    document_name,
+    load_documents,
+    numbered_rows,
+)
 
 TEXTS = ["one document", "another one", "the third"]
 
@@ -72,14 +79,43 @@ def test_path_may_start_at_home(folder, monkeypatch):
     assert texts(load(path="~/a.txt")) == TEXTS
 
 
-@pytest.mark.parametrize("path", ["missing.txt", "./missing", "~/missing-folder"])
-def test_missing_file_is_refused_without_asking_the_hub(path, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "settings", "message"),
+    [
+        ("missing.txt", {}, "data.sources[0].path: expected an existing file, got "),
+        ("./missing", {}, "data.sources[0].path: expected an existing file, got "),
+        ("~/missing-folder", {}, "data.sources[0].path: expected an existing file, got "),
+        ("*.jsonl.gz", {}, "path: expected files that match, got none"),
+        ("a.*", {}, "got ['.csv', '.jsonl', '.txt']"),
+        ("script.py", {}, "path: expected files of one kind, ending in one of"),
+        ("b.parquet.gz", {}, "path: expected files of one kind, ending in one of"),
+        ("json", {}, "expected an existing file or folder, owner/name on the Hub"),
+        ("pandas", {}, "expected an existing file or folder, owner/name on the Hub"),
+        ("wiki text/a", {}, "expected an existing file or folder, owner/name on the Hub"),
+        ("a.txt", {"name": "x"}, "name: expected nothing for the path 'a.txt'"),
+        ("a.txt", {"data_files": "x"}, "data_files: expected nothing for the path 'a.txt'"),
+        (
+            "python:docstrings",
+            {"revision": "x"},
+            "revision: expected nothing for the path 'python:docstrings'",
+        ),
+        (
+            "a.txt",
+            {"split": "valid"},
+            "split: expected one of ['train'], got 'valid'. Split train: a.txt.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_source_is_refused_without_asking_the_hub(
+    folder, monkeypatch, path, settings, message, streaming
+):
+    """`pandas` would be the library's own reader of pickles."""
     monkeypatch.setattr(sources, "load_dataset", None)
-    refused("data.sources[0].path: expected an existing file, got ", path=path)
-
-
-def test_glob_that_matches_nothing_is_refused(folder):
-    refused("path: expected files that match, got none", path=f"{folder}/*.jsonl.gz")
+    monkeypatch.chdir(folder)
+    for name in ("script.py", "b.parquet.gz"):
+        Path(name).write_text("raise SystemExit")
+    refused(message, path=path, streaming=streaming, **settings)
 
 
 def test_a_relative_path_says_where_it_was_looked_for(tmp_path, monkeypatch):
@@ -137,16 +173,6 @@ def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, message
     (tmp_path / name).write_bytes(content)
     path = f"{tmp_path}/{name}"
     refused(f"data.sources[0]: {message.format(path=path)}", path=path, streaming=streaming)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_unknown_split_is_refused_with_the_splits_there_are(folder, streaming):
-    refused(
-        "split: expected one of ['train'], got 'valid'. Split train: a.txt.",
-        path=f"{folder}/a.txt",
-        split="valid",
-        streaming=streaming,
-    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -220,16 +246,6 @@ def test_shards_of_a_stream_can_be_read_apart(tmp_path):
     assert parts == [[*range(7)], [*range(7, 14)], [*range(14, 20)]] * 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bad_rows_stand_among_the_others_if_they_may_be_skipped(tmp_path, streaming):
-    (tmp_path / "a.jsonl").write_text('{"tex\n{"text": "one"}\n[]\n{"text": "three"}\n')
-    settings = {"path": f"{tmp_path}/a.jsonl", "streaming": streaming}
-    documents = load(skip=True, **settings)
-    assert [BAD in row for row in documents] == [True, False, True, False]
-    assert texts(documents) == ["one", "three"]
-    refused("data.sources[0]: expected JSON, got: Unterminated", **settings)
-
-
 def test_rows_of_a_table_are_numbered_but_bad_ones(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n[]\n{"text": "three"}\n')
     rows = numbered_rows(load(skip=True, path=f"{tmp_path}/a.jsonl"), "s")
@@ -247,24 +263,6 @@ def test_failure_of_a_library_is_named_by_source_and_place():
     with pytest.raises(ValueError, match=re.escape(message)):
         list(numbered_rows(rows(), "s"))
     assert document_name((2 << 40) + 7) == "document 7 of logical stream 2"
-
-
-@pytest.mark.parametrize("name", ["script.py", "a.parquet.gz"])
-def test_file_of_another_kind_is_never_read(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(sources, "load_dataset", None)
-    (tmp_path / name).write_text("raise SystemExit")
-    refused("path: expected files of one kind, ending in one of", path=f"{tmp_path}/{name}")
-
-
-def test_files_of_two_kinds_are_refused(folder):
-    refused("got ['.csv', '.jsonl', '.txt']", path=f"{folder}/a.*")
-
-
-@pytest.mark.parametrize("path", ["parquet", "pandas", "wiki text/a"])
-def test_what_is_no_name_on_the_hub_is_refused(path, monkeypatch):
-    """`pandas` would be the library's own reader of pickles."""
-    monkeypatch.setattr(sources, "load_dataset", None)
-    refused("expected an existing file or folder, owner/name on the Hub", path=path)
 
 
 @pytest.mark.parametrize(
@@ -285,18 +283,24 @@ def test_failure_of_the_hub_is_one_line(monkeypatch, error, message):
 
 
 @pytest.mark.parametrize(
-    ("path", "field"),
-    [("a.txt", "name"), ("a.txt", "data_files"), ("python:docstrings", "revision")],
-)
-def test_settings_of_the_hub_are_refused_for_a_file(folder, monkeypatch, path, field):
-    monkeypatch.chdir(folder)
-    refused(f"{field}: expected nothing for the path '{path}'", path=path, **{field: "x"})
-
-
-@pytest.mark.parametrize(
     "key",
     [{"colum": "text"}, *({"weight": bad} for bad in (0.0, -1.0, float("nan"), float("inf")))],
 )
 def test_unknown_keys_and_weights_that_are_no_share_are_refused(key):
     with pytest.raises(ValidationError, match=next(iter(key))):
         TypeAdapter(Source).validate_python({"path": "a.txt", **key})
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
+def test_the_format_of_a_data_set_does_not_matter_and_a_transform_stays(form):
+    data = Dataset.from_dict({"input_ids": [[1, 2]], "other": [3]})
+
+    def rows(documents):
+        source = GivenSource(path="x", documents=documents)
+        return list(load_documents(source, name="x", skip=False)[0])
+
+    assert rows(data.with_format(form)) == list(data)
+    assert rows(data.with_format(form, columns=["input_ids"])) == [{"input_ids": [1, 2]}]
+    if form in ("torch", "numpy"):
+        assert rows(data.to_iterable_dataset().with_format(form)) == list(data)
+    assert rows(data.with_transform(lambda batch: {"text": [form]})) == [{"text": form}]

@@ -9,13 +9,11 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from harmonic_sft.data.bad_rows import BLANK, BadRows
-from harmonic_sft.data.files import BAD, PLACE, file_shards, read_shards
 from harmonic_sft.data.loading import split_streams
 from harmonic_sft.data.streams import (
     DataError,
     LogicalStream,
     PlacedCollator,
-    SourceReader,
     StreamedRows,
     StreamState,
     advance,
@@ -62,9 +60,6 @@ class Maker:
         self.asked += len(documents)
         rows = []
         for document in documents:
-            if BAD in document:
-                bad_rows.report(self.name, document[PLACE], *document[BAD])
-                continue
             size = document["size"]
             if size == 0:
                 bad_rows.report(self.name, "", BLANK)
@@ -353,6 +348,11 @@ class Blank(Maker):
 def test_stream_without_a_single_row_is_refused(mixture):
     [stream] = logical_streams((20, 6), weights=MIXTURES[mixture])
     stream.make_rows = [Blank(source, 0, 20) for source in (0, 1)]
+    with pytest.raises(ValueError, match=r"^data\.sources\[0\], .*only blank or bad ones"):
+        next(stream.rows(None))
+    [stream] = logical_streams((20, 6), weights=MIXTURES[mixture])
+    stream.hold_out(2)
+    stream.make_rows = [Blank(source, 0, 20) for source in (0, 1)]
     with pytest.raises(ValueError, match=r"data\.sources: expected more documents than the eval"):
         next(stream.rows(None))
 
@@ -423,42 +423,3 @@ def test_failure_of_a_library_is_one_line_with_source_and_place(workers):
     with pytest.raises(DataError) as caught:
         read(streamed, 30, workers=workers)
     assert str(caught.value) == message
-
-
-@pytest.fixture
-def lines(tmp_path):
-    """Seven documents, before every second of which a line is broken."""
-    path = tmp_path / "a.jsonl"
-    good = [json.dumps({"text": f"{number}"}) for number in range(7)]
-    path.write_text("\n".join(f"{{cut\n{line}" if i % 2 else line for i, line in enumerate(good)))
-    return str(path)
-
-
-def open_lines(path):
-    shards = {"shards": file_shards(path, name="s")}
-    return SourceReader(
-        IterableDataset.from_generator(read_shards, gen_kwargs=shards), "s", 0, None
-    )
-
-
-def read_lines(reader):
-    """Texts with their numbers, and the bad lines, up to the end of the pass."""
-    found, places = [], []
-    while True:
-        rows, is_document = reader.next()
-        places += [row[PLACE] for row in rows if BAD in row]
-        if not is_document:
-            return found, places
-        found.append((rows[-1]["text"], rows[-1]["document"]))
-
-
-@pytest.mark.parametrize("stop", [0, 3, 7])
-def test_bad_lines_are_told_once_also_by_a_reader_that_continues(lines, stop):
-    first, second = open_lines(lines), open_lines(lines)
-    told = [row[PLACE] for _ in range(stop) for row in first.next()[0] if BAD in row]
-    second.load(json.loads(json.dumps(first.state())))
-    found, places = read_lines(second)
-    assert found == [(f"{number}", number) for number in range(stop, 7)]
-    assert told + places == [f"{lines!r}, line {line}" for line in (2, 5, 8)]
-    second.restart()
-    assert read_lines(second)[0] == [(f"{number}", number) for number in range(7)]

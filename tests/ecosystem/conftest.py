@@ -7,11 +7,9 @@ import yaml
 
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import train
-from tests.decoders import save_decoder
-from tests.elsewhere import Elsewhere
-from tests.hub.conftest import Client
+from tests.decoders import save_decoder, save_tokenizer
+from tests.elsewhere import Client, Elsewhere
 from tests.hub_server import HubServer
-from tests.training.test_causal_runs import save_tokenizer
 
 TOOLS = ("sentence-transformers", "peft", "accelerate", "datasets", "trl", "lm_eval", "mteb")
 # What the machine's programs share. Cards and snippets of our own are tested in tests/hub.
@@ -40,24 +38,18 @@ def hub():
 
 @pytest.fixture(scope="session")
 def client(hub, tmp_path_factory):
-    """A process with this package."""
     client = Client(hub.environment(tmp_path_factory.mktemp("home")))
     yield client
     client.close()
 
 
 @pytest.fixture(scope="session")
-def decoder_run(tmp_path_factory, run_settings):
+def decoder_run(tmp_path_factory, causal_settings):
     """The folder of a decoder trained for 6 steps."""
     root = tmp_path_factory.mktemp("decoder")
     base = save_decoder("llama", root)
     save_tokenizer(base, eos="w119")  # of no other word a part
-    text = root / "text.txt"
-    text.write_text("\n".join(" ".join(f"w{3 + i + j}" for i in range(12)) for j in range(60)))
-    settings = run_settings(base, root / "run")
-    settings["model"]["task"] = "causal_lm"
-    settings["data"] |= {"sources": [{"path": str(text)}], "context_length": 16}
-    settings |= {"neighbors": ["w5"], "check_base": False}
+    settings = causal_settings(base, root / "run")
     settings["h_exp"] = {"start": -6.0, "end": -6.0}
     path = root / "run.yaml"
     path.write_text(yaml.safe_dump(settings))

@@ -17,8 +17,7 @@ from harmonic_sft import HarmonicForCausalLM, HarmonicTrainer, HarmonicTrainingA
 from harmonic_sft.integrations.trl import patch
 from harmonic_sft.training.callbacks import HeadCallback
 from harmonic_sft.training.run_config import HExpConfig
-from tests.decoders import save_decoder
-from tests.training.test_causal_runs import save_tokenizer
+from tests.decoders import save_decoder, save_tokenizer
 
 trl = pytest.importorskip("trl", reason="make test-ecosystem installs it")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.filterwarnings("ignore")]  # TRL's own

@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_an_error():
     states, labels = batch()
     states[0] = torch.nan
     count, total = int((labels[0] != -100).sum()), int((labels != -100).sum())
-    message = f"expected finite logits, got others for {count} of {total} tokens. The checkpoint"
+    message = f"expected finite logits, got others for {count} of {total} tokens. The weights"
     with pytest.raises(ValueError, match=message):
         metrics_of(head, states, labels)
 

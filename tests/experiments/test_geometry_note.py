@@ -138,12 +138,12 @@ def test_a_table_of_metrics_marks_what_is_decided():
     def row(name, losses):
         return {"name": name, **dict.fromkeys(geometry_note.COMPARED, spread(losses))}
 
-    rows = [row("none", [0.0, 1.0]), row("some", [1.5, 2.5]), row("more", [0.0, 2.0])]
+    rows = [row("none", [0.0, 1.0]), row("some", [1.5, 2.502]), row("more", [0.0, 2.0])]
     add_differences(rows)
     _, cells = PARTS["sweep"][1]({"rows": rows})
     assert [line[1] for line in cells] == [
         "0.500 ± 6.353",
-        "2.000 ± 6.353 (higher)",
+        "2.001 ± 6.366 (higher)",
         "1.000 ± 12.706",
     ]
 

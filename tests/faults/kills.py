@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-import yaml
 from tqdm.std import TqdmDefaultWriteLock
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -22,7 +21,14 @@ from harmonic_sft.training import publishing
 from harmonic_sft.training import run as runs
 from harmonic_sft.training import trainer as trainers
 from harmonic_sft_cli import main
-from tests.conftest import LETTERS, SPECIAL, WORDS, save_tiny_base
+from tests.conftest import (
+    SPECIAL,
+    WORDS,
+    save_tiny_base,
+    settings_of_a_run,
+    successor_texts,
+    write_run,
+)
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STEPS = 6
@@ -41,7 +47,7 @@ BEST = {
 }
 SCENARIOS = {  # what differs from the plain run
     "table": {},
-    "stream": {"data": {"streaming": True}, "model": {"dropout": 0.2}},
+    "stream": {"model": {"dropout": 0.2}},
     "packing": {"data": {"packing": True}, "model": {"dropout": 0.2}},
     "best model": {"training": BEST},
     "what trains": {"save": "trainable", "model": {"dropout": 0.2}},
@@ -72,40 +78,15 @@ class World:
         self.home.mkdir(exist_ok=True)
 
     def yaml_of(self, scenario, output_dir):
-        """Write the file of a run."""
-        changes = SCENARIOS[scenario]
-        data = {"context_length": 16, "eval": {"documents": 4}, "window": 8}
-        asked = dict(changes.get("data", {}))
-        source = {"path": str(self.given / "*.jsonl")}
-        if asked.pop("streaming", False):
-            source["streaming"] = True
         base = self.given / ("decoder" if scenario == "decoder" else "encoder")
-        settings = {
-            "model": {"base": str(base), "unfreeze": {"last_blocks": 1}},
-            "head": {"name": "dist"},
-            "h_exp": {"start": -12.0, "end": -4.0},
-            "loss": {"name": "harmonic"},
-            "data": {**data, **asked, "sources": [source], "on_bad_row": "skip"},
-            "training": {
-                "output_dir": str(output_dir),
-                "per_device_train_batch_size": 4,
-                "max_steps": STEPS,
-                "logging_steps": 1,
-                "save_steps": 2,
-                "save_total_limit": 2,
-                "learning_rate": 1e-2,
-                "disable_tqdm": True,
-                "use_cpu": True,
-                **changes.get("training", {}),
-            },
-            "neighbors": ["aa"],
-            "check_base": False,
-        }
-        settings["model"] |= changes.get("model", {})
-        settings |= {key: changes[key] for key in ("peft", "hub", "save") if key in changes}
-        path = output_dir.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump(settings))
-        return path
+        settings = settings_of_a_run(self.given / "*.jsonl", base, output_dir)
+        settings["data"] |= {"context_length": 16, "eval": {"documents": 4}, "window": 8}
+        settings["data"] |= {"on_bad_row": "skip"}
+        settings["training"] |= {"per_device_train_batch_size": 4, "max_steps": STEPS}
+        settings["training"] |= {"save_steps": 2, "save_total_limit": 2}
+        settings["check_base"] = False
+        settings["data"]["sources"][0]["streaming"] = scenario == "stream"
+        return write_run(output_dir.with_suffix(".yaml"), settings, SCENARIOS[scenario])
 
     def listing(self):
         """Return what no run may change: the given files, and the home and current folders."""
@@ -120,16 +101,11 @@ def save_given(folder):
     save_tiny_base(folder / "encoder")
     AutoTokenizer.from_pretrained(folder / "encoder").save_pretrained(folder / "decoder")
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    vocab_size = len(SPECIAL) + len(LETTERS) * 4
-    GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes)).save_pretrained(folder / "decoder")
-    generator = random.Random(0)
-    for name in "ab":
-        rows = []
-        for _ in range(24):
-            start, length = generator.randrange(len(WORDS)), generator.randrange(4, 30)
-            words = [WORDS[(start + i) % len(WORDS)] for i in range(length)]
-            rows.append(json.dumps({"text": " ".join(words)}))
+    sizes = {"vocab_size": len(SPECIAL + WORDS), "n_embd": 32, "n_layer": 2, "n_head": 4}
+    GPT2LMHeadModel(GPT2Config(**sizes, n_positions=64)).save_pretrained(folder / "decoder")
+    texts = successor_texts(48)
+    for name, part in (("a", texts[:24]), ("b", texts[24:])):
+        rows = [json.dumps({"text": text}) for text in part]
         rows.insert(7, '{"text": null}')
         (folder / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows))
 
@@ -236,7 +212,6 @@ def take(words, world, log, kill=None):
 
 
 def outcome(folder):
-    """Return what a run ended with."""
     results = json.loads((folder / "results" / "train.json").read_text())
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
     # A run that was killed after its last checkpoint has no last entry with the mean of its losses.

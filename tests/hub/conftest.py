@@ -1,20 +1,13 @@
 """Trained folders to publish."""
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jinja2
 import pytest
 import yaml
-from huggingface_hub import constants
 
-from tests.elsewhere import Elsewhere
+from tests.elsewhere import Client, Elsewhere
 from tests.hub_server import HubServer
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,45 +17,6 @@ def compiled_once():
         compiled = functools.lru_cache(jinja2.Environment.compile)
         patch.setattr(jinja2.Environment, "compile", compiled)
         yield
-
-
-@pytest.fixture
-def no_token(monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-
-
-class Client:
-    """A process with this package that talks to the test server as alice."""
-
-    def __init__(self, environment):
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "commands.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def send(self, job):
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def __call__(self, *arguments):
-        """Run a command of harmonic-sft."""
-        return self.send([str(word) for word in arguments])
-
-    def program(self, code):
-        """Run a program, which must succeed, and return what it wrote."""
-        done = self.send(code)
-        assert done["status"] == 0, done["err"]
-        return done["out"]
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,28 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertTokenizer
+from transformers import AutoModelForMaskedLM, BertTokenizer
 
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
 from harmonic_sft.models import (
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
-    NeoBERTConfig,
     build_head,
     find_blocks,
 )
+from tests.encoders import SIZES, V
 from tests.head_variants import VARIANTS
 
-V, D = 120, 32
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
+D = SIZES["hidden_size"]
 HEADS = {
     "sphere": {"name": "dist", "h_exp": -6.0},
     "euclid": {"name": "dist", "unit_sphere": False},
@@ -37,15 +29,6 @@ HEADS = {
 # Two tokens are ranked if their halved squared distances differ by more than this share of
 # |x|^2 + |w|^2; rounding to float32 (2^-24) of dot products over 32 dimensions stays far below.
 MARGIN = 1e-5
-
-
-@pytest.fixture(scope="session")
-def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(folder / "bert")
-    AutoModelForMaskedLM.from_config(NeoBERTConfig(**SIZES)).save_pretrained(folder / "neobert")
-    return folder
 
 
 @torch.no_grad()
@@ -149,7 +132,7 @@ def test_float32_blocks_of_a_bfloat16_body_stay_float32(bases, tmp_path):
     model = HarmonicForMaskedLM.from_base(str(bases / "neobert"), dtype=torch.bfloat16)
     path, blocks = find_blocks(model.model.backbone)
     blocks[-1].float()
-    model.config.float32_modules = [f"{path}.1.{name}" for name, _ in blocks[1].named_parameters()]
+    model.config.float32_modules = [f"{path}.2.{name}" for name, _ in blocks[2].named_parameters()]
     model.save_pretrained(tmp_path / "model")
     target = export_linear(tmp_path / "model", tmp_path / "linear")
     new = HarmonicForMaskedLM.from_pretrained(target).model.state_dict()

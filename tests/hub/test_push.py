@@ -148,18 +148,6 @@ def test_an_adapter_has_its_two_files_a_card_and_the_tokenizer(hub, pushed):
     assert settings["target_modules"] == ["model.backbone.encoder.layer.0.attention.self.query"]
 
 
-def test_another_form_replaces_the_weights_of_the_last(hub, client, pushed):
-    for form, present, absent in (
-        ("full", "model.safetensors", "dist_head.safetensors"),
-        ("head", "dist_head.safetensors", "model.safetensors"),
-        ("peft", "adapter_model.safetensors", "modeling_harmonic.py"),
-    ):
-        done = client("push", pushed, "--repo-id", "alice/forms", "--form", form)
-        assert done["status"] == 0, done["err"]
-        assert present in hub.files("alice/forms")
-        assert absent not in hub.files("alice/forms")
-
-
 def test_a_branch_is_made_and_main_stays(hub, client, pushed):
     client("push", pushed, "--repo-id", "alice/branches", "--private")
     before = hub.commits("alice/branches")

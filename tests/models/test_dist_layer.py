@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harmonic_sft.models import DistLayer, build_head
+from harmonic_sft.models import DistLayer
 
 D, V, N = 16, 30, 5
 EPS = 1e-6
@@ -64,30 +64,6 @@ def test_a_fresh_mahalanobis_head_of_a_diagonal_is_the_euclidean_one():
     torch.testing.assert_close(head(states), euclidean(states), rtol=1e-4, atol=1e-5)
     low_rank = DistLayer(D, V, metric="mahalanobis", rank=2)
     assert 0 < low_rank.factor.norm() < 1
-
-
-@metrics
-def test_settings_rebuild_the_head_and_name_no_foreign_field(metric):
-    head, _, _ = make(metric, unit_sphere=False)
-    settings = head.settings()
-    assert settings["metric"] == METRICS[metric]["metric"]
-    assert ("rank" in settings) == (settings["metric"] == "mahalanobis")
-    assert build_head(settings, hidden_size=D, vocab_size=V).settings() == settings
-    assert "metric" not in DistLayer(D, V).settings()
-
-
-REMOVED = {
-    "cosine": "unit_sphere: true and twice the h_exp",
-    "lp": "euclidean or mahalanobis$",
-    "chebyshev": "euclidean or mahalanobis$",
-    "bray_curtis": "euclidean or mahalanobis$",
-}
-
-
-@pytest.mark.parametrize(("metric", "replacement"), REMOVED.items())
-def test_a_metric_that_is_gone_names_its_replacement(metric, replacement):
-    with pytest.raises(ValueError, match=f"^metric: .*removed. Use metric: .*{replacement}"):
-        DistLayer(D, V, metric=metric)
 
 
 BAD = {

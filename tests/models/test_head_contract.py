@@ -30,7 +30,6 @@ def make(name, *, hidden_size=D, vocab_size=V, dtype=torch.float32):
 
 
 def gradients(losses, head, states):
-    """Gradients of the sum for states and all parameters that have one."""
     found = torch.autograd.grad(losses.sum(), [states, *head.parameters()], allow_unused=True)
     return [gradient for gradient in found if gradient is not None]
 
@@ -129,6 +128,38 @@ def test_every_parameter_learns(name):
 
 
 @every_head
+def test_prototypes_on_a_sphere_are_brought_back_to_it_and_others_stay(name):
+    head, states, _ = make(name)
+    logits, prototypes = head(states), head.prototypes.clone()
+    head.renormalize_()
+    torch.testing.assert_close(head(states), logits, rtol=1e-4, atol=1e-4)
+    close(head.prototypes, prototypes)
+    close(head.weight, prototypes)
+    embeddings = 3 * torch.randn(V, D)
+    embeddings[4] = 0  # a padding token: no direction
+    assert head.initialize_(embeddings) is head
+    if name in OFF_THE_SPHERE:
+        assert torch.equal(head.weight, embeddings)
+    else:
+        norms = head.weight.norm(dim=-1)
+        close(norms, norms[0].expand(V))
+
+
+OFF_THE_SPHERE = {
+    "linear",
+    "linear without bias",
+    "dist off the sphere",
+    "dist mahalanobis off the sphere",
+    "l2",
+    "l2 fixed",
+    "power",
+    "power -2",
+    "multi_head",
+    "multi_head of dist off the sphere",
+}
+
+
+@every_head
 def test_settings_rebuild_the_head(name):
     head, states, _ = make(name)
     settings = json.loads(json.dumps(head.settings()))
@@ -218,7 +249,15 @@ def test_settings_are_checked_without_storage_whatever_the_width(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["dist mahalanobis off the sphere", "vmf per class", "l2", "power"]
+    "name",
+    [
+        "dist mahalanobis off the sphere",
+        "vmf per class",
+        "l2",
+        "power",
+        "rotation",
+        "rotation of multi_head",
+    ],
 )
 def test_a_saved_model_keeps_its_head(name, tmp_path):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

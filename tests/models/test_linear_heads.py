@@ -60,14 +60,6 @@ def test_below_zero_the_most_orthogonal_class_wins():
     assert head(states).argmax() == 4
 
 
-def test_the_prototypes_of_distances_keep_their_norms():
-    embeddings = 3 * torch.randn(V, D)
-    head = L2Head(D, V).initialize_(embeddings)
-    head.renormalize_()
-    assert torch.equal(head.weight, embeddings)
-    assert torch.equal(head.prototypes, embeddings)
-
-
 def test_bad_settings_are_refused():
     for power in (0.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"power: expected a number other than 0, got {power}"):

@@ -8,65 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForMaskedLM
 
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicModel,
-    NeoBERTConfig,
 )
-from harmonic_sft.models.modeling_neobert import NeoBERTForMaskedLM
 from tests.decoders import save_decoder
+from tests.encoders import save_encoder
+from tests.saved_models import write_partial
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
 INPUTS = torch.arange(5, 17).view(2, 6)
-
-
-def cache_repo(name: str, folder: Path) -> str:
-    """Lay a folder into the Hub's cache, as a download of its main branch would."""
-    commit = f"{len(os.listdir(os.environ['HF_HUB_CACHE'])) + 1:040x}"
-    repo = Path(os.environ["HF_HUB_CACHE"]) / f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    return commit
-
-
-@pytest.fixture(autouse=True)
-def empty_cache():
-    cache = Path(os.environ["HF_HUB_CACHE"])
-    cache.mkdir(exist_ok=True)
-    yield
-    for repo in cache.glob("models--me--*"):
-        shutil.rmtree(repo)
-
-
-def make_base(family, folder):
-    torch.manual_seed(0)
-    if family == "bert":
-        BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(folder)
-    elif family == "neobert":
-        NeoBERTForMaskedLM(NeoBERTConfig(**SIZES)).save_pretrained(folder)
-    else:  # one of ours, with a bfloat16 body
-        bert = folder.with_name("inner")
-        BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(bert)
-        HarmonicForMaskedLM.from_base(str(bert), dtype=torch.bfloat16).save_pretrained(folder)
-    return cache_repo("me/base", folder)
 
 
 def train_last_block(model):
     """Stand in for training: move the last block and the head, in the block's own precision."""
     torch.manual_seed(1)
-    names = [n for n, _ in model.named_parameters() if ".1." in n or n.startswith("dist_head")]
+    last = f".{model.config.text_config.num_hidden_layers - 1}."
+    names = [n for n, _ in model.named_parameters() if last in n or n.startswith("dist_head")]
     with torch.no_grad():
         for name in names:
             parameter = model.get_parameter(name)
@@ -79,26 +40,18 @@ def train_last_block(model):
     return model
 
 
-def write_partial(full: Path, folder: Path):
-    """Keep of a saved model what its configuration says was trained."""
-    shutil.copytree(full, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    fields = json.loads((full / "config.json").read_text())
-    tensors = load_file(full / "model.safetensors")
-    trained = {name: tensors[name] for name in fields["trained_parameters"]}
-    head = {name: tensor for name, tensor in trained.items() if name.startswith("dist_head")}
-    blocks = {name: tensor for name, tensor in trained.items() if name not in head}
-    save_file(head, folder / "dist_head.safetensors", {"format": "pt"})
-    if blocks:
-        save_file(blocks, folder / "trained_blocks.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**fields, "partial": True}))
-
-
 @pytest.fixture
-def make_pair(tmp_path):
+def make_pair(tmp_path, bases, cache_repo):
     """A trained model saved in full and in part, over a base in the cache."""
 
     def make(family="bert", dtype=torch.float32):
-        commit = make_base(family, tmp_path / "base")
+        base = tmp_path / "base"
+        if family == "ours":  # with a bfloat16 body
+            ours = HarmonicForMaskedLM.from_base(str(bases / "bert"), dtype=torch.bfloat16)
+            ours.save_pretrained(base)
+        else:
+            shutil.copytree(bases / family, base)
+        commit = cache_repo("me/base", base)
         model = HarmonicForMaskedLM.from_base("me/base", dtype=dtype)
         assert model.config.base_revision == commit
         train_last_block(model).save_pretrained(tmp_path / "full")
@@ -126,7 +79,7 @@ def test_a_completed_model_equals_the_full_one(make_pair, family, dtype):
     assert not found.training
 
 
-def test_a_decoder_generates_as_the_full_one_does(tmp_path):
+def test_a_decoder_generates_as_the_full_one_does(tmp_path, cache_repo):
     cache_repo("me/base", save_decoder("llama", tmp_path / "base"))
     model = train_last_block(HarmonicForCausalLM.from_base("me/base"))
     model.generation_config.repetition_penalty = 1.7
@@ -234,12 +187,11 @@ def test_a_base_at_another_revision_is_refused(make_pair):
         HarmonicForMaskedLM.from_pretrained(part)
 
 
-def test_a_base_of_another_shape_is_refused(make_pair, tmp_path):
+def test_a_base_of_another_shape_is_refused(make_pair, tmp_path, cache_repo):
     _, part = make_pair()
     shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")
-    other = BertForMaskedLM(BertConfig(**{**SIZES, "intermediate_size": 64}))
-    other.save_pretrained(tmp_path / "other")
-    commit = cache_repo("me/base", tmp_path / "other")
+    other = save_encoder("bert", tmp_path / "other", intermediate_size=64)
+    commit = cache_repo("me/base", other)
     fields = json.loads((part / "config.json").read_text())
     (part / "config.json").write_text(json.dumps({**fields, "base_revision": commit}))
     with pytest.raises(ValueError, match="of another shape"):
@@ -270,7 +222,7 @@ def test_a_base_is_a_name_on_the_hub_at_a_commit(make_pair, tmp_path, monkeypatc
             HarmonicForMaskedLM.from_pretrained(part)
 
 
-def test_a_repo_that_names_itself_as_base_is_one_error(make_pair):
+def test_a_repo_that_names_itself_as_base_is_one_error(make_pair, cache_repo):
     _, part = make_pair()
     fields = json.loads((part / "config.json").read_text())
     commit = f"{len(os.listdir(os.environ['HF_HUB_CACHE'])) + 1:040x}"

@@ -3,19 +3,16 @@
 import inspect
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    BertConfig,
-    BertForMaskedLM,
-    BertTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -30,39 +27,27 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
-    NeoBERTConfig,
-    NeoBERTForMaskedLM,
 )
-from tests.models.test_modeling_backbone import cache_repo, write_partial
+from tests.encoders import SIZES, V, save_bert_tokenizer
+from tests.saved_models import write_partial
 
-V = 40
 LABELS = ["cat", "dog", "eel"]
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
 TASKS = {
     "sequence": HarmonicForSequenceClassification,
     "token": HarmonicForTokenClassification,
 }
 CLASS_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
+PEFT_TASKS = {  # in PEFT and in transformers
+    "QUESTION_ANS": AutoModelForQuestionAnswering,
+    "SEQ_CLS": AutoModelForSequenceClassification,
+    "TOKEN_CLS": AutoModelForTokenClassification,
+}
 HEADS = {"dist": {"name": "dist", "h_exp": -3.0}, "linear": {"name": "linear"}}
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("classifier_base")
-    torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(folder)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocab = folder / "vocab.txt"
-    vocab.write_text("\n".join(words + [f"w{i}" for i in range(V - len(words))]))
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
-    return str(folder)
+def base(bases):
+    return str(bases / "bert")
 
 
 def make(base, task="sequence", head="dist", **options):
@@ -222,48 +207,30 @@ def test_a_masked_model_of_ours_is_a_base_and_a_classifier_keeps_its_head(base, 
         make(base, init="base_head")
 
 
-READER = """
-import json, sys, torch
-from transformers import (
-    AutoModelForSequenceClassification, AutoModelForTokenClassification, pipeline
-)
-root = sys.argv[1]
-inputs = torch.load(f"{root}/inputs.pt", weights_only=True)
-autos = {
-    "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification
-}
-for folder in sys.argv[2:]:
-    auto = autos[folder.split("-")[0]]
-    model = auto.from_pretrained(f"{root}/{folder}", trust_remote_code=True)
-    expected = torch.load(f"{root}/{folder}.pt", weights_only=True)
-    assert torch.equal(model(**inputs).logits, expected["logits"]), folder
-    assert model.dist_head.weight.dtype == torch.float32
-    model.save_pretrained(f"{root}/{folder}-again")
-    again = auto.from_pretrained(f"{root}/{folder}-again", trust_remote_code=True)
-    assert torch.equal(again(**inputs).logits, expected["logits"]), folder
-options = {"tokenizer": sys.argv[1] + "/tokenizer", "trust_remote_code": True}
-texts = pipeline("text-classification", model=f"{root}/sequence-dist", top_k=None, **options)
-words = pipeline("token-classification", model=f"{root}/token-dist", **options)
+LABELER = """
+import json, sys
+from transformers import pipeline
+options = {"tokenizer": "tokenizer", "trust_remote_code": True}
+texts = pipeline("text-classification", model="sequence-dist", top_k=None, **options)
+words = pipeline("token-classification", model="token-dist", **options)
 found = [[w["word"], w["entity"], float(w["score"])] for w in words("w1 w2")]
 print(json.dumps([texts("w1 w2"), found]))
 """
 
 
-def test_published_classifiers_need_no_package(base, tmp_path, elsewhere):
+def test_published_classifiers_need_no_package(base, tmp_path, check_elsewhere, elsewhere):
     """Bit-equal logits and pipelines in a process that cannot import harmonic_sft."""
-    torch.save(batch(), tmp_path / "inputs.pt")
-    folders = []
     for task, head in (("sequence", "dist"), ("sequence", "linear"), ("token", "dist")):
         model = make(base, task, head, pooling="cls" if head == "linear" else "mean")
-        folders.append(f"{task}-{head}")
-        model.save_pretrained(tmp_path / folders[-1])
-        with torch.no_grad():
-            torch.save({"logits": model(**batch()).logits}, tmp_path / f"{folders[-1]}.pt")
+        auto = f"AutoModelFor{task.title()}Classification"
+        check_elsewhere.add(f"{task}-{head}", model, auto, **batch())
+    check_elsewhere.run()
     saved = json.loads((tmp_path / "token-dist" / "config.json").read_text())
     autos = map("AutoModelFor{}".format, CLASS_TASKS)
     assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", *autos}
-    BertTokenizer.from_pretrained(base).save_pretrained(tmp_path / "tokenizer")
-    written = elsewhere(READER, tmp_path, *folders)
+    (tmp_path / "tokenizer").mkdir()
+    save_bert_tokenizer(tmp_path / "tokenizer")
+    written = elsewhere(LABELER, cwd=tmp_path)
     assert "not supported" not in written
     texts, words = json.loads(written.splitlines()[-1])
     inputs = {"input_ids": torch.tensor([[2, 6, 7, 3]])}
@@ -291,36 +258,17 @@ def test_our_classes_load_a_saved_folder(base, tmp_path):
 
 
 @pytest.mark.parametrize(("task", "family"), [("sequence", "bert"), ("token", "neobert")])
-def test_a_partial_classifier_is_completed_from_its_base(tmp_path, task, family):
-    torch.manual_seed(0)
-    if family == "bert":
-        BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(tmp_path / "base")
-    else:
-        NeoBERTForMaskedLM(NeoBERTConfig(**SIZES)).save_pretrained(tmp_path / "base")
-    commit = "e" * 40
-    repo = Path(os.environ["HF_HUB_CACHE"]) / "models--classifier--base"
-    shutil.copytree(tmp_path / "base", repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    try:
-        model = make("classifier/base", task, dtype=torch.bfloat16)
-        assert model.config.base_revision == commit
-        model.config.trained_parameters = ["dist_head.weight"]
-        model.save_pretrained(tmp_path / "full")
-        part = tmp_path / "part"
-        part.mkdir()
-        fields = json.loads((tmp_path / "full" / "config.json").read_text())
-        (part / "config.json").write_text(json.dumps({**fields, "partial": True}))
-        weights = load_file(tmp_path / "full" / "model.safetensors")
-        head = {"dist_head.weight": weights["dist_head.weight"]}
-        save_file(head, part / "dist_head.safetensors", {"format": "pt"})
-        found = TASKS[task].from_pretrained(part)
-        expected = TASKS[task].from_pretrained(tmp_path / "full")
-        with torch.no_grad():
-            assert torch.equal(found(**batch()).logits, expected(**batch()).logits)
-        assert not HarmonicConfig.from_pretrained(tmp_path / "full").partial
-    finally:
-        shutil.rmtree(repo)
+def test_a_partial_classifier_is_completed_from_its_base(bases, tmp_path, cache_repo, task, family):
+    commit = cache_repo("me/base", bases / family)
+    model = make("me/base", task, dtype=torch.bfloat16)
+    assert model.config.base_revision == commit
+    model.config.trained_parameters = ["dist_head.weight"]
+    model.save_pretrained(tmp_path / "full")
+    write_partial(tmp_path / "full", tmp_path / "part")
+    found, expected = (TASKS[task].from_pretrained(tmp_path / form) for form in ("part", "full"))
+    with torch.no_grad():
+        assert torch.equal(found(**batch()).logits, expected(**batch()).logits)
+    assert not HarmonicConfig.from_pretrained(tmp_path / "full").partial
 
 
 TASKS_READER = """
@@ -366,13 +314,12 @@ for job in sys.argv[2:]:
 
 
 def test_language_models_are_bases_for_every_task_where_this_package_is_not(
-    base, tmp_path, elsewhere
+    base, tmp_path, elsewhere, cache_repo
 ):
     """Masked, tied, partial and causal repos, by transformers alone."""
     torch.save(batch(), tmp_path / "inputs.pt")
-    Path(os.environ["HF_HUB_CACHE"]).mkdir(exist_ok=True)
-    cached = cache_repo("tasks/base", Path(base))
-    masked = HarmonicForMaskedLM.from_base("tasks/base", revision=cached)
+    cached = cache_repo("me/base", Path(base))
+    masked = HarmonicForMaskedLM.from_base("me/base", revision=cached)
     masked.config.trained_parameters = ["dist_head.weight"]
     masked.save_pretrained(tmp_path / "masked")
     write_partial(tmp_path / "masked", tmp_path / "part")
@@ -385,19 +332,16 @@ def test_language_models_are_bases_for_every_task_where_this_package_is_not(
     for name in ("masked", "part", "tied"):
         torch.save(states, tmp_path / f"{name}.pt")
     torch.save(causal.model(**batch()).last_hidden_state, tmp_path / "causal.pt")
-    try:
-        elsewhere(
-            TASKS_READER,
-            os.environ["HF_HUB_CACHE"],
-            *("masked three dist answers token", "part one token", "tied answers token"),
-            "causal dist token",
-            cwd=tmp_path,
-        )
-        found = HarmonicForSequenceClassification.from_pretrained(tmp_path / "part", num_labels=3)
-        assert found.dist_head.weight.shape == (3, 32)
-        assert torch.equal(found.model(**batch()).last_hidden_state, states)
-    finally:
-        shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--tasks--base")
+    elsewhere(
+        TASKS_READER,
+        os.environ["HF_HUB_CACHE"],
+        *("masked three dist answers token", "part one token", "tied answers token"),
+        "causal dist token",
+        cwd=tmp_path,
+    )
+    found = HarmonicForSequenceClassification.from_pretrained(tmp_path / "part", num_labels=3)
+    assert found.dist_head.weight.shape == (3, 32)
+    assert torch.equal(found.model(**batch()).last_hidden_state, states)
 
 
 @pytest.fixture(scope="module")
@@ -467,6 +411,57 @@ def test_a_decoder_reads_a_text_at_its_last_token(tmp_path):
     assert torch.equal(
         model(text).logits, model.dist_head(model.model(text).last_hidden_state[:, -1])
     )
+
+
+def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(tmp_path):
+    torch.manual_seed(0)
+    llama = LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0)
+    LlamaForCausalLM(llama).save_pretrained(tmp_path / "base")
+    HarmonicForCausalLM.from_base(str(tmp_path / "base")).save_pretrained(tmp_path / "causal")
+    model = HarmonicForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+    inputs = batch()
+    input_ids = inputs["input_ids"] * inputs["attention_mask"]
+    assert torch.equal(model(input_ids).logits, model(**inputs).logits)
+    assert torch.equal(model(input_ids[1:2]).logits, model(input_ids[1:2, :5]).logits)
+    model.config.text_config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"attention_mask: expected one .* no pad_token_id"):
+        model(input_ids)
+    model.config.pad_token_id = 0
+    assert torch.equal(model(input_ids).logits, model(**inputs).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("task", PEFT_TASKS)
+def test_a_random_head_that_peft_leaves_out_is_refused_in_training(published, task):
+    inputs = batch()
+
+    def wrapped(**options):
+        return get_peft_model(
+            PEFT_TASKS[task].from_pretrained(published),
+            LoraConfig(task_type=task, target_modules=["query"], **options),
+        )
+
+    frozen = wrapped()
+    frozen.eval()(**inputs)
+    frozen.train()
+    with pytest.raises(ValueError, match=r'a frozen one .* modules_to_save=\["dist_head"\]'):
+        frozen(**inputs)
+    with torch.no_grad():
+        frozen(**inputs)
+        frozen.base_model.model.dist_head.weight.zero_()  # no longer random
+    frozen(**inputs)
+    trained = wrapped(modules_to_save=["dist_head"]).train()
+    next(iter(trained(**inputs).values())).sum().backward()
+    assert trained.base_model.model.active_head.weight.grad.abs().sum() > 0
+
+
+def test_a_random_head_of_a_base_is_refused_where_it_is_frozen(base):
+    model = make(base).train()
+    model.dist_head.requires_grad_(False)
+    with pytest.raises(ValueError, match="dist_head: expected a new head to be trained"):
+        model(**batch())
+    model.dist_head.initialize_(torch.randn(3, 32))
+    model(**batch())
 
 
 def test_a_new_head_leaves_the_configuration_of_the_caller_alone(published):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
@@ -11,14 +11,9 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     BertConfig,
-    BertForMaskedLM,
-    BertTokenizer,
     ElectraConfig,
     ElectraForMaskedLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
     RobertaConfig,
-    RobertaForMaskedLM,
     T5Config,
     Trainer,
     TrainingArguments,
@@ -29,44 +24,10 @@ from harmonic_sft.models import (
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicModel,
-    NeoBERTConfig,
     find_blocks,
     max_positions,
 )
-
-V = 120
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
-SPECIAL = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-MODERN = {**SIZES, **SPECIAL, "pad_token_id": 0}
-
-
-def make_base(family: str):
-    torch.manual_seed(0)
-    if family == "bert":
-        return BertForMaskedLM(BertConfig(**SIZES))
-    if family == "roberta":
-        return RobertaForMaskedLM(RobertaConfig(**SIZES, pad_token_id=0))
-    if family == "modernbert":
-        return ModernBertForMaskedLM(ModernBertConfig(**MODERN))
-    return AutoModelForMaskedLM.from_config(NeoBERTConfig(**SIZES))
-
-
-FAMILIES = ("bert", "roberta", "modernbert", "neobert")
-
-
-@pytest.fixture(scope="session")
-def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    for family in FAMILIES:
-        make_base(family).save_pretrained(folder / family)
-    return folder
+from tests.encoders import FAMILIES, SIZES, V, save_bert_tokenizer
 
 
 def batch(seed=0):
@@ -84,7 +45,7 @@ def test_backbone_is_the_base_and_prototypes_its_embeddings(bases, family):
     model = HarmonicForMaskedLM.from_base(str(bases / family))
     inputs = batch()
     inputs.pop("labels")
-    base = make_base(family).eval()
+    base = AutoModelForMaskedLM.from_pretrained(bases / family)
     expected = base(**inputs, output_hidden_states=True).hidden_states[-1]
     actual = model.model(**inputs).last_hidden_state
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -120,63 +81,38 @@ def test_labelled_positions_alone_reach_the_head(bases, family):
     assert model(**batch(), output_logits=True).logits.shape == asked.logits.shape
 
 
-READER = """
-import json, sys, torch
-from transformers import AutoModel, AutoModelForMaskedLM, pipeline, AutoTokenizer
-root = sys.argv[1]
-inputs = torch.load(f"{root}/inputs.pt", weights_only=True)
-for family in sys.argv[2:]:
-    folder = f"{root}/{family}"
-    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-    expected = torch.load(f"{folder}.pt", weights_only=True)
-    assert torch.equal(model(**inputs).logits, expected["logits"]), family
-    assert model.dist_head.weight.dtype == torch.float32
-    dtypes = {n: str(p.dtype) for n, p in model.named_parameters()}
-    assert dtypes == expected["dtypes"], family
-    backbone = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert torch.equal(backbone(**inputs).last_hidden_state, expected["states"]), family
-    model.save_pretrained(f"{folder}-again")
-    again = AutoModelForMaskedLM.from_pretrained(f"{folder}-again", trust_remote_code=True)
-    assert torch.equal(again(**inputs).logits, expected["logits"]), family
-fill = pipeline("fill-mask", model=f"{root}/bert", trust_remote_code=True)
-print(json.dumps(fill("the [MASK] a")))
+FILLER = """
+import json, sys
+from transformers import pipeline
+fill = pipeline("fill-mask", model=sys.argv[1], trust_remote_code=True)
+print(json.dumps(fill("w0 [MASK] w1")))
 """
 
 
-def test_published_folder_needs_no_package(bases, tmp_path, elsewhere):
+def test_published_folder_needs_no_package(bases, check_elsewhere, elsewhere):
     """Bit-equal logits, backbone and pipeline in a process that cannot import harmonic_sft."""
     inputs = {key: value for key, value in batch().items() if key != "labels"}
-    torch.save(inputs, tmp_path / "inputs.pt")
     for family in FAMILIES:
         dtype = torch.bfloat16 if family == "neobert" else torch.float32
         model = HarmonicForMaskedLM.from_base(str(bases / family), dtype=dtype)
         model.h_exp = -6.5
-        expected = {
-            "logits": model(**inputs).logits.detach(),
-            "states": model.model(**inputs).last_hidden_state.detach(),
-            "dtypes": {name: str(p.dtype) for name, p in model.named_parameters()},
-        }
-        torch.save(expected, tmp_path / f"{family}.pt")
-        model.save_pretrained(tmp_path / family)
-        saved = json.loads((tmp_path / family / "config.json").read_text())
+        path = check_elsewhere.add(family, model, **inputs)
+        text = (path / "config.json").read_text()
+        assert str(bases) not in text  # a local path is nobody's business
+        saved = json.loads(text)
         assert saved["head"]["h_exp"] == -6.5
-        assert saved["base_model"] == family  # a local path is nobody's business
+        assert saved["base_model"] == family
         tasks = ("MaskedLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
         autos = {"AutoConfig", "AutoModel", *map("AutoModelFor{}".format, tasks)}
         assert set(saved["auto_map"]) == autos
-        assert not list((tmp_path / family).glob("_*"))
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a"]
-    vocab = tmp_path / "vocab.txt"
-    vocab.write_text("\n".join(words + [f"w{i}" for i in range(V - len(words))]))
-    BertTokenizer(vocab=str(vocab)).save_pretrained(tmp_path / "bert")
-    filled = json.loads(elsewhere(READER, tmp_path, *FAMILIES).splitlines()[-1])
-    probabilities = (
-        HarmonicForMaskedLM.from_pretrained(tmp_path / "bert")(
-            input_ids=torch.tensor([[2, 5, 4, 6, 3]])
-        )
-        .logits[0, 2]
-        .softmax(-1)
-    )
+        assert not list(path.glob("_*"))
+    check_elsewhere.run()
+    bert = check_elsewhere.paths[0]
+    save_bert_tokenizer(bert)
+    filled = json.loads(elsewhere(FILLER, bert).splitlines()[-1])
+    row = torch.tensor([[2, 5, 4, 6, 3]])
+    logits = HarmonicForMaskedLM.from_pretrained(bert)(input_ids=row).logits
+    probabilities = logits[0, 2].softmax(-1)
     best = int(probabilities.argmax())
     assert filled[0]["token"] == best
     assert filled[0]["score"] == pytest.approx(probabilities[best].item(), rel=1e-5)
@@ -212,22 +148,8 @@ def test_our_classes_load_a_saved_folder(bases, tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path)) is HarmonicModel
 
 
-def test_a_trained_float32_block_stays_float32_on_a_bfloat16_body(bases, tmp_path):
-    model = HarmonicForMaskedLM.from_base(str(bases / "neobert"), dtype=torch.bfloat16)
-    path, blocks = find_blocks(model.model.backbone)
-    blocks[-1].float()
-    names = [f"{path}.2.{name}" for name, _ in blocks[-1].named_parameters()]
-    model.config.float32_modules = names
-    model.save_pretrained(tmp_path)
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
-    dtypes = {n: p.dtype for n, p in model.named_parameters()}
-    assert {n: p.dtype for n, p in again.named_parameters()} == dtypes
-    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
-
-
 def damaged(bases, family, tmp_path, change):
-    folder = tmp_path / "damaged"
-    make_base(family).save_pretrained(folder)
+    folder = shutil.copytree(bases / family, tmp_path / "damaged")
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -284,19 +206,8 @@ def test_neobert_gives_its_own_decoder_to_a_linear_head(bases):
     )
     inputs = batch()
     inputs.pop("labels")
-    expected = make_base("neobert").eval()(**inputs).logits
+    expected = AutoModelForMaskedLM.from_pretrained(bases / "neobert")(**inputs).logits
     torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_tied_head_is_the_embedding_table_after_loading_too(bases, tmp_path):
-    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"}, tie=True)
-    assert model.dist_head.weight is model.get_input_embeddings().weight
-    model.save_pretrained(tmp_path)
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
-    assert again.dist_head.weight is again.get_input_embeddings().weight
-    norms = again.dist_head.weight.norm(dim=-1).clone()
-    again.renormalize_prototypes_()
-    assert torch.equal(again.dist_head.weight.norm(dim=-1), norms)
 
 
 def test_a_tied_16_bit_model_takes_new_embeddings(bases):
@@ -306,6 +217,16 @@ def test_a_tied_16_bit_model_takes_new_embeddings(bases):
     model.tie_weights()
     assert model.dist_head.weight is model.get_input_embeddings().weight
     assert model(input_ids=torch.ones(1, 4).long()).logits.isfinite().all()
+
+
+def test_a_tied_16_bit_model_is_loaded_in_16_bits(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), tie=True, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    assert again.dist_head.weight.dtype == torch.float32
+    ids = torch.arange(5, 9).view(1, 4)
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_a_model_that_is_not_ours_is_refused(bases):
@@ -393,31 +314,6 @@ def test_positions_of_a_row():
     assert max_positions(BertConfig(max_position_embeddings=512)) == 512
     with pytest.raises(ValueError, match="expected a model with max_position_embeddings"):
         max_positions(T5Config())
-
-
-def test_config_round_trip(tmp_path):
-    config = HarmonicConfig(
-        text_config=NeoBERTConfig(**SIZES),
-        head={"name": "dist", "h_exp": -4.0, "unit_sphere": True, "eps": 1e-6},
-        base_model="chandar-lab/NeoBERT",
-        base_revision="5424c8ef",
-    )
-    config.save_pretrained(tmp_path)
-    again = HarmonicConfig.from_pretrained(tmp_path)
-    assert again.to_dict() == config.to_dict()
-    assert again.text_config.hidden_size == 32
-    assert again.get_text_config().model_type == "neobert"
-
-
-def test_nothing_of_this_machine_is_published(bases, tmp_path):
-    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    assert str(bases) not in text
-    saved = json.loads(text)
-    assert saved["text_config"].get("_name_or_path", "") == ""
-    names = {path.name for path in Path(tmp_path).iterdir()}
-    assert {"model.safetensors", "config.json", "heads.py", "modeling_harmonic.py"} <= names
-    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
 
 
 def test_a_shift_moves_logits_and_no_probability(bases, tmp_path):

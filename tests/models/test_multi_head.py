@@ -3,13 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig
 
 from harmonic_sft.models import (
     AffineLogits,
     DistanceLogits,
-    HarmonicConfig,
-    HarmonicForMaskedLM,
     MultiHead,
     RotationHead,
     build_head,
@@ -78,13 +75,6 @@ def test_probabilities_are_the_mean_of_the_slices(inner, num_heads):
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_one_slice_is_the_inner_head(inner):
-    head, states, labels = make(inner, 1)
-    torch.testing.assert_close(head(states), head.inner(states).log_softmax(-1))
-    torch.testing.assert_close(head.nll(states, labels), head.inner.nll(states, labels))
-
-
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("inner", INNER)
 def test_a_confident_loss_keeps_its_digits(inner, num_heads):
@@ -145,15 +135,6 @@ def test_prototypes_tied_in_16_bits_are_normalized_in_float32():
     torch.testing.assert_close(found, head(states))
 
 
-@pytest.mark.parametrize("inner", ["linear", "euclid"])
-def test_off_the_sphere_prototypes_stay_as_they_are(inner):
-    head, _, _ = make(inner, 3)
-    embeddings = torch.randn(V, D)
-    head.initialize_(embeddings).renormalize_()
-    assert torch.equal(head.weight, embeddings)
-    assert head.prototypes is head.weight
-
-
 def test_the_exponent_is_that_of_all_slices():
     head, states, labels = make("sphere", 3)
     assert head.h_exp == -7.0
@@ -178,20 +159,6 @@ def test_the_order_of_columns_matters_so_that_a_rotation_does():
         head.skew.normal_()
         head.weight.copy_(head.weight @ head.rotation.T)
     assert (head(states) - before).abs().max() > 0.1
-
-
-def test_tied_to_the_input_embeddings_it_has_no_weight_of_its_own(tmp_path):
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    text_config = BertConfig(vocab_size=V, hidden_size=D, max_position_embeddings=16, **sizes)
-    head = {"name": "multi_head", "num_heads": 2, "inner": {"name": "linear", "bias": False}}
-    config = HarmonicConfig(text_config=text_config, head=head, tie_word_embeddings=True)
-    model = HarmonicForMaskedLM(config).eval()
-    assert model.dist_head.weight is model.get_input_embeddings().weight
-    model.save_pretrained(tmp_path)
-    loaded = HarmonicForMaskedLM.from_pretrained(tmp_path)
-    assert loaded.dist_head.weight is loaded.get_input_embeddings().weight
-    ids = torch.arange(5, 17).view(2, 6)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(

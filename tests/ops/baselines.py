@@ -8,35 +8,27 @@ from torch import Tensor
 def harmonic_float64(
     hidden_states: Tensor, prototypes: Tensor, labels: Tensor, h_exp: float, unit_sphere: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss `[N]` and the gradients of its sum in float64, distances by difference, row by row."""
-    loss = torch.empty(len(labels), dtype=torch.float64)
-    hidden = hidden_states.detach().double()
-    weight = prototypes.detach().double()
-    hidden_gradient = torch.empty_like(hidden)
-    weight_gradient = torch.zeros_like(weight)
-    norms = weight.norm(dim=-1, keepdim=True)
-    units = weight / norms if unit_sphere else weight
-    for row, label in enumerate(labels.tolist()):
-        x = hidden[row]
-        norm = x.norm()
-        x = x / norm if unit_sphere else x
-        difference = x - units  # [V, D]
-        squared = difference.square().sum(-1) + 1e-6
-        logits = h_exp * squared.log()
-        others = logits.clone()
-        others[label] = -torch.inf
-        loss[row] = F.softplus(others.logsumexp(0) - logits[label], threshold=100)
-        slopes = logits.softmax(0)
-        slopes[label] = -(others.logsumexp(0) - logits.logsumexp(0)).exp()
-        pulls = (slopes * h_exp * 2 / squared)[:, None] * difference  # dL/dx, per class
-        total = pulls.sum(0)
-        if unit_sphere:
-            total = (total - x * (x @ total)) / norm
-        hidden_gradient[row] = total
-        weight_gradient -= pulls
+    """Loss `[N]` and the gradients of its sum in float64, distances by difference."""
+    hidden, weight = hidden_states.detach().double(), prototypes.detach().double()
+    hidden_norms, norms = hidden.norm(dim=-1, keepdim=True), weight.norm(dim=-1, keepdim=True)
     if unit_sphere:
-        radial = (units * weight_gradient).sum(-1, keepdim=True)
-        weight_gradient = (weight_gradient - units * radial) / norms
+        hidden, weight = hidden / hidden_norms, weight / norms
+    distances = torch.cdist(hidden, weight, compute_mode="donot_use_mm_for_euclid_dist")
+    squared = distances.square() + 1e-6  # [N, V]
+    logits = h_exp * squared.log()
+    own = F.one_hot(labels, len(weight)).bool()
+    others = logits.masked_fill(own, -torch.inf).logsumexp(1)
+    loss = F.softplus(others - logits[own], threshold=100)
+    slopes = logits.softmax(1)
+    slopes[own] = -(others - logits.logsumexp(1)).exp()
+    pulls = slopes * h_exp * 2 / squared  # of a state and a prototype along their difference
+    hidden_gradient = pulls.sum(1, keepdim=True) * hidden - pulls @ weight
+    weight_gradient = pulls.sum(0).unsqueeze(1) * weight - pulls.T @ hidden
+    if unit_sphere:
+        radial = (hidden * hidden_gradient).sum(-1, keepdim=True)
+        hidden_gradient = (hidden_gradient - hidden * radial) / hidden_norms
+        radial = (weight * weight_gradient).sum(-1, keepdim=True)
+        weight_gradient = (weight_gradient - weight * radial) / norms
     return loss, hidden_gradient, weight_gradient
 
 

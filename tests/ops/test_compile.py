@@ -4,17 +4,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from harmonic_sft.ops import (
-    LossOptions,
-    cross_entropy,
-    distance_cross_entropy,
-    distance_cross_entropy_with_metrics,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-    operator,
-)
+from harmonic_sft.ops import cross_entropy, distance_cross_entropy, operator
+from tests.ops.fused import KINDS, loss_of, with_metrics_of
 
-KINDS = ["euclidean", "sphere", "linear"]
 OPTIONS = [
     "plain",
     "recompute",
@@ -63,19 +55,8 @@ def make_call(option, kind, **settings):
     leaves += [leaf for leaf in (bias, h_exp) if isinstance(leaf, torch.Tensor)]
 
     def call():
-        options = LossOptions(class_bias=bias, **settings)
-        if kind == "linear":
-            return linear_cross_entropy_with_metrics(
-                hidden_states, prototypes, labels, options=options
-            )
-        return distance_cross_entropy_with_metrics(
-            hidden_states,
-            prototypes,
-            labels,
-            h_exp=h_exp,
-            unit_sphere=kind == "sphere",
-            options=options,
-        )
+        tensors = hidden_states, prototypes, labels
+        return with_metrics_of(kind, *tensors, h_exp=h_exp, class_bias=bias, **settings)
 
     return leaves, call
 
@@ -101,13 +82,7 @@ def test_a_compiled_reduction_gives_the_same_gradients(reduction, kind):
     weights = {"sum": 1.0, "mean": 1 / 6, "weights": torch.linspace(-1, 2, 6)}[reduction]
 
     def reduced():
-        if kind == "linear":
-            loss = linear_cross_entropy(hidden_states, prototypes, labels)
-        else:
-            sphere = kind == "sphere"
-            loss = distance_cross_entropy(
-                hidden_states, prototypes, labels, h_exp=-3.0, unit_sphere=sphere
-            )
+        loss = loss_of(kind, hidden_states, prototypes, labels)
         return loss.mean() if reduction == "mean" else (loss * weights).sum()
 
     leaves = [hidden_states, prototypes]
@@ -163,15 +138,9 @@ def test_another_exponent_that_is_a_number_compiles_nothing_after_the_second():
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_number_of_tokens_compiles_nothing_after_the_second(kind):
     counter = CompileCounterWithBackend("aot_eager")
-    options = LossOptions()
 
-    def call(hidden_states, prototypes, labels):
-        if kind == "linear":
-            return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
-        sphere = kind == "sphere"
-        return distance_cross_entropy(
-            hidden_states, prototypes, labels, h_exp=-7.3, unit_sphere=sphere, options=options
-        )
+    def call(*tensors):
+        return loss_of(kind, *tensors, h_exp=-7.3)
 
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     for num_tokens in (6, 9, 4, 17, 33):

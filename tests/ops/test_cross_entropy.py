@@ -18,9 +18,9 @@ from harmonic_sft.ops import (
     linear_cross_entropy_with_metrics,
 )
 from harmonic_sft.ops.tiles import CPU_WIDTH
+from tests.ops.fused import KINDS, loss_of
 
 EPS = 1e-6
-KINDS = ["euclidean", "sphere", "linear"]
 EXPONENTS = [-14.0, -7.3, -0.5, -1.0]
 OPTIONS = [
     "plain",
@@ -324,12 +324,7 @@ def test_a_tile_that_holds_the_label_alone_has_no_share(kind):
     labels = torch.tensor([CPU_WIDTH, 0, CPU_WIDTH, 0])
     gradients = {}
     for impl in ("chunked", "reference"):
-        if kind == "linear":
-            loss = linear_cross_entropy(*leaves, labels, impl=impl)
-        else:
-            loss = distance_cross_entropy(
-                *leaves, labels, h_exp=-200.0, unit_sphere=False, impl=impl
-            )
+        loss = loss_of(kind, *leaves, labels, h_exp=-200.0, impl=impl)
         gradients[impl] = torch.autograd.grad(loss.sum(), leaves)
     for pair in zip(*gradients.values(), strict=True):
         assert_near(*pair, 1e-7)

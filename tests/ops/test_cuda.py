@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops import linear_cross_entropy
 from tests.ops.baselines import harmonic_float64, regime
+from tests.ops.fused import loss_of
 
 pytestmark = pytest.mark.cuda
 V, D = 1000, 96
@@ -48,14 +49,7 @@ def run(kind, h_exp, inputs, settings, device, impl, dtype=None):
     if "target_weights" in floats:
         labels = torch.stack([labels, (labels + 1) % len(prototypes)], 1)
         floats["target_weights"] = floats["target_weights"].repeat(len(labels), 1)
-    options = {"options": LossOptions(**floats), "impl": impl}
-    if kind == "linear":
-        loss = linear_cross_entropy(states, prototypes, labels, **options)
-    else:
-        sphere = kind == "sphere"
-        loss = distance_cross_entropy(
-            states, prototypes, labels, h_exp=h_exp, unit_sphere=sphere, **options
-        )
+    loss = loss_of(kind, states, prototypes, labels, h_exp=h_exp, impl=impl, **floats)
     return [loss.detach(), *torch.autograd.grad(loss.sum(), [states, prototypes])]
 
 
@@ -119,12 +113,7 @@ def test_no_step_waits_for_the_device(kind, h_exp, dtype):
     moved = states.requires_grad_(), prototypes.requires_grad_(), labels
 
     def step():
-        if kind == "linear":
-            loss = linear_cross_entropy(*moved, reduction="mean")
-        else:
-            sphere = kind == "sphere"
-            loss = distance_cross_entropy(*moved, h_exp=h_exp, unit_sphere=sphere, reduction="mean")
-        loss.backward()
+        loss_of(kind, *moved, h_exp=h_exp, reduction="mean").backward()
 
     step()  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")

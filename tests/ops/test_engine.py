@@ -18,6 +18,7 @@ from harmonic_sft.ops import (
     operator,
 )
 from harmonic_sft.training.memory import LiveBytes
+from tests.ops.fused import loss_of
 
 N, D, V = 9, 6, 1600  # three tiles
 
@@ -54,36 +55,36 @@ def test_a_vector_without_direction_is_at_right_angles_and_gets_no_gradient(zero
     torch.testing.assert_close(head.nll(states, labels), loss, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("place", ["its own", "a wrong one"])
+@pytest.mark.parametrize("unit_sphere", [False, True])
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
-def test_a_hidden_state_on_its_prototype_keeps_its_gradient(impl):
+def test_a_hidden_state_on_a_prototype_keeps_its_gradient(impl, unit_sphere, place):
     states, prototypes, labels = make_inputs(torch.float32)
     with torch.no_grad():
         states.copy_(prototypes[labels])
-    loss = distance_cross_entropy(states, prototypes, labels, h_exp=-2.0, impl=impl)
+    if place == "a wrong one":
+        labels = (labels + 1) % V
+    settings = {"h_exp": -2.0, "unit_sphere": unit_sphere, "impl": impl}
+    loss = distance_cross_entropy(states, prototypes, labels, **settings)
     found = torch.autograd.grad(loss.sum(), (states, prototypes))
     exact = [side.detach().double().requires_grad_() for side in (states, prototypes)]
-    x, w = (side / side.norm(dim=-1, keepdim=True) for side in exact)
+    x, w = (side / side.norm(dim=-1, keepdim=True) if unit_sphere else side for side in exact)
     squared = (x[:, None] - w).square().sum(-1)
     expected = F.cross_entropy(-2.0 * (squared + 1e-6).log(), labels, reduction="sum")
     for gradient, wanted in zip(found, torch.autograd.grad(expected, exact), strict=True):
         assert (gradient - wanted).norm() < 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("kind", ["distance", "linear"])
+@pytest.mark.parametrize("kind", ["euclidean", "linear"])
 def test_a_small_label_smoothing_is_not_lost_on_confident_tokens(kind):
     """At 1e-6 the label's slope is a difference of numbers that are equal to six digits."""
     states, prototypes, labels = make_inputs(torch.float32)
-    options = LossOptions(label_smoothing=1e-6)
     with torch.no_grad():
         states.copy_(prototypes[labels] * (30 if kind == "linear" else 1) + 0.02)
     found = []
     for dtype in (torch.float32, torch.float64):
         x, w = (side.detach().to(dtype).requires_grad_() for side in (states, prototypes))
-        if kind == "linear":
-            loss = linear_cross_entropy(x, w, labels, options=options)
-        else:
-            settings = {"h_exp": -20.0, "unit_sphere": False}
-            loss = distance_cross_entropy(x, w, labels, options=options, **settings)
+        loss = loss_of(kind, x, w, labels, h_exp=-20.0, label_smoothing=1e-6)
         found.append(torch.autograd.grad(loss.sum(), x)[0].double())
     assert (found[0] - found[1]).norm() < 1e-4 * found[1].norm()
 

@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from harmonic_sft.models import AffineLogits, build_head
-from harmonic_sft.ops import (
-    LossOptions,
-    chunked_loss,
-    distance_cross_entropy_with_metrics,
-    engine,
-    linear_cross_entropy_with_metrics,
-)
+from harmonic_sft.ops import chunked_loss, engine
 from tests.ops.baselines import harmonic_float64
+from tests.ops.fused import with_metrics_of
 
 pytest.importorskip("triton")
 N, V, D = 37, 70, 20  # rows of three blocks, classes of three
@@ -66,14 +61,8 @@ def run(kind, h_exp, settings, impl, dtype, inputs, prototype_dtype=None):
     cast = {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
     bias = cast.get("class_bias")
     leaves = [states, prototypes] + ([] if bias is None else [bias.requires_grad_()])
-    options = {"options": LossOptions(**cast), "impl": impl}
-    if kind == "linear":
-        loss, metrics = linear_cross_entropy_with_metrics(states, prototypes, labels, **options)
-    else:
-        sphere = kind == "sphere"
-        loss, metrics = distance_cross_entropy_with_metrics(
-            states, prototypes, labels, h_exp=h_exp, unit_sphere=sphere, **options
-        )
+    tensors = states, prototypes, labels
+    loss, metrics = with_metrics_of(kind, *tensors, h_exp=h_exp, impl=impl, **cast)
     return [loss, *torch.autograd.grad(loss.sum(), leaves), *metrics]
 
 

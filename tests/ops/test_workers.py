@@ -1,22 +1,19 @@
 """Threads, processes and modes of PyTorch around the fused losses."""
 
+import functools
 import multiprocessing
 import os
 
 import pytest
 import torch
 
-from harmonic_sft.ops import (
-    LossOptions,
-    distance_cross_entropy,
-    distance_cross_entropy_with_metrics,
-    linear_cross_entropy,
-    tiles,
-)
+from harmonic_sft.ops import distance_cross_entropy_with_metrics, tiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
+from tests.ops import fused
+from tests.ops.fused import KINDS
 
 SHAPE = (20, 1600, 8)  # four tiles
-KINDS = ["euclidean", "sphere", "linear"]
+loss_of = functools.partial(fused.loss_of, h_exp=-3.5)
 
 
 def make_inputs(dtype=torch.float32):
@@ -27,25 +24,11 @@ def make_inputs(dtype=torch.float32):
     return hidden_states, prototypes, torch.randint(num_classes, (num_tokens,), generator=generator)
 
 
-def loss_of(hidden_states, prototypes, labels, kind="sphere", **settings):
-    options = LossOptions(**settings)
-    if kind == "linear":
-        return linear_cross_entropy(hidden_states, prototypes, labels, options=options)
-    return distance_cross_entropy(
-        hidden_states,
-        prototypes,
-        labels,
-        h_exp=-3.5,
-        unit_sphere=kind == "sphere",
-        options=options,
-    )
-
-
 def run(kind="sphere", **settings):
     """Loss and both gradients."""
     hidden_states, prototypes, labels = make_inputs()
     leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
-    loss = loss_of(*leaves, labels, kind, **settings)
+    loss = loss_of(kind, *leaves, labels, **settings)
     return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
 
 
@@ -101,7 +84,7 @@ def test_refused_labels_leave_the_threads_as_they_were():
     hidden_states, prototypes, labels = make_inputs()
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="labels: expected values from 0 to 1599"):
-        loss_of(hidden_states, prototypes, labels + 1600)
+        loss_of("sphere", hidden_states, prototypes, labels + 1600)
     assert torch.get_num_threads() == threads
 
 
@@ -146,16 +129,6 @@ def test_two_runs_are_equal_to_the_last_bit(kind, settings):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_autocast_changes_nothing(kind):
-    expected = run(kind)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(kind)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert actual.dtype == torch.float32
-        assert torch.equal(actual, wanted)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_the_same_where_no_gradient_is_wanted(kind, mode):
@@ -163,9 +136,9 @@ def test_losses_are_the_same_where_no_gradient_is_wanted(kind, mode):
     inputs = make_inputs()
     with mode():
         hidden_states, prototypes = (tensor.clone() for tensor in inputs[:2])
-        torch.testing.assert_close(loss_of(hidden_states, prototypes, inputs[2], kind), expected)
+        torch.testing.assert_close(loss_of(kind, hidden_states, prototypes, inputs[2]), expected)
         leaves = [tensor.clone().requires_grad_() for tensor in inputs[:2]]
-        loss = loss_of(*leaves, inputs[2], kind)
+        loss = loss_of(kind, *leaves, inputs[2])
         assert not loss.requires_grad
         torch.testing.assert_close(loss, expected)
 
@@ -176,17 +149,9 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(kind, frozen):
     expected = run(kind)[1:]
     *leaves, labels = make_inputs()
     leaves[1 - frozen].requires_grad_()
-    loss_of(*leaves, labels, kind).sum().backward()
+    loss_of(kind, *leaves, labels).sum().backward()
     assert leaves[frozen].grad is None
     torch.testing.assert_close(leaves[1 - frozen].grad, expected[1 - frozen])
-
-
-def test_gradients_on_the_sphere_are_tangent():
-    _, *found = run("sphere")
-    for leaf, gradient in zip(make_inputs(), found, strict=False):
-        radial = torch.nn.functional.cosine_similarity(leaf, gradient, dim=-1)
-        moved = gradient.norm(dim=-1) > 0
-        assert radial[moved].abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,7 +160,7 @@ def test_strided_inputs_are_as_good_as_contiguous_ones(kind):
     expected = run(kind)
     leaves = [tensor.T.contiguous().T.requires_grad_() for tensor in (hidden_states, prototypes)]
     strided = torch.stack([labels, labels], 1)[:, 0]
-    loss = loss_of(*leaves, strided, kind)
+    loss = loss_of(kind, *leaves, strided)
     for actual, wanted in zip(
         [loss, *torch.autograd.grad(loss.sum(), leaves)], expected, strict=True
     ):
@@ -208,7 +173,7 @@ def test_mixed_dtypes_compute_in_the_better_one(kind):
     hidden_states, prototypes, labels = make_inputs()
     leaves = [hidden_states.bfloat16().requires_grad_(), prototypes.double().requires_grad_()]
     same = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    losses = [loss_of(*pair, labels, kind) for pair in (leaves, same)]
+    losses = [loss_of(kind, *pair, labels) for pair in (leaves, same)]
     assert losses[0].dtype == torch.float64
     assert torch.equal(*losses)
     gradients = [
@@ -225,7 +190,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(kind):
     hidden_states, prototypes, labels = make_inputs()
     hidden_states[3, 2] = torch.nan
     leaves = [hidden_states.requires_grad_(), prototypes]
-    loss = loss_of(*leaves, labels, kind)
+    loss = loss_of(kind, *leaves, labels)
     loss.sum().backward()
     others = torch.arange(len(labels)) != 3
     for actual, wanted in ((loss.detach(), expected[0]), (hidden_states.grad, expected[1])):
@@ -239,7 +204,7 @@ def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
     prototypes[1234, 0] = torch.nan
     labels[labels == 1234] = 0
     leaves = [hidden_states.requires_grad_(), prototypes.requires_grad_()]
-    loss = loss_of(*leaves, labels, kind)
+    loss = loss_of(kind, *leaves, labels)
     found = torch.autograd.grad(loss.sum(), leaves)
     assert loss.isnan().all()
     assert found[0].isnan().any(1).all()
@@ -257,7 +222,7 @@ def test_metrics_of_what_is_not_a_number_end():
 def _send(connection):
     torch.set_num_threads(2)
     hidden_states, prototypes, labels = make_inputs()
-    loss = loss_of(hidden_states.requires_grad_(), prototypes, labels)
+    loss = loss_of("sphere", hidden_states.requires_grad_(), prototypes, labels)
     connection.send(loss.detach().tolist())
 
 

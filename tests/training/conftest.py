@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from datasets import load_dataset
@@ -16,8 +12,7 @@ from harmonic_sft.training import run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-
-ROOT = Path(__file__).parents[2]
+from tests.elsewhere import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +33,6 @@ class StopAt(TrainerCallback):
 
 
 def trained(path, *overrides):
-    """Return the trainer of a run after its training."""
     trainer = prepare(load_run_config(path, overrides)).trainer
     trainer.claimed = True  # several of one test share the folder
     trainer.train()
@@ -99,10 +93,7 @@ def launch():
     """
 
     def start(*jobs):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", SCRIPT, json.dumps(jobs, default=str)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_python("-c", SCRIPT, json.dumps(jobs, default=str), OMP_NUM_THREADS="1")
 
     return start
 
@@ -128,16 +119,12 @@ def add_callbacks(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished_run(finished_run):
-    """Return the results, the folder and the output of a run of 6 steps, which stays as it is."""
-    results = json.loads((finished_run / "results" / "train.json").read_text())
-    return results, finished_run, finished_run.with_suffix(".txt").read_text()
+def finished_results(finished_run):
+    return json.loads((finished_run / "results" / "train.json").read_text())
 
 
 @pytest.fixture
 def arguments(tmp_path):
-    """Return a function that makes arguments of a run of 4 steps."""
-
     def make(name="run", **fields):
         settings = {
             "max_steps": 4,
@@ -156,8 +143,6 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def make(tiny_base, texts, arguments):
-    """Return a function that makes a trainer, of the tiny base on the texts by default."""
-
     def trainer(args=None, model=tiny_base, **options):
         return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
 

@@ -1,19 +1,19 @@
-"""LoRA: what trains, what is saved, and what a resumed run goes on with."""
+"""LoRA: what trains, what is saved, what a run continues with, and what PEFT computes with it."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForMaskedLM
 
-from harmonic_sft.models import (
-    DistLayer,
-    HarmonicForMaskedLM,
-    NeoBERTConfig,
-    NeoBERTForMaskedLM,
-)
+from harmonic_sft.hub.adapter import covering_modules
+from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
 from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
 from harmonic_sft.training.adapters import (
     add_lora_,
@@ -27,21 +27,16 @@ from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import build_fake_model
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig, load_run_config
+from tests.encoders import save_encoder
+
+# PEFT 0.21 asks transformers 5.23 for a property by its old name.
+OLD_NAME = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 LORA = {"r": 4, "target_modules": ["query", "value"], "layers_to_transform": [1, 2]}
 HEAD_ONLY = {"unfreeze": {"last_blocks": 0}}
 IDS = torch.arange(5, 25)[None]
 LAYER = "model.backbone.encoder.layer"
-
-
-@pytest.fixture(scope="session")
-def neobert(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lora_neobert")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    config = NeoBERTConfig(**sizes, vocab_size=110, num_hidden_layers=2, max_position_embeddings=40)
-    NeoBERTForMaskedLM(config).save_pretrained(folder)
-    return folder
+LAYERS = {"bert": ["query", "output.dense"], "neobert": ["qkv", "wo"]}
 
 
 def with_lora(base, *, dtype=torch.float32, last_blocks=0, **lora):
@@ -93,24 +88,15 @@ def test_only_lora_and_the_head_train(tiny_base, dtype):
     assert torch.equal(logits(model), logits(plain))  # LoRA starts as nothing
 
 
-def test_all_linear_layers_that_stay_frozen(tiny_base, neobert):
+def test_all_linear_layers_that_stay_frozen(tiny_base, bases):
     layers = lora_layers(with_lora(tiny_base, last_blocks=1))
     kinds = ("attention.self.query", "attention.self.key", "attention.self.value")
     kinds += ("attention.output.dense", "intermediate.dense", "output.dense")
     assert set(layers) == {f"{LAYER}.{i}.{kind}" for i in (0, 1) for kind in kinds}
-    layers = lora_layers(with_lora(neobert, target_modules=["qkv", "wo"], layers_to_transform=[1]))
+    model = with_lora(bases / "neobert", target_modules=["qkv", "wo"], layers_to_transform=[1])
+    layers = lora_layers(model)
     path = "model.backbone.transformer_encoder.1"
     assert set(layers) == {f"{path}.qkv", f"{path}.wo"}
-
-
-def test_unfrozen_parts_train_beside_lora_and_are_in_the_adapter(tiny_base, tmp_path):
-    model = with_lora(tiny_base, last_blocks=1, target_modules=["query"], layers_to_transform=[1])
-    block = {name for name, _ in model.named_parameters() if name.startswith(f"{LAYER}.2.")}
-    lora = {f"{LAYER}.1.attention.self.query.lora_{side}.default.weight" for side in "AB"}
-    assert trained(model) == block | lora | {"dist_head.weight"}
-    save_adapter(model, tmp_path)
-    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert any(".layer.2." in name for name in saved)
 
 
 def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
@@ -155,9 +141,9 @@ def test_lora_goes_on_a_model_without_memory(make_yaml):
 @pytest.mark.parametrize(
     ("family", "dtype"), [("bert", torch.bfloat16), ("neobert", torch.float32)]
 )
-def test_merging_is_exact_and_leaves_the_live_model(tiny_base, neobert, dtype, family):
+def test_merging_is_exact_and_leaves_the_live_model(bases, dtype, family):
     """Against B @ A in float64."""
-    base, targets = (tiny_base, ["value"]) if family == "bert" else (neobert, ["qkv", "ffn.w3"])
+    base, targets = bases / family, ["value"] if family == "bert" else ["qkv", "ffn.w3"]
     model = move_(with_lora(base, dtype=dtype, r=3, lora_alpha=5, target_modules=targets))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     merged = merged_state(model)
@@ -178,7 +164,7 @@ def test_merging_is_exact_and_leaves_the_live_model(tiny_base, neobert, dtype, f
         expected = state[name].double() + 5 / 3 * side_b.double() @ side_a.double()
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
-    assert len(layers) == (3 if family == "bert" else 4)
+    assert len(layers) == (3 if family == "bert" else 6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -265,3 +251,97 @@ def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
 def test_lora_that_fits_nothing_is_refused(tiny_base, lora, message):
     with pytest.raises(ValueError, match=message):
         with_lora(tiny_base, last_blocks=1, **lora)
+
+
+def put_on_base(adapter, base, dtype=torch.float32):
+    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    # Without it PEFT rounds float32 blocks to the dtype of the body.
+    return PeftModel.from_pretrained(model, str(adapter), low_cpu_mem_usage=True)
+
+
+def save(model, folder):
+    """Save as a run does, and return the folder of the adapter."""
+    model.config.base_model, model.config.base_revision = "me/base", "abc"
+    model.save_pretrained(folder, state_dict=merged_state(model))
+    save_adapter(model, folder)
+    return folder / "adapter"
+
+
+@OLD_NAME
+@pytest.mark.parametrize(
+    ("family", "dtype", "last_blocks"),
+    [
+        ("bert", torch.float32, 1),
+        ("bert", torch.bfloat16, 0),
+        ("neobert", torch.float32, 0),
+        ("neobert", torch.bfloat16, 1),
+    ],
+)
+def test_an_adapter_on_its_base_computes_what_the_trained_model_does(
+    bases, tmp_path, family, dtype, last_blocks
+):
+    lora = {"r": 4, "target_modules": LAYERS[family], "layers_to_transform": [0, 1]}
+    model = move_(with_lora(bases / family, dtype=dtype, last_blocks=last_blocks, **lora))
+    expected = logits(model)
+    adapter = save(model, tmp_path / "run")
+    wrapped = put_on_base(adapter, bases / family, dtype)
+    assert torch.equal(logits(wrapped), expected)
+    # On a bfloat16 body the merged weights are rounded once, the two terms apart otherwise.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for merged in (
+        HarmonicForMaskedLM.from_pretrained(tmp_path / "run"),
+        wrapped.merge_and_unload(),
+    ):
+        assert (logits(merged) - expected).abs().mean() < tolerance
+    for layer in lora_layers(model).values():
+        layer.lora_B.requires_grad_(False)["default"].weight.zero_()
+    assert (logits(model) - expected).abs().mean() > 0.05  # what merging must not lose
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", "abc")
+    assert (config["r"], config["lora_alpha"]) == (4, 16)
+    assert len(config["target_modules"]) == 2 * (3 if family == "bert" else 2)
+    assert config["target_modules"] == sorted(config["target_modules"])
+    block = LAYER if family == "bert" else "model.backbone.transformer_encoder"
+    head, *layers = config["modules_to_save"]
+    assert head == "dist_head"
+    assert bool(layers) == bool(last_blocks)
+    assert all(name.startswith(f"{block}.2.") for name in layers)
+
+
+def test_the_head_is_saved_whole_and_of_the_body_what_trained():
+    names = ["dist_head.inner.weight", f"{LAYER}.1.output.dense.bias", f"{LAYER}.2.norm.weight"]
+    assert covering_modules(names) == ["dist_head", f"{LAYER}.1.output.dense", f"{LAYER}.2.norm"]
+    names.append(f"{LAYER}.1.scale")
+    assert covering_modules(names) == ["dist_head", f"{LAYER}.1", f"{LAYER}.2.norm"]
+    assert covering_modules([]) == ["dist_head"]
+
+
+@OLD_NAME
+@pytest.mark.parametrize(("family", "num_layers"), [("bert", 4), ("neobert", 6)])
+def test_peft_refuses_the_base_as_others_load_it(tmp_path, family, num_layers):
+    """More layers than the 20 names that PEFT shortens to what tells them apart."""
+    base = save_encoder(family, tmp_path / "base", num_hidden_layers=num_layers)
+    model = move_(with_lora(base, r=2, target_modules="all-linear"))
+    assert len(lora_layers(model)) == 24
+    adapter = save(model, tmp_path / "run")
+    plain = AutoModelForMaskedLM.from_pretrained(base)
+    with pytest.raises(ValueError, match=r"Target modules .* not found in the base model"):
+        PeftModel.from_pretrained(plain, str(adapter))
+    assert torch.equal(logits(put_on_base(adapter, base)), logits(model))
+
+
+@OLD_NAME
+def test_peft_itself_adapts_all_linear_layers_but_the_head(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
+    settings = LoraConfig(target_modules="all-linear", modules_to_save=["dist_head"])
+    wrapped = get_peft_model(model, settings)
+    adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
+    assert len(adapted) == 3 * 6
+    assert all(f".{LAYER}." in name for name in adapted)
+    move_(wrapped)
+    assert any("dist_head" in name for name in trained(wrapped))
+    wrapped.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(
+        HarmonicForMaskedLM.from_base(str(bases / "bert")), str(tmp_path)
+    )
+    assert torch.equal(logits(again), logits(wrapped))

@@ -77,6 +77,10 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ({"bf16": True}, "training.bf16: expected nothing"),
         ({"head": "dits"}, "head.name: expected one of"),
         ({"head": 3}, "head: expected a name or a dictionary, got 3"),
+        (
+            {"loss": WassersteinLoss},
+            r"loss: expected .* class WassersteinLoss. Write Wasserstein.*\(",
+        ),
         ({"head": "linear", "h_exp": -4.0}, "h_exp: expected nothing for a linear head"),
         ({"context_length": 0}, "data.context_length: expected .*, got 0"),
         (
@@ -92,6 +96,19 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
 def test_what_cannot_be_honoured_is_refused_at_once(fields, message):
     with pytest.raises(ValueError, match=message):
         HarmonicTrainingArguments("out", **QUIET, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"loss": "distill"}, {"pooling": "cls"}, {"head": {"init": "class_means"}}]
+)
+def test_what_one_task_takes_waits_for_the_model(fields):
+    if "head" in fields:
+        fields = {"head": {"name": "dist", **fields["head"]}}
+    HarmonicTrainingArguments("out", **QUIET, **fields)
+    with pytest.raises(ValueError, match="for masked_lm, got"):
+        HarmonicTrainingArguments("out", **QUIET, **fields, task="masked_lm")
+    with pytest.raises(ValueError, match=r"data.context_length: expected .*, got 0"):
+        HarmonicTrainingArguments("out", **QUIET, **fields, context_length=0)
 
 
 def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
@@ -131,6 +148,29 @@ def test_the_best_model_is_that_of_a_metric_of_any_evaluation_set(metric, known,
     assert arguments.greater_is_better is greater
     training = arguments.config_for("base", task="masked_lm").training
     assert training.get("metric_for_best_model") == known
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
+            "training.save_steps: expected 2 as in eval_steps with load_best_.*, got 4",
+        ),
+        ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
+        ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
+        ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),
+    ],
+)
+def test_what_transformers_would_take_or_end_at_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        HarmonicTrainingArguments("out", **QUIET, save_steps=4, **options)
+
+
+def test_no_reporter_is_no_reporter():
+    arguments = HarmonicTrainingArguments("out", **{**QUIET, "report_to": None})
+    assert arguments.report_to == []
+    assert not arguments.config_for("base", task="masked_lm").training.get("report_to")
 
 
 def test_arguments_are_replaced():

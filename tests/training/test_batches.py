@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harmonic_sft.training.batches import (
     CountingCollator,
     head_inputs,
-    split_batch,
     take_out_repeated_,
 )
 from harmonic_sft.training.run import prepare
@@ -43,16 +42,6 @@ def test_labels_and_tokens_are_counted(causal, positions):
 def test_a_label_that_is_no_class_is_refused():
     with pytest.raises(ValueError, match="labels: expected values from 0 to 5 or -100, got 3 to 6"):
         count(BATCH, num_classes=6)
-
-
-def test_split_batch_keeps_rows_and_order():
-    batch = {"input_ids": torch.arange(10).view(5, 2), "labels": torch.arange(5).view(5, 1)}
-    batch["label_positions"] = torch.arange(5)
-    chunks = split_batch(batch, 2)
-    assert [len(chunk["labels"]) for chunk in chunks] == [3, 2]
-    assert torch.equal(torch.cat([chunk["input_ids"] for chunk in chunks]), batch["input_ids"])
-    assert all(chunk.keys() == {"input_ids", "labels"} for chunk in chunks)
-    assert split_batch(batch, 1) == [batch]
 
 
 class Waits(TorchDispatchMode):

@@ -1,12 +1,16 @@
 """Progress bars that say what they count, and the end after a signal."""
 
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 
 import pytest
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from harmonic_sft.training.callbacks import TerminationCallback
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import trained
@@ -30,12 +34,17 @@ def test_progress_bars_are_labeled_and_the_end_says_what_to_type(make_yaml, caps
 
 
 class Terminate(TrainerCallback):
+    def __init__(self, step=3):
+        self.step = step
+
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_sigterm_costs_no_step(finished_run, make_yaml, tmp_path, add_callbacks, caplog):
+def test_a_sigterm_costs_no_step(
+    finished_run, finished_results, make_yaml, tmp_path, add_callbacks, caplog
+):
     """The step at work is saved, the exit status is that of shells, and the end is the same."""
     caplog.set_level("INFO")
     path, handler = make_yaml(training={"save_strategy": "no"}), signal.getsignal(signal.SIGTERM)
@@ -47,8 +56,8 @@ def test_a_sigterm_costs_no_step(finished_run, make_yaml, tmp_path, add_callback
     assert not (tmp_path / "run" / "results" / "train.json").exists()
     again = train(load_run_config(path, ["resume=true"]))
     assert "checkpoint-4" in caplog.text
-    assert again["final"] == finished_run[0]["final"]
-    folders = (tmp_path / "run", finished_run[1])
+    assert again["final"] == finished_results["final"]
+    folders = (tmp_path / "run", finished_run)
     assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
@@ -62,3 +71,60 @@ def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     with add_callbacks(Look()):
         trained(make_yaml(training={"enable_jit_checkpoint": False, "max_steps": 1}))
     assert seen == [handler]
+
+
+@pytest.mark.parametrize("step", [3, 12], ids=["in mid-epoch", "at the end of an epoch"])
+def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add_callbacks, step):
+    """Where a run evaluates, saves and logs after epochs, of 13 steps."""
+    strategies = {f"{name}_strategy": "epoch" for name in ("save", "eval", "logging")}
+    path = make_yaml(training={"max_steps": -1, "num_train_epochs": 2, **strategies})
+    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    with add_callbacks(Terminate(step)), pytest.raises(SystemExit):
+        train(load_run_config(path))
+    again = train(load_run_config(path, ["resume=true"]))
+    assert compared(again) == compared(whole)
+
+
+def compared(results):
+    """Return what was logged of the model, without times."""
+    kinds = ("runtime", "second", "flos", "train_loss")
+    return [
+        {key: value for key, value in row.items() if not any(kind in key for kind in kinds)}
+        for row in results["history"]
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_sigterm_to_a_run_and_its_workers_leaves_a_checkpoint(
+    text_file, make_yaml, tmp_path, add_callbacks, streaming
+):
+    """Schedulers send it to all processes of a job."""
+
+    class TerminateAll(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+                assert workers
+                subprocess.run(["kill", *workers, str(os.getpid())], check=True)
+
+    source = {"path": str(text_file), "streaming": streaming}
+    path = make_yaml(data={"sources": [source]}, training={"dataloader_num_workers": 1})
+    with add_callbacks(TerminateAll()), pytest.raises(SystemExit) as caught:
+        train(load_run_config(path))
+    assert caught.value.code == 143
+    assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()
+
+
+def test_workers_outlive_a_sigterm_while_a_run_takes_it():
+    termination = TerminationCallback(is_alone=True)
+    loader = DataLoader(range(100), num_workers=1, persistent_workers=True)
+    batches = iter(termination.keep_workers_(loader))
+    [worker] = multiprocessing.active_children()
+    with termination.listening(is_asked=True):
+        next(batches)
+        worker.terminate()
+        worker.join(timeout=0.2)
+        assert worker.is_alive()
+    worker.terminate()
+    worker.join(timeout=10)
+    assert worker.exitcode == 0

@@ -5,9 +5,7 @@ import shutil
 
 import pytest
 import torch
-import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
@@ -16,53 +14,9 @@ from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.loading import load_run_data, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
-from tests.decoders import V, save_decoder
+from tests.decoders import V, save_decoder, save_tokenizer
 
 ALL = {"patterns": ["*"]}
-
-
-def save_tokenizer(folder, *, extra=0, eos="w2"):
-    words = {f"w{index}": index for index in range(V + extra)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=eos).save_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = save_decoder("llama", tmp_path_factory.mktemp("base"))
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Every word is followed by its successor."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    starts = [(7 * index) % 90 + 3 for index in range(60)]
-    lines = [" ".join(f"w{start + i}" for i in range(4 + start % 9)) for start in starts]
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.fixture
-def write(base, text, run_settings, tmp_path):
-    """Write the YAML of a run of 6 steps; keyword arguments replace whole sections."""
-
-    def make(name="run", **sections):
-        settings = run_settings(base, tmp_path / name)
-        settings["model"]["task"] = "causal_lm"
-        settings["data"] |= {"sources": [{"path": str(text)}], "context_length": 16}
-        settings |= {"neighbors": ["w5"], "check_base": False, **sections}  # of random weights
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
-        return path
-
-    return make
-
-
-def model_section(base, **fields):
-    return {"base": str(base), "task": "causal_lm", "unfreeze": {"last_blocks": 1}, **fields}
 
 
 RECIPES = {
@@ -73,11 +27,11 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_learns_and_can_be_loaded(base, write, tmp_path, recipe):
+def test_every_recipe_learns_and_can_be_loaded(make_causal_yaml, tmp_path, recipe):
     fields = dict(RECIPES[recipe])
     peft = fields.pop("peft", None)
     constant = {"start": -8.0, "end": -8.0}
-    run = load_run_config(write(model=model_section(base, **fields), peft=peft, h_exp=constant))
+    run = load_run_config(make_causal_yaml(model=fields, peft=peft, h_exp=constant))
     results = train(run)
     assert results["final"]["loss"] < results["before"]["loss"]
     assert ("old_head" in results["swap"]) == (recipe != "scratch")
@@ -91,12 +45,12 @@ def test_every_recipe_learns_and_can_be_loaded(base, write, tmp_path, recipe):
     assert tokens.shape == (1, 5)
 
 
-def test_lora_of_gpt2_has_transposed_layers(tmp_path, write):
+def test_lora_of_gpt2_has_transposed_layers(tmp_path, make_causal_yaml):
     folder = save_decoder("gpt2", tmp_path / "gpt2")
     save_tokenizer(folder)
-    section = model_section(folder, unfreeze={"last_blocks": 0})
+    section = {"base": str(folder), "unfreeze": {"last_blocks": 0}}
     constant = {"start": -8.0, "end": -8.0}
-    results = train(load_run_config(write(model=section, peft={"r": 2}, h_exp=constant)))
+    results = train(load_run_config(make_causal_yaml(model=section, peft={"r": 2}, h_exp=constant)))
     assert results["final"]["loss"] < results["before"]["loss"]
     evaluated = evaluate_folder(tmp_path / "run")  # of the merged weights
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
@@ -105,10 +59,10 @@ def test_lora_of_gpt2_has_transposed_layers(tmp_path, write):
     assert any(name.endswith("attn.c_attn") for name in adapter["target_modules"])
 
 
-def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
-    run = load_run_config(write())
+def test_the_old_head_is_measured_as_transformers_measures_it(causal_base, make_causal_yaml):
+    run = load_run_config(make_causal_yaml())
     results = train(run)
-    native = AutoModelForCausalLM.from_pretrained(base).eval()
+    native = AutoModelForCausalLM.from_pretrained(causal_base).eval()
     _, data = load_run_data(run)
     batch = data.collator([data.eval[index] for index in range(len(data.eval))])
     with torch.no_grad():
@@ -116,9 +70,9 @@ def test_the_old_head_is_measured_as_transformers_measures_it(base, write):
     assert results["swap"]["old_head"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(write, tmp_path):
+def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_causal_yaml, tmp_path):
     head = {"name": "dist", "unit_sphere": False}
-    path = write(h_exp={"start": -12.0, "end": -4.0, "calibrate": True}, head=head)
+    path = make_causal_yaml(h_exp={"start": -12.0, "end": -4.0, "calibrate": True}, head=head)
     results = train(load_run_config(path))
     swap, before = results["swap"], results["before"]
     assert set(swap) == {"old_head", "swapped"}
@@ -139,8 +93,8 @@ def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(write, t
     assert again["calibration"] == results["calibration"]
 
 
-def test_distillation_is_annealed_over_its_share(write):
-    run = load_run_config(write(loss={"name": "distill", "until": 0.5}))
+def test_distillation_is_annealed_over_its_share(make_causal_yaml):
+    run = load_run_config(make_causal_yaml(loss={"name": "distill", "until": 0.5}))
     ready = prepare(run)
     seen = []
     loss_fn = ready.trainer.model.loss_fn
@@ -157,19 +111,17 @@ def test_distillation_is_annealed_over_its_share(write):
 
 
 @pytest.mark.parametrize("recipe", ["plan", "lora"])
-def test_the_teacher_stays_the_base(base, write, recipe):
+def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
     fields = dict(RECIPES[recipe])
     peft = fields.pop("peft", None)
     loss = {"name": "distill", "until": 1.0}
-    ready = prepare(
-        load_run_config(write(model=model_section(base, **fields), peft=peft, loss=loss))
-    )
+    ready = prepare(load_run_config(make_causal_yaml(model=fields, peft=peft, loss=loss)))
     model = ready.trainer.model
     ready.trainer.train()
     input_ids = torch.tensor([[5, 6, 7, 8]])
     model.loss_fn.anneal(0.0)
     model.loss_fn.read({"input_ids": input_ids, "labels": input_ids})
-    native = AutoModelForCausalLM.from_pretrained(base).eval().model
+    native = AutoModelForCausalLM.from_pretrained(causal_base).eval().model
     with torch.no_grad():
         expected = native(input_ids).last_hidden_state[0, :-1]
         moved = model.model(input_ids=input_ids).last_hidden_state[0, :-1]
@@ -181,22 +133,22 @@ def test_the_teacher_stays_the_base(base, write, recipe):
     assert not any(name.startswith("loss_fn") for name in model.state_dict())
 
 
-def test_a_frozen_body_is_not_read_twice(base, write):
-    section = model_section(base, unfreeze={"last_blocks": 0})
-    ready = prepare(load_run_config(write(model=section, loss={"name": "distill"})))
+def test_a_frozen_body_is_not_read_twice(make_causal_yaml):
+    section = {"unfreeze": {"last_blocks": 0}}
+    ready = prepare(load_run_config(make_causal_yaml(model=section, loss={"name": "distill"})))
     assert ready.trainer.model.loss_fn.body is None
     assert ready.trainer.train().global_step == 6
 
 
-def test_tokens_that_only_the_tokenizer_has(text, write, tmp_path):
+def test_tokens_that_only_the_tokenizer_has(make_causal_yaml, tmp_path):
     folder = save_decoder("llama", tmp_path / "base")
     save_tokenizer(folder, extra=4)
-    run = load_run_config(write(model=model_section(folder)))
+    run = load_run_config(make_causal_yaml(model={"base": str(folder)}))
     results = train(run)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert model.dist_head.weight.shape[0] == V + 4
     assert results["swap"] == {}  # another vocabulary
-    distill = write("distill", model=model_section(folder), loss={"name": "distill"})
+    distill = make_causal_yaml("distill", model={"base": str(folder)}, loss={"name": "distill"})
     with pytest.raises(ValueError, match=f"tokenizer with the base's own {V} tokens, got one"):
         train(load_run_config(distill))
     with pytest.raises(ValueError, match=r"--form head: expected the base's vocabulary"):
@@ -211,8 +163,8 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("head", [{"name": "dist"}, {"name": "linear", "bias": False}])
-def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(base, tmp_path, head):
-    model = HarmonicForCausalLM.from_base(str(base), head=head)
+def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tmp_path, head):
+    model = HarmonicForCausalLM.from_base(str(causal_base), head=head)
     model.save_pretrained(tmp_path / "model")
     export_linear(tmp_path / "model", tmp_path / "plain")
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
@@ -226,8 +178,8 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(base, tmp_path,
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
 
 
-def test_a_16_bit_export_says_that_it_is_rounded(base, tmp_path):
-    model = HarmonicForCausalLM.from_base(str(base), dtype=torch.bfloat16)
+def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path):
+    model = HarmonicForCausalLM.from_base(str(causal_base), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     export_linear(tmp_path / "model", tmp_path / "plain")
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
@@ -235,9 +187,9 @@ def test_a_16_bit_export_says_that_it_is_rounded(base, tmp_path):
     assert "rounded to bfloat16" in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_a_head_with_a_bias_has_no_ordinary_place(base, tmp_path):
+def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path):
     head = {"name": "dist", "unit_sphere": False}
-    HarmonicForCausalLM.from_base(str(base), head=head).save_pretrained(tmp_path / "model")
+    HarmonicForCausalLM.from_base(str(causal_base), head=head).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
         export_linear(tmp_path / "model", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()

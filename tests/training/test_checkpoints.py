@@ -34,14 +34,13 @@ from tests.training.conftest import StopAt
 
 
 @pytest.fixture
-def stopped_run(finished_run, tmp_path):
+def stopped_run(run_copy):
     """A copy of the finished run as if it had been killed after its checkpoint of step 6."""
-    folder = shutil.copytree(finished_run[1], tmp_path / "copy")
-    (folder / "results" / "train.json").unlink()
-    settings = yaml.safe_load((folder / "run.yaml").read_text())
-    settings["training"]["output_dir"] = str(folder)
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    (run_copy / "results" / "train.json").unlink()
+    settings = yaml.safe_load((run_copy / "run.yaml").read_text())
+    settings["training"]["output_dir"] = str(run_copy)
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(settings))
+    return run_copy
 
 
 def flip(path):
@@ -59,8 +58,6 @@ def remove(path):
 
 
 class SetBack(TrainerCallback):
-    """Sets the clock back after every checkpoint."""
-
     def on_save(self, args, state, control, **kwargs):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
@@ -68,40 +65,58 @@ class SetBack(TrainerCallback):
 
 @pytest.mark.parametrize("damage", [flip, cut, remove])
 def test_every_damaged_file_of_a_checkpoint_is_found(finished_run, tmp_path, damage):
-    whole = finished_run[1] / "checkpoint-6"
+    whole = finished_run / "checkpoint-6"
     assert find_damage(whole) is None
     names = [path.name for path in whole.iterdir()]
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} < set(names)
     for name in names:
         run = tmp_path / name
-        shutil.copytree(finished_run[1] / "checkpoint-3", run / "checkpoint-3")
+        shutil.copytree(finished_run / "checkpoint-3", run / "checkpoint-3")
         checkpoint = shutil.copytree(whole, run / "checkpoint-6")
         damage(checkpoint / name)
         assert name in find_damage(checkpoint)
         assert last_checkpoint(run).name == "checkpoint-3"
 
 
-def test_a_run_continues_from_the_newest_whole_checkpoint(stopped_run, finished_run, caplog):
-    """A missing random state stops neither PyTorch nor transformers."""
+def test_a_run_continues_from_the_newest_whole_checkpoint(
+    stopped_run, finished_run, finished_results, caplog
+):
+    """A missing random state stops neither PyTorch nor transformers; what is there cannot be
+    written over.
+    """
     caplog.set_level("INFO")
-    (stopped_run / "checkpoint-6" / "rng_state.pth").unlink()
+    path = stopped_run / "checkpoint-6" / "rng_state.pth"
+    path.unlink()
+    path.symlink_to(path.name)
     again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
     assert f"Skipped {stopped_run}/checkpoint-6: rng_state.pth is missing" in caplog.text
     assert f"Continuing from {stopped_run}/checkpoint-3" in caplog.text
-    assert again["final"] == finished_run[0]["final"]
-    weights = [f / "model.safetensors" for f in (stopped_run, finished_run[1])]
+    assert again["final"] == finished_results["final"]
+    weights = [f / "model.safetensors" for f in (stopped_run, finished_run)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert find_damage(stopped_run / "checkpoint-6") is None  # it was saved again
 
 
+def test_a_run_stopped_after_its_last_step_ends_like_a_whole_one(
+    stopped_run, finished_run, finished_results
+):
+    """Nothing is left but to evaluate."""
+    (stopped_run / "model.safetensors").unlink()
+    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    assert again["steps"] == 6
+    assert again["final"] == finished_results["final"]
+    weights = [folder / "model.safetensors" for folder in (stopped_run, finished_run)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
-    stopped_run, finished_run, caplog
+    stopped_run, finished_results, caplog
 ):
     for step in (3, 6):
         cut(stopped_run / f"checkpoint-{step}" / "optimizer.pt")
     again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
     assert "No checkpoint is whole: the run starts again from its first step." in caplog.text
-    assert again["final"] == finished_run[0]["final"]
+    assert again["final"] == finished_results["final"]
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(stopped_run):
@@ -111,6 +126,8 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(stopped_run):
     message = r"expected '.*checkpoint-3' as it was saved, got a damaged one: optimizer.pt has"
     with pytest.raises(ValueError, match=message):
         check_whole(checkpoint)
+    with pytest.raises(ValueError, match=r"got a damaged one: it is missing. Use another one"):
+        check_whole(stopped_run / "checkpoint-4")
 
 
 def test_checkpoints_of_an_earlier_version_are_taken_if_nothing_is_missing(stopped_run):
@@ -188,6 +205,13 @@ def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, capl
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)
 
 
+def test_workers_may_change_when_a_run_is_resumed(stopped_run, finished_results):
+    shutil.rmtree(stopped_run / "checkpoint-6")
+    words = ["resume=true", "training.dataloader_num_workers=1"]
+    again = train(load_run_config(stopped_run / "run.yaml", words))
+    assert again["final"] == finished_results["final"]
+
+
 BLOCK = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"}, "dropout": 0.2}
 LORA = {"r": 2, "lora_dropout": 0.2, "target_modules": ["query"]}
 BEST = {
@@ -229,6 +253,58 @@ def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
 
 
 @pytest.fixture(scope="module")
+def best_results(tmp_path_factory, tiny_base, run_settings):
+    """The file of a run whose best checkpoint is that of step 4, and its results."""
+    settings = run_settings(tiny_base, tmp_path_factory.mktemp("best") / "run")
+    settings["training"] |= {**BEST, "save_steps": 2, "max_steps": 8}
+    path = Path(settings["training"]["output_dir"]).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(settings))
+    return path, train(load_run_config(path))
+
+
+@pytest.fixture
+def moved_run(best_results, tmp_path):
+    """Such a run as if it had been killed after step 6 and moved.
+
+    Its folder, how it continues, and the metrics that it has to end with.
+    """
+    path, results = best_results
+    folder = shutil.copytree(path.with_suffix(""), tmp_path / "moved")
+    (folder / "results" / "train.json").unlink()
+    shutil.rmtree(folder / "checkpoint-8")
+    run = load_run_config(path, [f"training.output_dir={folder}", "resume=true"])
+    return folder, run, results["final"]
+
+
+def test_a_moved_run_finds_its_best_checkpoint_where_it_is_now(moved_run):
+    folder, run, final = moved_run
+    assert train(run)["final"] == final
+    state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(folder / "checkpoint-4")
+    saved = yaml.safe_load((folder / "run.yaml").read_text())
+    assert saved["training"]["output_dir"] == str(folder)
+
+
+def test_a_run_without_its_best_checkpoint_is_refused_and_may_continue_before_it(moved_run):
+    folder, run, final = moved_run
+    shutil.rmtree(folder / "checkpoint-4")
+    message = r"'.*/moved/checkpoint-4', the best one, as it was saved, .*: it is missing. Restore"
+    with pytest.raises(ValueError, match=message):
+        train(run)
+    shutil.rmtree(folder / "checkpoint-6")
+    assert train(run)["final"] == final
+
+
+def test_a_best_checkpoint_of_an_earlier_version_is_taken(moved_run):
+    """It has no manifest, and those after it have one."""
+    folder, run, final = moved_run
+    for path in folder.glob(f"checkpoint-*/{MANIFEST_NAME}"):
+        path.unlink()
+    assert train(run)["final"] == final
+    assert (folder / "checkpoint-8" / MANIFEST_NAME).is_file()
+
+
+@pytest.fixture(scope="module")
 def trainable_run(tmp_path_factory, tiny_base, run_settings):
     """The folder of a run that saved only what trains; beside it is its file."""
     folder = tmp_path_factory.mktemp("trainable") / "run"
@@ -248,7 +324,9 @@ def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(trainable_
     size = sum(final[name].nbytes for name in trained)
     assert size < (folder / RESUME_FILE).stat().st_size < size + 4096  # names and shapes
     left = {"config.json", MANIFEST_NAME, "optimizer.pt", "rng_state.pth", "scheduler.pt"}
-    assert {p.name for p in folder.iterdir()} == {*left, "trainer_state.json", RESUME_FILE}
+    left |= {"running_loss_0.json"}
+    left |= {"running_loss_0.json", "trainer_state.json", RESUME_FILE}
+    assert {p.name for p in folder.iterdir()} == left
 
 
 def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
@@ -267,20 +345,21 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
     AutoModelForMaskedLM.from_pretrained(run)
 
 
+@pytest.mark.parametrize("sections", [{"save": "trainable"}, {"peft": LORA}], ids=str)
 def test_another_base_than_such_a_checkpoint_was_trained_on_is_refused(
-    make_yaml, tmp_path, tiny_base, add_callbacks
+    make_yaml, tmp_path, tiny_base, add_callbacks, sections
 ):
     base = shutil.copytree(tiny_base, tmp_path / "base")
-    path = make_yaml(model={"base": str(base)})
+    path = make_yaml(model={"base": str(base)}, **sections)
     with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path, ["save=trainable"]))
+        train(load_run_config(path))
     weights = load_file(base / "model.safetensors")
     name = "bert.encoder.layer.0.output.dense.bias"
     weights[name][0] += 1e-6
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     message = "resume: expected the frozen weights that .*checkpoint-3' was trained on, .*got other"
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(path, ["resume=true", "save=trainable"]))
+        train(load_run_config(path, ["resume=true"]))
 
 
 @pytest.mark.parametrize("save", ["full", "trainable"])
@@ -288,7 +367,7 @@ def test_a_resumed_run_may_save_in_the_other_way(
     make_yaml, finished_run, trainable_run, tmp_path, save
 ):
     """Files that a checkpoint of the same step had before are not mixed with its own."""
-    other = trainable_run if save == "full" else finished_run[1]
+    other = trainable_run if save == "full" else finished_run
     folder = shutil.copytree(other, tmp_path / "run")
     (folder / "run.yaml").write_text(to_yaml(load_run_config(make_yaml())))
     (folder / "results" / "train.json").unlink()
@@ -296,7 +375,7 @@ def test_a_resumed_run_may_save_in_the_other_way(
     train(load_run_config(make_yaml(), [f"save={save}", "resume=true"]))
     name = "model.safetensors" if save == "full" else RESUME_FILE
     assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [name]
-    weights = [run / "model.safetensors" for run in (folder, finished_run[1])]
+    weights = [run / "model.safetensors" for run in (folder, finished_run)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 

@@ -22,11 +22,6 @@ CPU = "training.use_cpu=true"
 
 
 @pytest.fixture
-def folder(finished_run, tmp_path):
-    return shutil.copytree(finished_run[1], tmp_path / "run")
-
-
-@pytest.fixture
 def other(tmp_path):
     """240 lines, every tenth of them blank, one longer than a row."""
     lines = [f"a{letter} b{letter} c{letter}" for letter in "abcd"] * 60
@@ -41,11 +36,12 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
+def test_other_data_are_scored_whole(run_copy, other, tmp_path, caplog, capsys):
     caplog.set_level("INFO")
-    words = ["eval", str(folder), f"data={other}", CPU, "--per-document", str(tmp_path / "l.jsonl")]
+    path = tmp_path / "l.jsonl"
+    words = ["eval", str(run_copy), f"data={other}", CPU, "--per-document", str(path)]
     assert main(words) == 0
-    results = json.loads((folder / "results" / "eval.json").read_text())
+    results = json.loads((run_copy / "results" / "eval.json").read_text())
     assert results["documents"] == 216
     final = results["final"]
     assert final["documents"] < 216  # some have no masked token
@@ -55,10 +51,10 @@ def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
     assert "Evaluating: " in captured.err
     assert results["data"]["sources"][0]["path"] == str(other)
     assert results["data"]["context_length"] == 24  # of the run
-    held_back = evaluate_folder(folder, [f"data={other}", "data.eval.documents=9", CPU])
+    held_back = evaluate_folder(run_copy, [f"data={other}", "data.eval.documents=9", CPU])
     assert held_back["documents"] == 9
 
-    lines = read(tmp_path / "l.jsonl")
+    lines = read(path)
     assert [line["document"] for line in lines] == [n for n in range(240) if n % 10 != 9]
     assert {line["source"] for line in lines} == {str(other)}
     assert sum(line["tokens"] for line in lines) == results["final"]["tokens"]
@@ -67,33 +63,33 @@ def test_other_data_are_scored_whole(folder, other, tmp_path, caplog, capsys):
     assert all((line["loss"] is None) == (line["tokens"] == 0) for line in lines)
 
 
-def test_other_data_have_the_column_and_the_format_of_the_run(folder, other, tmp_path):
-    run = read_run(folder)
+def test_other_data_have_the_column_and_the_format_of_the_run(run_copy, other, tmp_path):
+    run = read_run(run_copy)
     source = run["data"]["sources"][0] | {"column": "body", "format": "text"}
     run["data"]["sources"] = [source, source]
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join([json.dumps({"body": "aa ab ac ad ba bb"})] * 20))
     for path, column, row_format in ((rows, "body", "text"), (other, "text", "auto")):
-        found = evaluate_folder(folder, [f"data={path}", CPU])["data"]["sources"]
+        found = evaluate_folder(run_copy, [f"data={path}", CPU])["data"]["sources"]
         assert [(s["column"], s["format"]) for s in found] == [(column, row_format)]
     source["column"] = "text"
     run["data"]["sources"] = [source, source | {"column": "body"}]
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
     with pytest.raises(ValueError, match=r"expected one of \['body'\], got 'text'"):
-        evaluate_folder(folder, [f"data={rows}", CPU])
+        evaluate_folder(run_copy, [f"data={rows}", CPU])
 
 
-def test_losses_of_documents_are_those_of_the_model(folder, tmp_path):
+def test_losses_of_documents_are_those_of_the_model(run_copy, tmp_path):
     """Recomputed from the published model alone, on rows of tokens that predict everything."""
     rows = [[2, 7, 9, 11, 3], [2, 8, 10, 3]]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"text": "aa ab ac ad ba bb"}) for _ in rows))
     out = tmp_path / "losses.jsonl"
     everything = [f"data.sources=[{{path: {path}}}]", "data.mask={probability: 0.99}", CPU]
-    first = evaluate_folder(folder, everything, out)
+    first = evaluate_folder(run_copy, everything, out)
     lines = read(out)
-    model = HarmonicForMaskedLM.from_pretrained(folder).eval()
+    model = HarmonicForMaskedLM.from_pretrained(run_copy).eval()
     ids = torch.tensor([[2, 4, 4, 4, 4, 4, 4, 3]])  # [CLS], six masks, [SEP]
     labels = torch.tensor([5, 6, 7, 8, 9, 10])
     with torch.no_grad():
@@ -106,12 +102,12 @@ def test_losses_of_documents_are_those_of_the_model(folder, tmp_path):
     assert first["documents"] == 2
 
 
-def test_batches_change_neither_the_metrics_nor_the_losses_of_documents(folder, other, tmp_path):
+def test_batches_change_neither_the_metrics_nor_the_losses_of_documents(run_copy, other, tmp_path):
     expected = None
     ways = ("per_device_eval_batch_size=16", "per_device_eval_batch_size=50")
     for way in (*(f"training.{way}" for way in ways), "data.padding_free=true"):
         path = tmp_path / "losses.jsonl"
-        metrics = evaluate_folder(folder, [f"data={other}", CPU, way], path)["final"]
+        metrics = evaluate_folder(run_copy, [f"data={other}", CPU, way], path)["final"]
         interval = metrics.pop("loss_interval")
         losses = [line["loss"] for line in read(path) if line["loss"] is not None]
         expected = expected or (metrics, interval, losses)
@@ -121,11 +117,11 @@ def test_batches_change_neither_the_metrics_nor_the_losses_of_documents(folder, 
         assert interval[0] < metrics["loss"] < interval[1]
 
 
-def test_a_download_needs_only_the_path_of_data(folder, other):
-    (folder / "run.yaml").unlink()
+def test_a_download_needs_only_the_path_of_data(run_copy, other):
+    (run_copy / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml. Add data=file.txt"):
-        evaluate_folder(folder)
-    results = evaluate_folder(folder, [f"data={other}", CPU])
+        evaluate_folder(run_copy)
+    results = evaluate_folder(run_copy, [f"data={other}", CPU])
     assert results["data"]["context_length"] == 64  # what the model takes
 
 
@@ -176,18 +172,18 @@ def sets(tmp_path):
     return folder
 
 
-def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tmp_path, capsys):
+def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, tmp_path, capsys):
     html = tmp_path / "new" / "report.html"
-    other = shutil.copytree(folder, tmp_path / "other")
-    base = read_run(folder)["model"]["base"]
-    words = ["eval", str(folder), CPU, "--against", str(other), "--data", str(sets)]
+    other = shutil.copytree(run_copy, tmp_path / "other")
+    base = read_run(run_copy)["model"]["base"]
+    words = ["eval", str(run_copy), CPU, "--against", str(other), "--data", str(sets)]
     assert main([*words, "--ruler", base, "--html", str(html)]) == 0
-    results = json.loads((folder / "results" / "suite.json").read_text())
-    assert results["models"] == ["run", "other"]
+    results = json.loads((run_copy / "results" / "suite.json").read_text())
+    assert results["models"] == ["copy", "other"]
     rows = {(row["set"], row.get("metric")): row for row in results["rows"]}
     assert all(row["values"][0] == row["values"][1] for row in results["rows"])  # the same weights
     assert [found["verdict"] for found in results["differences"]] == ["undecided"]
-    loss = evaluate_folder(folder, [CPU])["final"]["loss"]
+    loss = evaluate_folder(run_copy, [CPU])["final"]["loss"]
     assert rows["held-out data", "loss, nats"]["values"][0] == pytest.approx(loss)
     missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
     assert missing["sst2"] == "probing/sst2_train.tsv in --data"
@@ -216,10 +212,10 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(folder, sets, tm
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_bad_file_of_the_sets_leaves_the_others_measured(folder, sets, caplog):
-    run = read_run(folder)
+def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplog):
+    run = read_run(run_copy)
     run["head"]["init"] = "output_embeddings"
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
     files = {
         "text/empty.txt": "",
         "text/line.txt": "aa ab ac\n",
@@ -238,7 +234,7 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(folder, sets, caplog)
         files[f"probing/sst2_{name}.tsv"] = "\n".join(rows)
     for name, text in files.items():
         (sets / name).write_text(text)
-    results = evaluate_suite([folder], [CPU], sets=sets)
+    results = evaluate_suite([run_copy], [CPU], sets=sets)
     missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
     assert missing["empty"] == "another text: empty.txt: expected at least 2 lines, got 0"
     assert missing["line"].endswith("expected at least 2 lines, got 1")
@@ -258,31 +254,31 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(folder, sets, caplog)
     } <= measured
 
 
-def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monkeypatch):
-    other = shutil.copytree(folder, tmp_path / "other")
+def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, monkeypatch):
+    other = shutil.copytree(run_copy, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["aa"], vocab["bb"] = vocab["bb"], vocab["aa"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="--against: expected a model with the tokenizer of"):
-        evaluate_suite([folder, other], [CPU])
+        evaluate_suite([run_copy, other], [CPU])
     with pytest.raises(ValueError, match="--against: expected a folder with a trained model"):
-        evaluate_suite([folder, tmp_path / "nothing"], [CPU])
+        evaluate_suite([run_copy, tmp_path / "nothing"], [CPU])
     with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
-        evaluate_suite([folder], [CPU], sets=tmp_path / "nothing")
+        evaluate_suite([run_copy], [CPU], sets=tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got 'runs/none'"):
-        evaluate_suite([folder], [CPU], ruler="runs/none")
+        evaluate_suite([run_copy], [CPU], ruler="runs/none")
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"--suite: expected scikit-learn, got none. Install"):
-            evaluate_suite([folder], [CPU])
+            evaluate_suite([run_copy], [CPU])
     empty = ["data.eval.documents=0", CPU]
     with pytest.raises(ValueError, match="eval: expected rows to evaluate on, got an empty split"):
-        evaluate_folder(folder, empty)
+        evaluate_folder(run_copy, empty)
     model = HarmonicForMaskedLM.from_pretrained(other)
     model.dist_head.weight.data[:] = model.dist_head.weight.data[:1]
     model.save_pretrained(other)
-    shutil.copy(folder / "tokenizer.json", other)
+    shutil.copy(run_copy / "tokenizer.json", other)
     collapsed = evaluate_suite([other], [CPU])
     assert collapsed["rows"][-1]["missing"] == "--ruler ENCODER"
     assert "other: all prototypes are equal: the head has collapsed." in caplog.text
@@ -293,8 +289,8 @@ def test_what_the_suite_cannot_compare_is_refused(folder, tmp_path, caplog, monk
     assert "other: 1 of 109 prototypes are not finite." in caplog.text
 
 
-def test_explain_prints_tokens_distances_and_neighbors(folder, capsys, tmp_path):
-    assert main(["explain", str(folder), "aa [MASK] ac", "--top", "2"]) == 0
+def test_explain_prints_tokens_distances_and_neighbors(run_copy, capsys, tmp_path):
+    assert main(["explain", str(run_copy), "aa [MASK] ac", "--top", "2"]) == 0
     printed = capsys.readouterr().out
     assert "aa [MASK] ac: mask 1" in printed
     assert all(word in printed for word in ("probability", "distance", "nearest"))
@@ -302,43 +298,41 @@ def test_explain_prints_tokens_distances_and_neighbors(folder, capsys, tmp_path)
     assert "explain: expected a folder with a trained model" in capsys.readouterr().err
 
 
-def test_a_run_records_what_it_held_out_and_what_is_known_of_its_base(finished_run, tiny_base):
-    results, folder, _ = finished_run
-    found = results["data"]["held_out"]
-    saved = json.loads((folder / "results" / "held_out.json").read_text())
+def test_a_run_records_what_it_held_out_and_what_is_known_of_its_base(
+    finished_run, finished_results, tiny_base
+):
+    found = finished_results["data"]["held_out"]
+    saved = json.loads((finished_run / "results" / "held_out.json").read_text())
     assert len(saved["fingerprints"]) == found["documents"] == 20
     assert found["sha256"] == saved["digest"]
     unknown = {"model": str(tiny_base), "verdict": "unknown", "documents_seen": 0}
     assert found["lineage"] == [unknown]
-    assert (folder / "results" / "trained_documents.npy").is_file()
-    published = json.dumps(results)
+    assert (finished_run / "results" / "trained_documents.npy").is_file()
+    published = json.dumps(finished_results)
     assert not any(name in published for name in saved["fingerprints"])
 
 
-def test_a_model_is_evaluated_on_no_document_that_it_was_trained_on(finished_run, tmp_path):
-    _, folder, _ = finished_run
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+def test_a_model_is_evaluated_on_no_document_that_it_was_trained_on(finished_run):
+    before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
     message = r"trained without holding out 1?\d of the 20 documents"
     with pytest.raises(ValueError, match=message):
-        evaluate_folder(folder, ["data.eval.seed=7", CPU])
-    text = load_run_config(folder / "run.yaml", ["training.output_dir=unused"]).data.sources[0].path
+        evaluate_folder(finished_run, ["data.eval.seed=7", CPU])
+    text = (
+        load_run_config(finished_run / "run.yaml", ["training.output_dir=unused"])
+        .data.sources[0]
+        .path
+    )
     with pytest.raises(ValueError, match=r"eval: expected documents that no .*data=other\.txt"):
-        evaluate_folder(folder, [f"data={text}", CPU])
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+        evaluate_folder(finished_run, [f"data={text}", CPU])
+    assert {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")} == before
 
 
 def test_a_base_that_was_trained_on_the_documents_is_trained_but_not_evaluated(
-    finished_run, run_settings, tmp_path, caplog
+    finished_run, run_copy_of, caplog
 ):
     """The base held out other documents, chosen by another seed."""
-    _, base, _ = finished_run
-    settings = run_settings(base, tmp_path / "run")
-    settings["data"]["eval"]["seed"] = 7
-    settings["training"]["max_steps"] = 1
-    settings["check_base"] = False
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    results = train(load_run_config(path))
+    base = finished_run
+    results, folder = run_copy_of(base, seed=7)
     assert results["steps"] == 1
     first, second = results["data"]["held_out"]["lineage"]
     assert (first["model"], first["verdict"]) == (str(base), "seen")
@@ -346,12 +340,12 @@ def test_a_base_that_was_trained_on_the_documents_is_trained_but_not_evaluated(
     assert second["verdict"] == "unknown"
     assert "The evaluation does not count: " in caplog.text
     with pytest.raises(ValueError, match=f"{base} was trained without holding out"):
-        evaluate_folder(tmp_path / "run", [CPU])
+        evaluate_folder(folder, [CPU])
 
 
 def test_runs_with_the_same_held_out_documents_are_compared(finished_run, run_copy_of):
     """A second run on the first, held out alike, is evaluated; the root stays unknown."""
-    _, base, _ = finished_run
+    base = finished_run
     results, folder = run_copy_of(base)
     saved = json.loads((base / "results" / "held_out.json").read_text())
     assert results["data"]["held_out"]["sha256"] == saved["digest"]
@@ -370,8 +364,9 @@ def test_runs_with_the_same_held_out_documents_are_compared(finished_run, run_co
 def run_copy_of(run_settings, tmp_path):
     """Train one step on a base, with other masks and order."""
 
-    def make(base):
+    def make(base, **held_out):
         settings = run_settings(base, tmp_path / "second")
+        settings["data"]["eval"] |= held_out
         settings["training"] |= {"max_steps": 1, "seed": 5}
         settings["check_base"] = False
         path = tmp_path / "second.yaml"
@@ -379,3 +374,29 @@ def run_copy_of(run_settings, tmp_path):
         return train(load_run_config(path)), tmp_path / "second"
 
     return make
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "[1]"])
+def test_a_damaged_file_is_an_error_with_its_place(run_copy, tmp_path, name, content, capsys):
+    commands = [["eval", str(run_copy), CPU], ["explain", str(run_copy), "aa [MASK]"]]
+    if name != "tokenizer.json":  # which an export copies
+        commands.append(["export", str(run_copy), "--output", str(tmp_path / "linear")])
+    (run_copy / name).write_text(content)
+    for words in commands:
+        assert main(words) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {run_copy}")
+        assert ": expected it as it was saved, got an error: " in error
+
+
+def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys):
+    path = run_copy / "results" / "trained_documents.npy"
+    path.write_bytes(b"")
+    assert main(["eval", str(run_copy), CPU]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {path}: expected it as it was saved, got an error: No data")
+    (run_copy / "tokenizer.json").unlink()
+    assert main(["explain", str(run_copy), "aa [MASK]"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {run_copy}: expected the files of a tokenizer, got special")

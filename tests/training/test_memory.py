@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import yaml
 
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import LiveBytes, estimate_step
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
-from tests.decoders import save_decoder
 
 
 def test_live_bytes_count_what_is_alive():
@@ -50,15 +48,10 @@ def peak_of(make_yaml, checkpointing):
     return estimate.activations
 
 
-def test_a_teacher_is_counted(tmp_path, run_settings):
-    base = save_decoder("llama", tmp_path / "base")
+def test_a_teacher_is_counted(make_causal_yaml):
     estimates = []
     for loss in ("harmonic", "distill"):
-        settings = run_settings(base, tmp_path / "run")
-        settings["model"]["task"] = "causal_lm"
-        path = tmp_path / f"{loss}.yaml"
-        path.write_text(yaml.safe_dump(settings | {"loss": {"name": loss}}))
-        run = load_run_config(path)
+        run = load_run_config(make_causal_yaml(loss={"name": loss}))
         estimates.append(estimate_step(run, load_base_config(run.model), batch_size=2))
     parts, plain = estimates[0]
     trained = sum(4 * part.trainable for part in parts if part.name.startswith("block"))

@@ -18,7 +18,7 @@ from tests.training.conftest import StopAt
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
-    finished_run, make_yaml, tmp_path, add_callbacks, caplog
+    finished_results, make_yaml, tmp_path, add_callbacks, caplog
 ):
     path, folder = make_yaml(), tmp_path / "run"
     with add_callbacks(StopAt(2)), pytest.raises(KeyboardInterrupt):
@@ -33,7 +33,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     assert "ended before its first checkpoint. It starts again; deleted: results/before.json, " in (
         caplog.text
     )
-    assert again["final"] == finished_run[0]["final"]
+    assert again["final"] == finished_results["final"]
 
 
 def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, monkeypatch):
@@ -49,6 +49,12 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
     assert train(load_run_config(make_yaml(), ["resume=true"]))["steps"] == 6
 
 
+def test_a_link_to_nothing_is_refused_at_once(make_yaml, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file '.*run'"):
+        check_output_folder(load_run_config(make_yaml()))
+
+
 def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
     run = load_run_config(make_yaml())
     claim_output_folder(run)
@@ -56,6 +62,45 @@ def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
     with pytest.raises(ValueError, match="another run has just claimed"):
         claim_output_folder(run)
     assert (run.output_dir / "model.safetensors").read_text() == "trained"
+
+
+def test_weights_that_are_missing_or_cut_are_made_again(run_copy, finished_run, caplog):
+    weights = (finished_run / "model.safetensors").read_bytes()
+    run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
+    for damaged in (None, weights[:-1], b""):
+        (run_copy / "model.safetensors").unlink()
+        if damaged is not None:
+            (run_copy / "model.safetensors").write_bytes(damaged)
+        train(run)
+        assert (run_copy / "model.safetensors").read_bytes() == weights
+    assert caplog.text.count("The weights are made again, from the last whole checkpoint.") == 3
+
+
+def test_damaged_results_are_made_again(run_copy, finished_results, caplog):
+    run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
+    paths = [run_copy / "results" / f"{name}.json" for name in ("train", "before", "held_out")]
+    for path in paths:
+        path.write_text(path.read_text()[:100])
+    again = train(run)
+    for path in paths:
+        assert f"Damaged, and left out: {path}: expected JSON" in caplog.text
+    for key in ("before", "final"):
+        assert again[key] == finished_results[key]
+
+
+def test_a_damaged_run_yaml_is_an_error_that_names_it(run_copy):
+    path = run_copy / "run.yaml"
+    run = load_run_config(path, [f"training.output_dir={run_copy}", "resume=true"])
+    text = path.read_text()
+    path.write_text(text[: text.index("training:")])
+    message = r"run.yaml: expected a section training, got a damaged file. Restore it as the run"
+    with pytest.raises(ValueError, match=message):
+        train(run)
+    path.write_text(text[text.index("data:") :])
+    with pytest.raises(
+        ValueError, match=r"run.yaml: expected what the run .*\nmodel: expected a value"
+    ):
+        train(run)
 
 
 def test_a_drive_without_locks_is_said(tmp_path, monkeypatch, caplog):

@@ -10,12 +10,6 @@ from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 
 
-@pytest.fixture
-def no_token(monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-
-
 @pytest.mark.usefixtures("no_token")
 def test_no_token_is_an_error_before_anything_is_made(make_yaml, tmp_path):
     run = load_run_config(make_yaml(hub={"push": True, "repo_id": "me/model"}))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import optuna
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -11,6 +12,8 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
+    LlamaForCausalLM,
+    LlamaModel,
     TrainerCallback,
     TrainingArguments,
 )
@@ -24,16 +27,7 @@ from harmonic_sft import (
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.run import prepare
-from tests.decoders import save_decoder
 from tests.training.conftest import losses
-from tests.training.test_causal_runs import save_tokenizer
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    folder = save_decoder("llama", tmp_path_factory.mktemp("decoder"))
-    save_tokenizer(folder)
-    return folder
 
 
 def rates(trainer):
@@ -96,6 +90,14 @@ def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arg
     assert trainer.evaluate()["eval_tokens"] > 0
 
 
+def test_arguments_of_a_stream_serve_a_table(texts, arguments, make):
+    args = arguments(max_steps=1)
+    trainer = make(args, train_dataset=texts.to_iterable_dataset())
+    assert not args.ignore_data_skip
+    trainer.train()
+    assert not args.ignore_data_skip
+
+
 CONVERSATIONS = {
     "messages": {
         "messages": [
@@ -116,12 +118,12 @@ TEMPLATE = (
     ("form", "loss_on"),
     [("messages", "assistant"), ("prompt_completion", "completion"), ("tokens", "all")],
 )
-def test_a_decoder_learns_from_every_form_of_rows(decoder, arguments, form, loss_on, make):
-    tokenizer = AutoTokenizer.from_pretrained(decoder)
+def test_a_decoder_learns_from_every_form_of_rows(causal_base, arguments, form, loss_on, make):
+    tokenizer = AutoTokenizer.from_pretrained(causal_base)
     tokenizer.chat_template = TEMPLATE
     trainer = make(
         arguments(loss_on=loss_on, packing=True),
-        model=str(decoder),
+        model=str(causal_base),
         train_dataset=Dataset.from_list([CONVERSATIONS[form]] * 40),
         processing_class=tokenizer,
     )
@@ -144,13 +146,13 @@ def test_predictions_of_texts_without_a_masked_token_are_kept(arguments, make):
 
 @pytest.mark.parametrize("kind", ["packed", "stream", "decoder", "classes"])
 def test_rows_weigh_in_the_loss_what_their_column_says(
-    tiny_base, decoder, texts, arguments, kind, make
+    tiny_base, causal_base, texts, arguments, kind, make
 ):
     """The first losses of two halves that weigh 3 are together 3 times that of the whole."""
     rows = Dataset.from_dict({"text": texts["text"][:8], "kind": ["x", "y"] * 4})
     if kind == "decoder":
         rows = Dataset.from_dict({"text": ["w5 w6 w7 w8", "w9 w5 w4 w3"] * 4})
-    base = str(decoder if kind == "decoder" else tiny_base)
+    base = str(causal_base if kind == "decoder" else tiny_base)
     fields = {
         "max_steps": 1,
         "per_device_train_batch_size": 8,
@@ -268,31 +270,25 @@ def test_a_loss_function_of_the_user_sees_logits_and_labels(tiny_base, texts, ar
     assert losses(trainer) == pytest.approx(losses(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "decoder without a head"])
 def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
-    tiny_base, arguments, make, tokenizer
+    tiny_base, causal_base, texts, arguments, make, kind
 ):
-    model = BertForMaskedLM.from_pretrained(tiny_base)
-    trainer = make(model=model, processing_class=tokenizer)
-    assert trainer.model.model.backbone is model.bert
-    by_name = make(arguments("other"))
+    base, model_class = tiny_base, BertForMaskedLM
+    if kind != "encoder":
+        base = causal_base
+        model_class = LlamaForCausalLM if kind == "decoder" else LlamaModel
+        texts = Dataset.from_dict({"text": ["w5 w6 w7 w8"] * 8})
+    options = {"train_dataset": texts, "processing_class": AutoTokenizer.from_pretrained(base)}
+    model = model_class.from_pretrained(base)
+    trainer = make(model=model, **options)
+    assert trainer.model.model.backbone is model.base_model
+    by_name = make(arguments("other"), model=str(base), **options)
     trainer.train()
     by_name.train()
     assert losses(trainer) == losses(by_name)
     with pytest.raises(ValueError, match="model: expected a name with from_scratch or dropout"):
-        make(arguments("third", dropout=0.1), model=model, processing_class=tokenizer)
-
-
-def test_a_decoder_of_transformers_is_taken_apart(decoder, arguments):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(decoder)
-    rows = Dataset.from_dict({"text": ["w5 w6 w7 w8"] * 8})
-    options = {"train_dataset": rows, "processing_class": AutoTokenizer.from_pretrained(decoder)}
-    trainer = HarmonicTrainer(model, arguments(), **options)
-    trainer.train()
-    by_name = HarmonicTrainer(str(decoder), arguments("other"), **options)
-    by_name.train()
-    assert losses(trainer) == losses(by_name)
+        make(arguments("third", dropout=0.1), model=model, **options)
 
 
 def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path, make):
@@ -363,16 +359,6 @@ def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, argumen
     assert trainer.train_dataset is rows
     trainer.train()
     assert len(losses(trainer)) == 4
-
-
-def test_a_formatting_function_makes_the_text(make):
-    rows = Dataset.from_dict({"first": ["aa ab"] * 30, "second": ["ac"] * 30})
-    trainer = make(
-        train_dataset=rows, formatting_func=lambda row: f"{row['first']} {row['second']}"
-    )
-    assert len(trainer.train_dataset.rows[0]["input_ids"]) == 5
-    with pytest.raises(ValueError, match="expected a column of text"):
-        make(train_dataset=rows, formatting_func=lambda row: [1])
 
 
 def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
@@ -456,24 +442,8 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         search("mask", [0.5])
 
 
-IGNORED = {
-    r"h_exp.calibrate: expected false from Python, got true": {
-        "h_exp": {"start": -12.0, "end": -12.0, "calibrate": True}
-    },
-    r"neftune_noise_alpha: expected nothing with frozen input embeddings, .* got 5.0": {
-        "neftune_noise_alpha": 5.0
-    },
-}
-
-
-@pytest.mark.parametrize("message", IGNORED)
-def test_what_would_have_no_effect_is_refused(message, arguments, make):
-    with pytest.raises(ValueError, match=message):
-        make(arguments(**IGNORED[message]))
-
-
 def test_a_classifier_needs_labels_and_an_encoder(
-    tiny_base, decoder, texts, arguments, make, tokenizer
+    tiny_base, causal_base, texts, arguments, make, tokenizer
 ):
     model = BertForSequenceClassification(BertForMaskedLM.from_pretrained(tiny_base).config)
     options = {"model": model, "processing_class": tokenizer}
@@ -482,40 +452,72 @@ def test_a_classifier_needs_labels_and_an_encoder(
     assert make(arguments(task="masked_lm"), **options).model.model.backbone is model.bert
     labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
     with pytest.raises(ValueError, match=r"label_column: expected an encoder .* decoder \(llama\)"):
-        make(arguments(label_column="label"), model=str(decoder), train_dataset=labelled)
+        make(arguments(label_column="label"), model=str(causal_base), train_dataset=labelled)
 
 
-def test_wrong_arguments_are_refused_by_name(tiny_base, texts, arguments, make, tokenizer):
-    with pytest.raises(ValueError, match="args: expected HarmonicTrainingArguments, got Training"):
-        HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
-    with pytest.raises(ValueError, match="train_dataset: expected one data set, got the splits"):
-        make(train_dataset=DatasetDict({"train": texts}))
-    args = arguments(task="sequence_classification")
-    with pytest.raises(ValueError, match="train_dataset: expected a data set with a column of la"):
-        HarmonicTrainer(str(tiny_base), args, lambda rows: rows, train_dataset=texts)
-    model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
-    with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
-        make(model=model)
-    with pytest.raises(ValueError, match=r"train_dataset\.column: expected one of"):
-        make(arguments(text_column="txt"))
-    config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
-    with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
-        train(config)
-
-
-WRONG = {
-    "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": {
-        "model": BertForMaskedLM
-    },
+REFUSED = {  # arguments, and what else the trainer is given
+    "weight_column: expected nothing with compute_loss_func, which gets no weights, got 'w'": (
+        {"weight_column": "w"},
+        {"compute_loss_func": max},
+    ),
+    r"got a DataFrame. Make one: Dataset.from_pandas\(": (
+        {},
+        {"train_dataset": pd.DataFrame({"text": ["aa"]})},
+    ),
+    r"processing_class: expected a tokenizer, got 'x'. Load it: AutoTokenizer.from_pr": (
+        {},
+        {"processing_class": "x"},
+    ),
+    "h_exp.calibrate: expected false from Python, got true": (
+        {"h_exp": {"start": -12.0, "end": -12.0, "calibrate": True}},
+        {},
+    ),
+    "neftune_noise_alpha: expected nothing with frozen input embeddings, .* got 5.0": (
+        {"neftune_noise_alpha": 5.0},
+        {},
+    ),
+    r"train_dataset\.column: expected one of": ({"text_column": "txt"}, {}),
+    "train_dataset: expected a data set with a column of la": (
+        {"task": "sequence_classification"},
+        {"data_collator": list},
+    ),
+    "expected a column of text": ({}, {"formatting_func": lambda row: [1]}),
+    "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": (
+        {},
+        {"model": BertForMaskedLM},
+    ),
     r"train_dataset: expected a data set of the datasets library, got a str. Make one: "
-    r"load_dataset\(\"text\", data_files='my.txt'": {"train_dataset": "my.txt"},
+    r"load_dataset\(\"text\", data_files='my.txt'": ({}, {"train_dataset": "my.txt"}),
     "train_dataset: expected a data set of the datasets library, got a list. Make one: "
-    "Dataset.from_dict": {"train_dataset": ["aa ab"]},
-    "eval_dataset: expected a data set of the datasets library, got a dict": {"eval_dataset": {}},
+    "Dataset.from_dict": ({}, {"train_dataset": ["aa ab"]}),
+    "eval_dataset: expected a data set of the datasets library, got a dict": (
+        {},
+        {"eval_dataset": {}},
+    ),
+    "train_dataset: expected one data set, got the splits": (
+        {},
+        {"train_dataset": DatasetDict({"train": Dataset.from_dict({"text": ["aa"]})})},
+    ),
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_what_is_no_model_or_data_set_is_refused(message, make):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_trainer_cannot_use_is_refused_by_name(message, arguments, make):
+    fields, given = REFUSED[message]
     with pytest.raises(ValueError, match=message):
-        make(**WRONG[message])
+        make(arguments(**fields), **given)
+
+
+def test_other_arguments_a_model_without_a_tokenizer_and_no_evaluation_are_refused(tiny_base, make):
+    with pytest.raises(ValueError, match="args: expected HarmonicTrainingArguments, got Training"):
+        HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
+    model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
+    with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
+        make(model=model)
+    with pytest.raises(
+        ValueError, match=r"run: expected a RunConfig, got a str.*load_run_config\("
+    ):
+        train("configs/demo.yaml")
+    config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
+    with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
+        train(config)

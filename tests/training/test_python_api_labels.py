@@ -85,6 +85,31 @@ def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
     assert trainer.predict(data).label_ids.tolist() == data["label"][:]
 
 
+@pytest.mark.parametrize(
+    "model_class", [HarmonicForSequenceClassification, HarmonicForTokenClassification]
+)
+def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer, model_class):
+    model = model_class.from_base(str(tiny_base), labels=CLASSES)
+    args = arguments(label_column="label", weight_column="weight")
+    texts, labels = ["aa ab", "ba"], ["low", "high"]
+    if model_class is HarmonicForTokenClassification:
+        texts, labels = [["aa", "ab"], ["ba"]], [["low", "low"], ["high"]]
+    plain = Dataset.from_dict({"text": texts})
+    labelled = plain.add_column("label", labels).add_column("weight", [1.0, 1.0])
+    trainer = make(args, model=model, train_dataset=labelled, processing_class=tokenizer)
+    expected = trainer.predict(labelled)
+    for data in (plain, plain.to_iterable_dataset().with_format("torch")):
+        found = trainer.predict(data)
+        assert found.label_ids is None
+        assert "test_loss" not in found.metrics
+        assert (found.predictions == expected.predictions).all()
+    blank = Dataset.from_dict({"text": [*texts, " " if isinstance(texts[0], str) else []]})
+    with pytest.raises(ValueError, match=r"test_dataset: expected text in all of 3 .* only 2"):
+        trainer.predict(blank)
+    with pytest.raises(ValueError, match=r"data.label_column: expected one of"):
+        trainer.evaluate(plain)
+
+
 FREE = {
     "several labels": (3, [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]] * 4),
     "numbers": (1, [0.5, 2.0] * 4),
@@ -135,12 +160,14 @@ def test_answers_are_trained_and_evaluated(tiny_base, arguments, make, tokenizer
     assert trainer.predict(rows).predictions[0].shape == (8, 4)
 
 
-def test_a_formatting_function_leaves_labels_and_weights(arguments, make):
-    columns = {"first": ["aa", "ab"] * 4, "kind": ["x", "y"] * 4, "importance": [2.0] * 8}
+def test_a_formatting_function_makes_the_text_and_leaves_labels_and_weights(arguments, make):
+    columns = {"first": ["aa ab", "ab aa"] * 4, "second": ["ac"] * 8}
+    columns |= {"kind": ["x", "y"] * 4, "importance": [2.0] * 8}
     trainer = make(
         arguments(label_column="kind", weight_column="importance"),
-        train_dataset=Dataset.from_dict(columns),
-        formatting_func=lambda row: row["first"],
+        train_dataset=Dataset.from_dict(columns).with_format("pandas"),
+        formatting_func=lambda row: f"{row['first']} {row['second']}",
     )
+    assert len(trainer.train_dataset[0]["input_ids"]) == 5
     assert trainer.model.config.id2label == {0: "x", 1: "y"}
     assert trainer.train_dataset[0]["label_weights"] == 2

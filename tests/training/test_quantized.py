@@ -36,9 +36,7 @@ from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import prepare, train
 from tests import decoders
-from tests.training.test_causal_runs import model_section, save_tokenizer, text, write
 
-__all__ = ["base", "text", "write"]  # fixtures
 pytestmark = [
     pytest.mark.quantized,
     pytest.mark.skipif(sys.platform != "linux", reason="bitsandbytes has no wheel"),
@@ -70,8 +68,16 @@ def base(request, tmp_path_factory):
     config = METHODS[request.param]
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
     model.save_pretrained(root / "base")
-    save_tokenizer(root / "base")
+    decoders.save_tokenizer(root / "base")
     return root / "base"
+
+
+@pytest.fixture
+def four_bits(base):
+    """Such a base if LoRA can be trained on it."""
+    if not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    return base
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -80,12 +86,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def frozen(base, **fields):
-    return model_section(base, **{"unfreeze": {"last_blocks": 0}, **fields})
+    return {"base": str(base), "unfreeze": {"last_blocks": 0}, **fields}
 
 
-def test_a_head_is_trained_on_a_quantized_body(base, write, tmp_path):
+def test_a_head_is_trained_on_a_quantized_body(base, make_causal_yaml, tmp_path):
     constant = {"start": -8.0, "end": -8.0}
-    results = train(load_run_config(write(model=frozen(base), h_exp=constant)))
+    results = train(load_run_config(make_causal_yaml(model=frozen(base), h_exp=constant)))
     assert results["final"]["loss"] < results["before"]["loss"]
     folder = tmp_path / "run"
     # The body is in the checkpoint as it was in the base, bit for bit.
@@ -99,8 +105,8 @@ def test_a_head_is_trained_on_a_quantized_body(base, write, tmp_path):
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
 
 
-def test_a_published_folder_generates_without_this_package(base, write, tmp_path):
-    train(load_run_config(write(model=frozen(base))))
+def test_a_published_folder_generates_without_this_package(base, make_causal_yaml, tmp_path):
+    train(load_run_config(make_causal_yaml(model=frozen(base))))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", trust_remote_code=True)
     native = AutoModelForCausalLM.from_pretrained(base)
     settle_quantized_(native)
@@ -120,39 +126,20 @@ def test_a_published_folder_generates_without_this_package(base, write, tmp_path
     torch.testing.assert_close(other.dist_head.weight, model.dist_head.weight)
 
 
-def test_a_stopped_run_goes_on(base, write, tmp_path):
-    best = [
-        "training.load_best_model_at_end=true",
-        "training.metric_for_best_model=post_hoc_loss",
-        "training.eval_strategy=steps",
-        "training.eval_steps=3",
-    ]
-    whole = train(load_run_config(write("whole", model=frozen(base)), best))
-    path = write("parts", model=frozen(base))
-    train(load_run_config(path, best))
-    # As if it had been killed after step 3: what came later is gone.
-    folder = tmp_path / "parts"
-    shutil.rmtree(folder / "checkpoint-6")
-    for name in ("model.safetensors", "results/train.json"):
-        (folder / name).unlink()
-    again = train(load_run_config(path, ["resume=true", *best]))
-    assert again["final"]["loss"] == pytest.approx(whole["final"]["loss"], rel=1e-4)
-
-
-def test_distillation_from_the_quantized_model(base, write):
-    run = load_run_config(write(model=frozen(base), loss={"name": "distill"}))
+def test_distillation_from_the_quantized_model(base, make_causal_yaml):
+    run = load_run_config(make_causal_yaml(model=frozen(base), loss={"name": "distill"}))
     results = train(run)
     assert results["final"]["loss"] < results["before"]["loss"]
 
 
-def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_path):
-    one = load_run_config(write("one", model=model_section(base)))
+def test_what_would_train_or_change_packed_weights_is_refused(base, make_causal_yaml, tmp_path):
+    one = load_run_config(make_causal_yaml("one", model={"base": str(base)}))
     for start in (train, dry_run):
         with pytest.raises(ValueError, match=r"model.unfreeze: expected {last_blocks: 0} on"):
             start(one)
     assert not (tmp_path / "one").exists()
-    dry_run(load_run_config(write("run", model=frozen(base))))
-    train(load_run_config(write("run", model=frozen(base))))
+    dry_run(load_run_config(make_causal_yaml("run", model=frozen(base))))
+    train(load_run_config(make_causal_yaml("run", model=frozen(base))))
     with pytest.raises(ValueError, match="export: expected a base in a floating dtype"):
         export_linear(tmp_path / "run", tmp_path / "exported")
     model = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
@@ -162,7 +149,7 @@ def test_what_would_train_or_change_packed_weights_is_refused(base, write, tmp_p
         check_form(model.config, "peft", False)
 
 
-def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):
+def test_layers_that_are_not_packed_stay_so(base, make_causal_yaml, tmp_path):
     """As in published models that leave sensitive layers out."""
     config = AutoConfig.from_pretrained(base).quantization_config
     field = "modules_to_not_convert" if "quant_type" in config else "llm_int8_skip_modules"
@@ -173,8 +160,8 @@ def test_layers_that_are_not_packed_stay_so(base, write, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantization)
     folder = tmp_path / "partly"
     model.save_pretrained(folder)
-    save_tokenizer(folder)
-    results = train(load_run_config(write(model=frozen(folder))))
+    decoders.save_tokenizer(folder)
+    results = train(load_run_config(make_causal_yaml(model=frozen(folder))))
     loaded = HarmonicForCausalLM.from_pretrained(tmp_path / "run")
     assert type(loaded.model.backbone.layers[1].mlp.up_proj.weight) is torch.nn.Parameter
     assert is_quantized(loaded.model.backbone.layers[0].mlp.up_proj.weight)
@@ -207,9 +194,9 @@ def lora(base, **fields):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lora_is_trained_on_a_quantized_body(base, write, tmp_path, dtype):
+def test_lora_is_trained_on_a_quantized_body(base, make_causal_yaml, tmp_path, dtype):
     constant, folder = {"start": -8.0, "end": -8.0}, tmp_path / "run"
-    path = write(**lora(base, dtype=dtype), h_exp=constant)
+    path = make_causal_yaml(**lora(base, dtype=dtype), h_exp=constant)
     if not base.parent.name.startswith(FOUR_BITS):
         with pytest.raises(ValueError, match="peft: expected a base in a floating dtype or in 4 b"):
             train(load_run_config(path))
@@ -245,20 +232,49 @@ def test_lora_is_trained_on_a_quantized_body(base, write, tmp_path, dtype):
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=tolerance)
 
 
+BEST = [
+    "training.load_best_model_at_end=true",
+    "training.metric_for_best_model=post_hoc_loss",
+    "training.eval_strategy=steps",
+    "training.eval_steps=3",
+]
+
+
+@pytest.mark.parametrize(
+    ("has_lora", "save", "words"),
+    [(False, "full", BEST), (True, "full", []), (True, "trainable", [])],
+)
+def test_a_stopped_run_goes_on(base, make_causal_yaml, tmp_path, has_lora, save, words):
+    if has_lora and not base.parent.name.startswith(FOUR_BITS):
+        pytest.skip("refused")
+    sections = lora(base) if has_lora else {"model": frozen(base)}
+    train(load_run_config(make_causal_yaml("whole", **sections), words))
+    path = make_causal_yaml("parts", **sections, save=save)
+    train(load_run_config(path, words))
+    folder = tmp_path / "parts"
+    assert (folder / "checkpoint-3" / "model.safetensors").is_file() == (save == "full")
+    shutil.rmtree(folder / "checkpoint-6")  # as if it had been killed after step 3
+    for name in ("model.safetensors", "results/train.json"):
+        (folder / name).unlink()
+    train(load_run_config(path, ["resume=true", *words]))
+    whole, parts = tensors(tmp_path / "whole"), tensors(folder)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(parts[name], tensor), name
+
+
 @pytest.mark.parametrize("has_lora", [False, True])
-def test_the_estimate_counts_weights_as_they_are_packed(base, write, has_lora):
+def test_the_estimate_counts_weights_as_they_are_packed(base, make_causal_yaml, has_lora):
     if "torchao" in base.parent.name or (has_lora and not base.parent.name.startswith(FOUR_BITS)):
         pytest.skip("counted unpacked, or refused")
-    run = load_run_config(write(**(lora(base) if has_lora else {"model": frozen(base)})))
+    run = load_run_config(make_causal_yaml(**(lora(base) if has_lora else {"model": frozen(base)})))
     rows, _ = estimate_step(run, load_base_config(run.model), batch_size=2)
     assert rows == parts(prepare(run).trainer.model)
 
 
-def test_a_given_quantized_model_is_merged_too(base, tmp_path):
-    if not base.parent.name.startswith(FOUR_BITS):
-        pytest.skip("refused")
+def test_a_given_quantized_model_is_merged_too(four_bits, tmp_path):
     trainer = HarmonicTrainer(
-        AutoModelForCausalLM.from_pretrained(base),
+        AutoModelForCausalLM.from_pretrained(four_bits),
         HarmonicTrainingArguments(
             str(tmp_path / "run"),
             h_exp=-8.0,
@@ -267,7 +283,7 @@ def test_a_given_quantized_model_is_merged_too(base, tmp_path):
             report_to=[],
         ),
         train_dataset=Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6"] * 20}),
-        processing_class=AutoTokenizer.from_pretrained(base),
+        processing_class=AutoTokenizer.from_pretrained(four_bits),
         peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
     )
     trainer.train()
@@ -278,29 +294,8 @@ def test_a_given_quantized_model_is_merged_too(base, tmp_path):
     assert is_quantized(attention.v_proj.weight)
 
 
-@pytest.mark.parametrize("save", ["full", "trainable"])
-def test_a_stopped_run_with_lora_goes_on(base, write, tmp_path, save):
-    if not base.parent.name.startswith(FOUR_BITS):
-        pytest.skip("refused")
-    train(load_run_config(write("whole", **lora(base))))
-    path = write("parts", **lora(base), save=save)
-    train(load_run_config(path))
-    folder = tmp_path / "parts"
-    assert (folder / "checkpoint-3" / "model.safetensors").is_file() == (save == "full")
-    shutil.rmtree(folder / "checkpoint-6")  # as if it had been killed after step 3
-    for name in ("model.safetensors", "results/train.json"):
-        (folder / name).unlink()
-    train(load_run_config(path, ["resume=true"]))
-    whole, parts = tensors(tmp_path / "whole"), tensors(folder)
-    assert whole.keys() == parts.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(parts[name], tensor), name
-
-
-def test_what_a_weight_was_packed_with_is_told_apart(base, tmp_path):
-    if not base.parent.name.startswith(FOUR_BITS):
-        pytest.skip("refused")
-    model = HarmonicForCausalLM.from_base(str(base))
+def test_what_a_weight_was_packed_with_is_told_apart(four_bits, tmp_path):
+    model = HarmonicForCausalLM.from_base(str(four_bits))
     model.model.requires_grad_(False)
     save_trained(model, tmp_path)
     load_trained_(model, tmp_path)
@@ -310,17 +305,15 @@ def test_what_a_weight_was_packed_with_is_told_apart(base, tmp_path):
 
 
 @PEFT_WARNINGS
-def test_an_adapter_of_a_quantized_body_is_published_alone(base, write, tmp_path):
-    if not base.parent.name.startswith(FOUR_BITS):
-        pytest.skip("refused")
-    train(load_run_config(write(**lora(base))))
+def test_an_adapter_of_a_quantized_body_is_published_alone(four_bits, make_causal_yaml, tmp_path):
+    train(load_run_config(make_causal_yaml(**lora(four_bits))))
     repo = tmp_path / "repo"
     repo.mkdir()
     stage(read_trained(tmp_path / "run"), repo, form="peft", repo_id="me/mine")
     card = (repo / "README.md").read_text()
     assert "bitsandbytes" in card
     call = re.search(r"```python\n(.*?)tokenizer = ", card, re.S)[1]
-    call = call.replace("path/to/base", str(base)).replace("me/mine", str(repo))
+    call = call.replace("path/to/base", str(four_bits)).replace("me/mine", str(repo))
     found: dict = {}
     exec(call, found)  # what the card says
     assert is_quantized(found["model"].model.model.backbone.layers[0].mlp.down_proj.weight)
@@ -344,12 +337,10 @@ def test_packed_weights_are_not_cast(base, dtype):
 
 
 @pytest.fixture
-def qlora(base, tmp_path):
+def qlora(four_bits, tmp_path):
     """A 4-bit body with LoRA and a head that trained for 8 steps; the model and its folder."""
-    if not base.parent.name.startswith(FOUR_BITS):
-        pytest.skip("not 4 bits")
     torch.manual_seed(0)
-    start = HarmonicForCausalLM.from_base(str(base), head={"name": "dist", "h_exp": -6.0})
+    start = HarmonicForCausalLM.from_base(str(four_bits), head={"name": "dist", "h_exp": -6.0})
     start.save_pretrained(tmp_path / "start")
     model = HarmonicForCausalLM.from_pretrained(tmp_path / "start")
     settings = LoraConfig(

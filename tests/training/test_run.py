@@ -1,6 +1,5 @@
 """A whole run, and every bad input: one line, before any training."""
 
-import json
 import random
 import re
 import shutil
@@ -8,8 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from harmonic_sft.config import to_yaml
 from harmonic_sft.models import HarmonicForMaskedLM
@@ -20,16 +18,15 @@ from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import check_launch, train
 from harmonic_sft.training.run_config import load_run_config
+from tests.training.conftest import StopAt
 
 
 def start(path, *overrides):
     return train(load_run_config(path, overrides))
 
 
-def test_a_run_leaves_a_model_results_and_a_figure(finished_run):
-    results, folder, printed = finished_run
-    saved = json.loads((folder / "results" / "train.json").read_text())
-    assert saved["final"] == results["final"]
+def test_a_run_leaves_a_model_results_and_a_figure(finished_run, finished_results):
+    saved = finished_results
     assert saved["steps"] == 6
     assert saved["environment"]["versions"]["torch"] == torch.__version__
     assert saved["config"]["training"]["max_steps"] == 6
@@ -38,19 +35,20 @@ def test_a_run_leaves_a_model_results_and_a_figure(finished_run):
     assert saved["tokens_per_second"] > 0
     assert saved["peak_memory_bytes"] > 1e6
     assert len(saved["neighbors_before"]["aa"]) == 5
-    assert (folder / "results" / "train.png").stat().st_size > 1000
-    model = HarmonicForMaskedLM.from_pretrained(folder)
+    assert (finished_run / "results" / "train.png").stat().st_size > 1000
+    model = HarmonicForMaskedLM.from_pretrained(finished_run)
     assert model.h_exp == -4.0
-    assert AutoTokenizer.from_pretrained(folder).mask_token == "[MASK]"
-    names = {path.name for path in folder.rglob("*")}
+    assert AutoTokenizer.from_pretrained(finished_run).mask_token == "[MASK]"
+    names = {path.name for path in finished_run.rglob("*")}
     assert "training_args.bin" not in names  # a pickle
     assert {"optimizer.pt", "trainer_state.json", "modeling_harmonic.py"} <= names
+    printed = finished_run.with_suffix(".txt").read_text()
     for words in ("block 2, trained", "before training", "after training", "unigrams of the text"):
         assert words in printed
 
 
-def test_h_exp_and_the_learning_rate_follow_their_schedules(finished_run):
-    results, *_ = finished_run
+def test_h_exp_and_the_learning_rate_follow_their_schedules(finished_results):
+    results = finished_results
     logged = [entry for entry in results["history"] if "loss" in entry]
     exponents = [entry["h_exp"] for entry in logged]
     assert exponents == pytest.approx([-12 + 8 * step / 6 for step in range(6)])
@@ -110,42 +108,36 @@ def test_a_base_that_did_not_load_is_refused_before_training(make_yaml, tmp_path
     check_base(load_run_config(make_yaml(model=scratch)), None, results["swap"], unigrams)
 
 
-def test_evaluating_the_folder_gives_the_closing_numbers(finished_run, tmp_path, tiny_base):
-    results, finished, _ = finished_run
-    folder = shutil.copytree(finished, tmp_path / "run")
-    again = evaluate_folder(folder, ["training.use_cpu=true"])
+def test_evaluating_the_folder_gives_the_closing_numbers(run_copy, finished_results, tiny_base):
+    again = evaluate_folder(run_copy, ["training.use_cpu=true"])
     for key in ("loss", "accuracy", "tokens", "post_hoc_loss", "h_exp"):
-        assert again["final"][key] == pytest.approx(results["final"][key], rel=1e-6)
+        assert again["final"][key] == pytest.approx(finished_results["final"][key], rel=1e-6)
     with pytest.raises(ValueError, match=r"eval: expected overrides of \['data', 'training'\]"):
-        evaluate_folder(folder, ["head.eps=1e-3"])
+        evaluate_folder(run_copy, ["head.eps=1e-3"])
     with pytest.raises(ValueError, match="eval: expected a harmonic model, got a bert"):
         evaluate_folder(tiny_base)
 
 
-def test_a_run_is_resumed_only_as_it_was(finished_run):
-    results, folder, _ = finished_run
-    path = folder.with_suffix(".yaml")
-    before = (folder / "model.safetensors").read_bytes()
+def test_a_run_is_resumed_only_as_it_was(finished_run, finished_results):
+    path = finished_run.with_suffix(".yaml")
+    before = (finished_run / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true"):
         start(path)
     with pytest.raises(ValueError, match=r"other values for h_exp.end, schedule.decay"):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
-    assert start(path, "resume=true")["final"] == results["final"]
-    assert (folder / "model.safetensors").read_bytes() == before
+    assert start(path, "resume=true")["final"] == finished_results["final"]
+    assert (finished_run / "model.safetensors").read_bytes() == before
 
 
-def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(
-    finished_run, make_yaml, tmp_path
-):
+def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make_yaml):
     """There the seed of the training chose them, and its file names no other."""
-    run_copy = shutil.copytree(finished_run[1], tmp_path / "copy")
     saved = yaml.safe_load((run_copy / "run.yaml").read_text())
     del saved["data"]["eval"]["seed"]
     saved["training"]["seed"] = 7
     (run_copy / "run.yaml").write_text(yaml.safe_dump(saved))
     assert read_run(run_copy)["data"]["eval"]["seed"] == 7
     again = ("resume=true", "training.seed=7", f"training.output_dir={run_copy}")
-    with pytest.raises(ValueError, match=r"got other values for data.eval.seed, training.output"):
+    with pytest.raises(ValueError, match=r"got other values for data.eval.seed. Use"):
         start(make_yaml(), *again)
 
 
@@ -201,7 +193,7 @@ def test_a_run_whose_schedules_stretch_is_not_continued(
     finished_run, make_yaml, tmp_path, sections, reason
 ):
     """The folder is that of a finished run, its file says other schedules."""
-    path, folder = make_yaml(**sections), shutil.copytree(finished_run[1], tmp_path / "run")
+    path, folder = make_yaml(**sections), shutil.copytree(finished_run, tmp_path / "run")
     (folder / "run.yaml").write_text(to_yaml(load_run_config(path)))
     if reason == "no checkpoint":
         for checkpoint in folder.glob("checkpoint-*"):
@@ -212,7 +204,7 @@ def test_a_run_whose_schedules_stretch_is_not_continued(
 
 
 def test_a_run_that_ends_early_is_not_finished(
-    finished_run, make_yaml, tmp_path, monkeypatch, add_callbacks
+    finished_run, finished_results, make_yaml, tmp_path, monkeypatch, add_callbacks
 ):
     path = make_yaml(hub={"push": True, "repo_id": "me/model"})
     for name in ("check_destination", "check_model"):
@@ -229,10 +221,9 @@ def test_a_run_that_ends_early_is_not_finished(
     again = start(path, "resume=true")  # from the checkpoint of step 3
     assert pushed
     assert again["steps"] == 6
-    results, whole, _ = finished_run
-    assert again["final"] == results["final"]
+    assert again["final"] == finished_results["final"]
     names = ("model.safetensors", "checkpoint-6/model.safetensors")
-    assert all((folder / n).read_bytes() == (whole / n).read_bytes() for n in names)
+    assert all((folder / n).read_bytes() == (finished_run / n).read_bytes() for n in names)
 
 
 def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path, monkeypatch):
@@ -242,6 +233,8 @@ def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path,
     (folder / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
         start(make_yaml())
+    with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
+        dry_run(load_run_config(make_yaml(), ["model.base=nobody/nothing"]))
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"expected an empty folder, got .*run"):
         start(make_yaml(), "training.output_dir=~/run")
@@ -252,90 +245,36 @@ def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path,
         start(make_yaml(), f"training.output_dir={folder / 'thesis.txt' / 'a' / 'b'}")
 
 
-def copy_base(tiny_base, folder, *, vocab=None):
-    folder.mkdir()
-    for path in tiny_base.iterdir():
-        if vocab is None or path.name in ("config.json", "model.safetensors"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+NO_BASE = "model.base=nobody/nothing"
+REFUSED = {  # before the base is looked for, if there is none
+    (NO_BASE,): r"model\.base: expected a model that can be loaded, got 'nobody/noth",
+    ("model.base=/nowhere/at/all",): r"model\.base: expected a folder with a config\.json",
+    ("model.base=package:unknown",): r"model\.base: expected one of the packages",
+    ("data.context_length=65",): r"data\.context_length: expected at most the 64 positions",
+    ("data.eval.documents=0", NO_BASE): r"data\.eval\.documents: expected at least 1, got 0",
+    ("data.sources.0.path=missing.txt", NO_BASE): r"sources\[0\]\.path: expected an existing file",
+    ("training.report_to=comet_ml", NO_BASE): (
+        r"^training\.report_to: expected installed packages, got 'comet_ml'\. Run pip install "
+    ),
+}
 
 
-def test_bad_data_is_one_line(make_yaml, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    cases = [
-        ({"sources": [{"path": str(tmp_path / "missing.txt")}]}, "expected an existing file"),
-        ({"sources": [{"path": str(tmp_path / "empty.txt")}]}, "got the empty file"),
-        ({"context_length": 65}, "data.context_length: expected at most the 64 positions"),
-        ({"eval": {"documents": 500}}, "data.eval.documents: expected fewer than the documents"),
-    ]
-    for data, message in cases:
-        with pytest.raises(ValueError, match=message) as caught:
-            start(make_yaml(data=data))
-        assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match=r"column: expected one of .* got 'body'"):
-        start(make_yaml(), "data.sources.0.column=body")
-    with pytest.raises(
-        ValueError, match=r"the Hub cannot be reached|expected a data set on the Hub"
-    ):
-        start(make_yaml(data={"sources": [{"path": "nobody/nothing"}]}))
-    with pytest.raises(ValueError, match=r"sources\[0\]\.path: expected an existing file"):
-        start(make_yaml(), "model.base=nobody/none", "data.sources=[{path: missing.txt}]")
-
-
-def test_a_bad_base_is_one_line(make_yaml, tiny_base, tmp_path):
-    cases = [
-        (
-            "nobody/nothing-here",
-            "model.base: expected a model that can be loaded, got 'nobody/noth",
-        ),
-        (str(tmp_path / "gone"), "model.base: expected a folder with a config.json"),
-        ("package:unknown", "model.base: expected one of the packages"),
-    ]
-    for base, message in cases:
-        with pytest.raises(ValueError, match=message) as caught:
-            start(make_yaml(), f"model.base={base}")
-        assert "\n" not in str(caught.value)
-    folder = copy_base(tiny_base, tmp_path / "damaged")
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("bert.encoder.layer.1.output.dense.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"got 1 weights missing: encoder.layer.1.output.dense"):
-        start(make_yaml(), f"model.base={folder}")
-
-
-def test_a_tokenizer_that_does_not_fit_is_one_line(make_yaml, tiny_base, tmp_path):
-    folder = copy_base(tiny_base, tmp_path / "bare", vocab=False)
-    none = r"tokenizer: expected|model.base: expected a model"
-    with pytest.raises(ValueError, match=none) as caught:
-        start(make_yaml(), f"model.base={folder}")
+@pytest.mark.parametrize("refuse", [train, dry_run])
+@pytest.mark.parametrize("words", REFUSED, ids=lambda words: words[0])
+def test_a_bad_setting_is_one_line_and_makes_no_folder(make_yaml, tmp_path, refuse, words):
+    with pytest.raises(ValueError, match=REFUSED[words]) as caught:
+        refuse(load_run_config(make_yaml(), words))
     assert "\n" not in str(caught.value)
-    vocab = folder / "vocab.txt"
-    vocab.write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(200))])
-    )
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
-    with pytest.raises(
-        ValueError, match="tokenizer: expected ids below the model's vocab_size 109"
-    ):
-        start(make_yaml(), f"model.base={folder}")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    tokenizer.mask_token = None
-    tokenizer.save_pretrained(folder)
-    (folder / "special_tokens_map.json").unlink(missing_ok=True)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["mask_token"] = None
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="tokenizer: expected a mask token, got none"):
-        start(make_yaml(), f"model.base={folder}")
-
-
-def test_a_missing_reporter_is_named_before_data_are_read(make_yaml, tmp_path, monkeypatch):
-    monkeypatch.setattr("harmonic_sft.training.run.prepare", lambda run: pytest.fail("data read"))
-    message = r"^training.report_to: expected installed packages, got 'comet_ml'. Run pip install "
-    with pytest.raises(ValueError, match=message):
-        start(make_yaml(), "training.report_to=comet_ml")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_base_without_a_tokenizer_is_one_line(make_yaml, tiny_base, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_base / name, tmp_path)
+    message = r"tokenizer: expected|model\.base: expected a model"
+    with pytest.raises(ValueError, match=message) as caught:
+        start(make_yaml(), f"model.base={tmp_path}")
+    assert "\n" not in str(caught.value)
 
 
 def test_an_epoch_without_a_batch_is_refused(make_yaml, tmp_path):
@@ -388,30 +327,51 @@ def test_dry_run_loads_nothing_and_writes_nothing(make_yaml, tmp_path, capsys, t
     assert "Fits 24 GiB" in caplog.text
     assert "context_length: 24" in caplog.text
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match=r"model.base: expected a model that can be loaded"):
-        dry_run(load_run_config(path, ["model.base=nobody/nothing"]))
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("data.sources.0.path=missing.txt", r"sources\[0\]\.path: expected an existing file"),
-        ("data.eval.documents=0", r"data\.eval\.documents: expected at least 1, got 0"),
-        ("training.report_to=comet_ml", r"training\.report_to: expected installed packages"),
-        ("model.base=nobody/nothing", r"output_dir: expected an empty folder, got .* other files"),
-    ],
-)
-def test_dry_run_refuses_what_train_refuses_before_loading(make_yaml, tmp_path, word, message):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").touch()
-    with pytest.raises(ValueError, match=message):
-        dry_run(load_run_config(make_yaml(), [word]))
 
 
 def test_dry_run_of_a_run_that_continues(finished_run, caplog):
     caplog.set_level("INFO")
-    path = finished_run[1] / "run.yaml"
+    path = finished_run / "run.yaml"
     with pytest.raises(ValueError, match=r"which holds a run\. Add resume=true"):
         dry_run(load_run_config(path))
     dry_run(load_run_config(path, ["resume=true"]))
     assert "Fits 24 GiB" in caplog.text
+
+
+def test_a_run_is_not_continued_on_other_data_or_with_another_vocabulary(
+    run_copy, text_file, tiny_base, tmp_path
+):
+    def refused(what):
+        with pytest.raises(ValueError, match=f"got others: {what} changed. Restore the files"):
+            start(path, "resume=true")
+
+    path, text, base = run_copy / "run.yaml", tmp_path / "text.txt", tmp_path / "base"
+    shutil.copytree(tiny_base, base)
+    settings = yaml.safe_load(path.read_text())
+    settings["data"]["sources"][0]["path"], settings["model"]["base"] = str(text), str(base)
+    settings["training"]["output_dir"] = str(run_copy)
+    path.write_text(yaml.safe_dump(settings))
+    (run_copy / "results" / "train.json").unlink()
+    lines = text_file.read_text().split("\n")
+    text.write_text("\n".join(["aa", *lines[1:]]))
+    refused("the training rows")
+    text.write_text("\n".join(reversed(lines)))
+    refused("the held-out documents, the evaluation's tokens, the training rows")
+    text.write_text("\n".join(lines))
+    tokenizer = (base / "tokenizer.json").read_text()
+    (base / "tokenizer.json").write_text(re.sub(r'"zd": (\d+)', r'"new": \1', tokenizer))
+    refused("the tokenizer's vocabulary.*")
+    (base / "tokenizer.json").write_text(tokenizer)
+    assert start(path, "resume=true")["steps"] == 6
+
+
+def test_a_stream_is_not_continued_with_other_held_out_documents(
+    make_yaml, text_file, tmp_path, add_callbacks
+):
+    text = shutil.copy(text_file, tmp_path / "text.txt")
+    path = make_yaml(data={"sources": [{"path": str(text), "streaming": True}]})
+    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
+        start(path)
+    text.write_text("\n".join(reversed(text.read_text().split("\n"))))
+    with pytest.raises(ValueError, match="got others: the held-out documents, the eval"):
+        start(path, "resume=true")

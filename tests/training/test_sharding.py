@@ -1,9 +1,6 @@
 """fully_shard on two processes; accelerate would make DDP of FSDP on CPUs without a word."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from harmonic_sft import HarmonicForCausalLM, HarmonicLoss
 from harmonic_sft.training.sharding import shard_
 from tests.decoders import V, save_decoder
+from tests.elsewhere import run_python
 from tests.training import sharded_session
 
 ROOT = Path(__file__).parents[2]
@@ -29,17 +27,8 @@ def base(tmp_path_factory):
 def out(base, tmp_path_factory):
     """What two processes have left."""
     folder = tmp_path_factory.mktemp("out")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    program = str(ROOT / "tests/training/sharded_session.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, program, str(base), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    run_python(*launch, sharded_session.__file__, base, folder, OMP_NUM_THREADS="1")
     return folder
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.checkpoints import load_running_loss
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -114,6 +115,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
+    make_yaml, tmp_path, add_callbacks
+):
+    path = make_yaml(training={"max_steps": 5, "save_steps": 3, "logging_steps": 5})
+    whole = trained(path, f"training.output_dir={tmp_path / 'whole'}")
+    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
+        trained(path)
+    again = prepare(load_run_config(path)).trainer
+    again.claimed = True
+    output = again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    saved = json.loads((checkpoint / "running_loss_0.json").read_text())
+    # That of a session counts its own steps.
+    assert output.training_loss == pytest.approx((5 * losses(whole)[0] - saved["sum"]) / 2)
+    (checkpoint / "running_loss_1.json").write_text(json.dumps({**saved, "sum": 0.0}))
+    assert load_running_loss(checkpoint, again.args) == (saved["sum"] / 2, 0)  # of two processes
+
+
 def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, tmp_path, monkeypatch):
     words = ["head={name: linear, tie: true}", "h_exp=null", "loss={name: cross_entropy}"]
     words += ["model.unfreeze={patterns: ['*']}", "training.max_steps=1"]
@@ -123,12 +143,14 @@ def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, tmp_path, 
     assert not warned
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(finished_run, make_yaml, tmp_path):
-    results, folder, _ = finished_run
+def test_the_same_run_twice_is_the_same_to_the_bit(
+    finished_run, finished_results, make_yaml, tmp_path
+):
     again = train(load_run_config(make_yaml()))
-    assert again["final"] == results["final"]
+    assert again["final"] == finished_results["final"]
     names = ("model.safetensors", "checkpoint-3/model.safetensors")
-    assert all((folder / n).read_bytes() == (tmp_path / "run" / n).read_bytes() for n in names)
+    runs = (finished_run, tmp_path / "run")
+    assert all(len({(run / name).read_bytes() for run in runs}) == 1 for name in names)
 
 
 def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
@@ -221,46 +243,6 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
     assert math.isfinite(resumed["final"]["loss"])
 
 
-def test_a_run_stopped_after_its_last_step_ends_like_a_whole_one(
-    finished_run, make_yaml, tmp_path, monkeypatch
-):
-    """Nothing is left but to evaluate."""
-    path, evaluate = make_yaml(), HarmonicTrainer.evaluate
-
-    def evaluating(self, *args, **kwargs):
-        if self.state.global_step == 6:
-            raise KeyboardInterrupt
-        return evaluate(self, *args, **kwargs)
-
-    monkeypatch.setattr(HarmonicTrainer, "evaluate", evaluating)
-    with pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path))
-    monkeypatch.setattr(HarmonicTrainer, "evaluate", evaluate)
-    again = train(load_run_config(path, ["resume=true"]))
-    results, whole, _ = finished_run
-    assert again["steps"] == 6
-    assert again["final"] == results["final"]
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
-        whole / "model.safetensors"
-    ).read_bytes()
-
-
-def test_evaluation_weighs_tokens_not_batches(make_yaml):
-    ready, values = prepare(load_run_config(make_yaml())), []
-    for size in (1, 3, 16):
-        ready.trainer.args.per_device_eval_batch_size = size
-        values.append(ready.trainer.evaluate()["eval_loss"])
-    model, total, count = ready.trainer.model, 0.0, 0
-    for index in range(len(ready.data.eval)):
-        batch = ready.data.collator([ready.data.eval[index]])
-        tokens = int((batch["labels"] != -100).sum())
-        with torch.no_grad():
-            total += model(**batch).loss.double().item() * tokens
-        count += tokens
-    for value in values:
-        assert value == pytest.approx(total / count, rel=1e-5)
-
-
 def test_gradient_checkpointing_trains_the_same(make_yaml):
     plain = trained(make_yaml(training={"max_steps": 2}))
     checkpointed = trained(make_yaml(training={"gradient_checkpointing": True, "max_steps": 2}))
@@ -269,19 +251,14 @@ def test_gradient_checkpointing_trains_the_same(make_yaml):
     assert [b.gradient_checkpointing for b in backbone.encoder.layer] == [False, False, True]
 
 
-def test_weight_decay_leaves_prototypes_out(make_yaml):
-    trainer = prepare(load_run_config(make_yaml(training={"weight_decay": 0.1}))).trainer
-    names = trainer.get_decay_parameter_names(trainer.model)
-    assert "dist_head.weight" not in names
-    assert "model.backbone.encoder.layer.2.output.dense.weight" in names
-
-
-def test_weight_decay_leaves_tied_prototypes_out(make_yaml):
-    settings = {"model": {"unfreeze": {"patterns": ["*"]}}, "training": {"weight_decay": 0.1}}
-    config = make_yaml(head={"name": "dist", "tie": True}, **settings)
-    trainer = prepare(load_run_config(config)).trainer
+@pytest.mark.parametrize("tie", [False, True])
+def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
+    model = {"unfreeze": {"patterns": ["*"]}} if tie else {}
+    head = {"name": "dist", "tie": tie}
+    path = make_yaml(head=head, model=model, training={"weight_decay": 0.1})
+    trainer = prepare(load_run_config(path)).trainer
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    table = trainer.model.get_input_embeddings().weight
-    assert table is trainer.model.dist_head.weight
+    table = trainer.model.dist_head.weight
+    assert (table is trainer.model.get_input_embeddings().weight) == tie
     assert not [n for n, p in trainer.model.named_parameters() if p is table and n in decayed]
     assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed

@@ -12,6 +12,7 @@ from harmonic_sft.training.output_folder import read_verdicts
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
+from tests.conftest import write_run
 
 NAMES = list(verify.PAIRS)
 PROCESSES = "one process = two"
@@ -70,19 +71,13 @@ def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_ba
     assert "model.base: expected a base whose own head does better" in capsys.readouterr().err
 
 
-def test_what_cannot_be_compared_is_skipped_with_the_reason(make_yaml, tmp_path, only, caplog):
+def test_what_cannot_be_compared_is_skipped_with_the_reason(
+    labelled_settings, tmp_path, only, caplog
+):
     only("padded = packed", "table = stream")
     rows = [{"text": f"aa b{c}", "label": c} for c in "abcd" * 3]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    path = make_yaml(
-        model={"task": "sequence_classification"},
-        head={"name": "dist", "init": "class_means"},
-        data={
-            "sources": [{"path": str(tmp_path / "rows.jsonl")}],
-            "label_column": "label",
-            "eval": {"documents": 2},
-        },
-    )
+    sections = {"data": {"eval": {"documents": 2}}}
+    path = write_run(tmp_path / "run.yaml", labelled_settings(rows, tmp_path), sections)
     caplog.set_level("INFO")
     results = verify.verify(load_run_config(path))
     assert [pair["verdict"] for pair in results["pairs"]] == ["skipped"] * 2

@@ -236,11 +236,11 @@ def test_gains_are_of_pairs_and_the_primary_one_is_outside_the_family(tmp_path):
     generator = np.random.default_rng(0)
     rates = {"linear": {"linear": 0.3 * 2e-4, "dist -12": 2e-4, "cosine": 2e-4}, "dist": {}}
     rates["dist"] = {"linear": 6e-4, "dist -12": 2e-4}
-    tokens = [10, 30, 20]
+    tokens = [10, 30, 20, 10, 20]
     for base, arms in rates.items():
         for arm, rate in arms.items():
             for seed in range(3):
-                losses = (4 + 0.1 * generator.random(3) + 0.3 * (arm == "dist -12")).tolist()
+                losses = (4 + 0.1 * generator.random(5) + 0.3 * (arm == "dist -12")).tolist()
                 row = {"losses": losses, "tokens": tokens, "as_trained": 5.0, "accuracy": 0.3}
                 row["loss"] = float(np.average(losses, weights=tokens))
                 store.get(lambda row=row: row, base=base, arm=arm, rate=rate, seed=seed)
