@@ -141,13 +141,20 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the file of a run without one would hold: the NeoBERT recipe."""
     from harmonic_sft.config import apply_overrides
     from harmonic_sft.models import max_positions
-    from harmonic_sft.training.loading import load_base_config
+    from harmonic_sft.training.loading import MODELS, load_base_config
     from harmonic_sft.training.preparation import task_of
     from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
 
     model = apply_overrides({"model": {"base": options.model}}, options.overrides)["model"]
     config = load_base_config(ModelConfig(base=model["base"], revision=model.get("revision")))
-    task = options.task or model.get("task") or task_of(options.model, config, None)
+    task = options.task or model.get("task")
+    try:
+        task = task or task_of(options.model, config, None)
+    except ValueError as error:
+        raise ValueError(
+            f"--task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} with "
+            f"architectures {config.architectures} does not say which"
+        ) from error
     head = options.head or "dist"
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
     data = {

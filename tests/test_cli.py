@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line errors, entry points, and what is imported when."""
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -180,6 +181,14 @@ def test_a_run_without_a_file_does_what_the_base_does_as_far_as_it_reads(runs, c
     assert main(["train", *given]) == 0
     [run] = runs
     assert (run.model.task, run.data.context_length) == ("causal_lm", 64)
+
+
+def test_a_base_that_says_no_task_asks_for_one(tiny_base, tmp_path, capsys):
+    fields = json.loads((tiny_base / "config.json").read_text())
+    fields["architectures"] = ["BertForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert main(["train", "--model", str(tmp_path), "--dataset", "a.txt"]) == 1
+    assert "error: --task: expected one of ['masked_lm', " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,12 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     logits = head(hidden_states[scored])  # [N, V]
     target_logits = logits.gather(-1, targets.unsqueeze(-1))  # [N, 1]
     # Ties count against the label: a head that gives all classes one logit is never right.
-    ranks = (logits >= target_logits).sum(-1) - 1
+    ranks = logits.shape[-1] - 1 - (logits < target_logits).sum(-1)
     highest, predicted = logits.max(-1, keepdim=True)
     predicted = predicted.squeeze(-1)  # [N]
+    tied = (ranks > 0) & (predicted == targets)  # then another class is the prediction
+    others = logits[tied].scatter(-1, targets[tied].unsqueeze(-1), -torch.inf)
+    predicted[tied] = others.argmax(-1)
     predictions = embeddings[predicted].float()  # [N, D]
     cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1) * (ranks > 0)
     columns = [targets, ranks, predicted, cosines, (target_logits - highest).squeeze(-1)]

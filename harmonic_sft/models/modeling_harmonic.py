@@ -303,7 +303,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 "probability over all classes: take a linear one"
             )
         super().__init__(config)
-        self._drawn: int | None = None
+        self._drawn: Tensor | None = None  # random weights that were never trained
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[B, T, V]` for hidden states `[B, T, D]`.
@@ -311,20 +311,27 @@ class HarmonicClassifier(HarmonicHeadModel):
         Raises:
             ValueError: The head is random and frozen in training.
         """
-        head, learns = self.active_head, self.training and torch.is_grad_enabled()
-        if learns and self._drawn is not None and head is self.dist_head:
-            frozen = not any(weight.requires_grad for weight in head.parameters())
-            if frozen and head.weight._version == self._drawn:
-                raise ValueError(
-                    "dist_head: expected a new head to be trained, got a frozen one with random "
-                    'weights. Under PEFT pass modules_to_save=["dist_head"]'
-                )
+        learns = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if learns and self._drawn is not None:
+            self._check_trained()
         return super()._logits(hidden_states)
 
+    def _check_trained(self) -> None:
+        head, drawn = self.active_head, self._drawn
+        if drawn is None or any(one.requires_grad for one in head.parameters()):
+            return
+        weight = head.weight.detach().cpu()
+        if weight.shape == drawn.shape and torch.equal(weight, drawn):
+            raise ValueError(
+                "dist_head: expected a new head to be trained, got a frozen one with random "
+                'weights. Under PEFT pass modules_to_save=["dist_head"]'
+            )
+        self._drawn = None
+
     def _mark_drawn(self) -> Self:
-        """Remember a head of random weights, until anything is written to them."""
-        weight = self.dist_head.weight
-        self._drawn = None if weight.is_inference() else weight._version
+        """Remember random weights of the head, to tell them from trained ones."""
+        weight = self.dist_head.weight.detach()
+        self._drawn = None if weight.is_meta else weight.cpu().clone()
         return self
 
     @classmethod

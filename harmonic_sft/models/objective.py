@@ -54,8 +54,11 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
 @contextmanager
 def fetched(head: Head) -> Generator[None]:
     """Hold the weights of a head that accelerate keeps elsewhere and fetches in `forward` alone."""
-    hooks: list[Any] = [(module, getattr(module, "_hf_hook", None)) for module in head.modules()]
-    offloaded = [(module, hook) for module, hook in hooks if getattr(hook, "offload", False)]
+    offloaded: list[tuple[Any, Any]] = []
+    for module in head.modules():
+        found = getattr(module, "_hf_hook", None)
+        hooks = getattr(found, "hooks", (found,))  # several in a row, or one
+        offloaded += [(module, hook) for hook in hooks if getattr(hook, "offload", False)]
     for module, hook in offloaded:
         hook.pre_forward(module)
         hook.offload = False  # a `forward` in between is not to take them away again

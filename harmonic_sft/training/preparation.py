@@ -226,13 +226,12 @@ class Preparation:
         if column is None or not self._makes_rows or not isinstance(data, RAW):
             return self.eval_rows(data)
         data = _table(data)
-        if column in data.column_names:
-            return self.eval_rows(data)
-        rows = self._loaded(data, EVAL_NAME, has_labels=False).eval
+        has_labels = column in (data.format["columns"] or data.column_names)
+        rows = self._loaded(data, EVAL_NAME, has_labels=has_labels).eval
         if len(rows) != len(data):
             raise ValueError(
-                f"test_dataset: expected text in all of {len(data)} rows without labels, got only "
-                f"{len(rows)}. Take the others out"
+                f"test_dataset: expected all of {len(data)} rows with a text, got only {len(rows)} "
+                "that can be read. Take the others out"
             )
         return rows
 

@@ -49,6 +49,10 @@ def test_a_head_that_gives_all_classes_one_logit_is_never_right():
     metrics = metrics_of(head, states, labels)
     assert (metrics["accuracy"], metrics["top_5_accuracy"]) == (0, 0)
     assert metrics["loss"] == pytest.approx(math.log(V))
+    found = score(Model(head), [(states, labels)])
+    assert (found.predicted != found.labels).all()
+    pairs = [TABLE[torch.as_tensor(one)] for one in (found.predicted, found.labels)]
+    np.testing.assert_allclose(found.cosines, F.cosine_similarity(*pairs), atol=1e-6)
 
 
 @pytest.mark.parametrize("head_class", [DistLayer, LinearHead])

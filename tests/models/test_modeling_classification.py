@@ -1,5 +1,6 @@
 """Classifiers of texts and words: what the head sees, losses, saving, loading elsewhere."""
 
+import copy
 import inspect
 import json
 import os
@@ -458,9 +459,19 @@ def test_a_random_head_that_peft_leaves_out_is_refused_in_training(published, ta
 def test_a_random_head_of_a_base_is_refused_where_it_is_frozen(base):
     model = make(base).train()
     model.dist_head.requires_grad_(False)
-    with pytest.raises(ValueError, match="dist_head: expected a new head to be trained"):
-        model(**batch())
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="dist_head: expected a new head to be trained"):
+            one(**batch())
     model.dist_head.initialize_(torch.randn(3, 32))
+    model(**batch())
+
+
+def test_a_trained_head_may_be_frozen(base):
+    model = make(base).train()
+    optimizer = torch.optim.AdamW(model.dist_head.parameters(), fused=True)
+    model(**batch()).logits.sum().backward()
+    optimizer.step()  # which leaves no trace in the weight's version
+    model.dist_head.requires_grad_(False)
     model(**batch())
 
 

@@ -103,9 +103,12 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer
         assert found.label_ids is None
         assert "test_loss" not in found.metrics
         assert (found.predictions == expected.predictions).all()
-    blank = Dataset.from_dict({"text": [*texts, " " if isinstance(texts[0], str) else []]})
-    with pytest.raises(ValueError, match=r"test_dataset: expected text in all of 3 .* only 2"):
-        trainer.predict(blank)
+    of_texts = isinstance(texts[0], str)
+    blank = Dataset.from_dict({"text": [*texts, " " if of_texts else []]})
+    known = blank.add_column("label", [*labels, "low" if of_texts else []])
+    for rows in (blank, known.add_column("weight", [1.0] * 3)):
+        with pytest.raises(ValueError, match=r"test_dataset: expected all of 3 rows .* only 2"):
+            trainer.predict(rows)
     with pytest.raises(ValueError, match=r"data.label_column: expected one of"):
         trainer.evaluate(plain)
 
