@@ -1,5 +1,6 @@
 """HarmonicTrainingArguments: transformers' arguments, with those of head, loss and data."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -250,6 +251,8 @@ class HarmonicTrainingArguments(TrainingArguments):
                 )
         if isinstance(self.accelerator_config, dict):
             check_fields(AcceleratorConfig, self.accelerator_config, "training.accelerator_config")
+            # transformers writes into it.
+            self.accelerator_config = copy.deepcopy(self.accelerator_config)
         # transformers has the best evaluation without its weights where it saves more rarely.
         eval_steps = self.eval_steps or self.logging_steps
         in_steps = self.eval_strategy == self.save_strategy == "steps"

@@ -121,23 +121,29 @@ class TerminationCallback(TrainerCallback):
         self.received, self.agreed = True, self.is_alone
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save and stop, in all processes after the same step."""
+        """Save and stop, in all processes after the same step; at an epoch's end save after it."""
         if self.agreed:
             logger.warning(
                 "SIGTERM: training ends with a checkpoint of step %d.", state.global_step
             )
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
+            control.should_save = not _ends_epoch(state)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Take back what transformers does after an epoch, where it is left in the middle.
 
-        At a real end the checkpoint is saved again, with what is evaluated and logged now.
+        At a real end the checkpoint is saved now, with what is evaluated and logged now.
         """
         if self.agreed and control.should_training_stop:
-            is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
+            is_end = _ends_epoch(state)
             control.should_save = is_end
             control.should_evaluate &= is_end
             control.should_log &= is_end
+
+
+def _ends_epoch(state: TrainerState) -> bool:
+    """Whether the step that was taken is the last one of an epoch or of the run."""
+    return state.epoch % 1 == 0 or state.global_step >= state.max_steps
 
 
 def _init_worker(listens: Tensor, init_fn: Callable[[int], None] | None, worker_id: int) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +35,9 @@ def write_manifest(folder: Path, *, rows_per_step: int, frozen_sha256: str | Non
     That of frozen weights is for checkpoints that do not hold them as they are.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:  # on the disk before older checkpoints go
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
     content = {"rows_per_step": rows_per_step, "frozen_sha256": frozen_sha256, "files": files}
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)

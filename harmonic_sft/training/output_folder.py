@@ -112,7 +112,9 @@ def read_run(folder: Path) -> dict[str, Any]:
                 f"{folder / CONFIG_NAME}: expected a section {name}, got a damaged file. {RESTORE}"
             )
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
-    return {**saved, "data": {**saved["data"], "eval": section}}
+    gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which are refused now
+    training = {key: value for key, value in saved["training"].items() if key not in gone}
+    return {**saved, "data": {**saved["data"], "eval": section}, "training": training}
 
 
 def _claimed(folder: Path) -> RunConfig:
@@ -123,7 +125,8 @@ def _claimed(folder: Path) -> RunConfig:
     except ValueError as error:
         path = folder / CONFIG_NAME
         raise ValueError(
-            f"{path}: expected what the run wrote, got a damaged file. {RESTORE}\n{error}"
+            f"{path}: expected a run that this version can continue, got a file that is damaged or "
+            f"has what is refused now. {RESTORE}\n{error}"
         ) from error
 
 

@@ -106,11 +106,10 @@ def train(run: RunConfig) -> dict[str, Any]:
         return _show_finished(run)
     ready = prepare(run)
     checksums = _checksums(ready)
-    if run.resume:
-        _check_unchanged(ready, checksums)
+    is_other = run.resume and _is_changed(ready, checksums)
     _claim(ready.trainer)
     with ready.trainer.folder_lock.hold():
-        before = _measure_before(ready, checksums)
+        before = _measure_before(ready, checksums, again=is_other)
         trained = _train(ready.trainer)
         results = _results(ready, before, trained)
         _publish(ready.trainer, results)
@@ -242,22 +241,28 @@ def _checksums(ready: Ready) -> dict[str, str]:
     return found
 
 
-def _check_unchanged(ready: Ready, checksums: dict[str, str]) -> None:
-    """Refuse to continue on other data: parts of the results would belong to each of them."""
+def _is_changed(ready: Ready, checksums: dict[str, str]) -> bool:
+    """Whether a run begins again on other data than those of its folder.
+
+    Raises:
+        ValueError: It would continue on them: parts of the results would belong to each.
+    """
     folder = ready.trainer.run_config.output_dir
-    if found := changed(folder, ready.data.held_out, checksums):
+    found = changed(folder, ready.data.held_out, checksums)
+    if found and last_checkpoint(folder) is not None:
         raise ValueError(
             f"resume: expected the data and the tokenizer that the run in {str(folder)!r} began "
             f"with, got others: {', '.join(found)} changed. Restore the files of "
             "data.sources and of model.base, or choose another training.output_dir"
         )
+    return bool(found)
 
 
-def _measure_before(ready: Ready, checksums: dict[str, str]) -> dict[str, Any]:
-    """Evaluate the model as loaded; a resumed run remembers what that was."""
+def _measure_before(ready: Ready, checksums: dict[str, str], *, again: bool) -> dict[str, Any]:
+    """Evaluate the model as loaded; a resumed run remembers what that was, unless `again`."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
-    before = read_whole(path)
+    before = None if again else read_whole(path)
     if before is not None:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))

@@ -63,6 +63,7 @@ from harmonic_sft.training.callbacks import (
 from harmonic_sft.training.checkpoints import (
     check_best,
     find_checkpoint,
+    find_damage,
     frozen_sha256,
     load_running_loss,
     read_state,
@@ -215,6 +216,7 @@ class HarmonicTrainer(Trainer):
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
+        self._frozen: str | None = None  # checksum of the frozen weights under LoRA
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
 
@@ -305,7 +307,7 @@ class HarmonicTrainer(Trainer):
         self.run_config = config = self._preparation.configure_trial()
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
-        self._low_precision = low_precision_weights(model)
+        self._low_precision, self._frozen = low_precision_weights(model), None
         if self.args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return model
@@ -406,9 +408,10 @@ class HarmonicTrainer(Trainer):
         """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = Path(self._get_output_dir(trial), name)
-        remove_manifest(folder)
-        if self.args.should_save:  # a damaged one may hold what cannot be written over
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.args.should_save and folder.is_dir():
+            if find_damage(folder) is not None:  # it may hold what cannot be written over
+                shutil.rmtree(folder, ignore_errors=True)
+            remove_manifest(folder)
         self.accelerator.wait_for_everyone()
         # transformers would delete by the clock, and before there is a manifest.
         keep, self.args.save_total_limit = self.args.save_total_limit, None
@@ -419,9 +422,10 @@ class HarmonicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            is_merged = has_lora(unwrapped) and self.args.save == "full"
-            frozen = frozen_sha256(unwrapped) if is_merged else None
-            write_manifest(folder, rows_per_step=rows_per_step(self.args), frozen_sha256=frozen)
+            if has_lora(unwrapped) and self.args.save == "full" and self._frozen is None:
+                self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
+            rows, frozen = rows_per_step(self.args), self._frozen
+            write_manifest(folder, rows_per_step=rows, frozen_sha256=frozen)
             best = self.state.best_model_checkpoint
             rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 

@@ -205,3 +205,11 @@ def test_batches_of_one_row_are_refused_with_several_processes():
     args = SimpleNamespace(n_gpu=1, world_size=2, padding_free=True)
     with pytest.raises(ValueError, match=r"^data\.padding_free: expected false with 2 processes"):
         check_parallelism(args)
+
+
+def test_the_settings_of_accelerate_are_kept_as_they_were_given(tmp_path):
+    given = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    args = HarmonicTrainingArguments(str(tmp_path), accelerator_config=given)
+    args.accelerator_config.gradient_accumulation_kwargs["num_steps"] = 1  # as transformers does
+    assert given == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert args.config_for("model", task="masked_lm").training["accelerator_config"] == given

@@ -79,10 +79,22 @@ def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add
     strategies = {f"{name}_strategy": "epoch" for name in ("save", "eval", "logging")}
     path = make_yaml(training={"max_steps": -1, "num_train_epochs": 2, **strategies})
     whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
-    with add_callbacks(Terminate(step)), pytest.raises(SystemExit):
+    saved = Saved()
+    with add_callbacks(Terminate(step), saved), pytest.raises(SystemExit):
         train(load_run_config(path))
+    assert saved.steps == [step + 1]  # once: nothing is written over
     again = train(load_run_config(path, ["resume=true"]))
     assert compared(again) == compared(whole)
+
+
+class Saved(TrainerCallback):
+    """Notes the steps of checkpoints."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
 
 
 def compared(results):

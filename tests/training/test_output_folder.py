@@ -98,7 +98,8 @@ def test_a_damaged_run_yaml_is_an_error_that_names_it(run_copy):
         train(run)
     path.write_text(text[text.index("data:") :])
     with pytest.raises(
-        ValueError, match=r"run.yaml: expected what the run .*\nmodel: expected a value"
+        ValueError,
+        match=r"run.yaml: expected a run that this .*\nmodel: expected a value",
     ):
         train(run)
 

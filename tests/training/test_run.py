@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from harmonic_sft.config import to_yaml
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.results import read_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import check_base
@@ -363,6 +364,22 @@ def test_a_run_is_not_continued_on_other_data_or_with_another_vocabulary(
     refused("the tokenizer's vocabulary.*")
     (base / "tokenizer.json").write_text(tokenizer)
     assert start(path, "resume=true")["steps"] == 6
+
+
+def test_a_run_without_a_checkpoint_begins_again_on_other_data(
+    make_yaml, text_file, tmp_path, add_callbacks
+):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(reversed(text_file.read_text().split("\n"))))
+    path = make_yaml(data={"sources": [{"path": str(text)}]})
+    with add_callbacks(StopAt(1)), pytest.raises(KeyboardInterrupt):
+        start(path)
+    before = read_results(tmp_path / "run" / "results" / "before.json")
+    shutil.copy(text_file, text)
+    results = start(path, "resume=true")
+    assert results["before"] != before["before"]
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
+    assert (results["before"], results["final"]) == (whole["before"], whole["final"])
 
 
 def test_a_stream_is_not_continued_with_other_held_out_documents(
