@@ -369,6 +369,7 @@ def rows_digest(rows: datasets.Dataset) -> str:
             if pa.types.is_string(column.type):
                 digest.update(json.dumps(column.to_pylist()).encode())
             else:
+                assert pa.types.is_primitive(column.type), "of others NumPy has addresses"
                 digest.update(column.to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest()
 

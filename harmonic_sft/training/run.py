@@ -67,6 +67,7 @@ from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
+EVAL_TOKENS = "the evaluation's tokens"
 DISTRIBUTED_PLUGINS = {  # why each is refused
     "ACCELERATE_USE_FSDP": "evaluations would read shards of the head",
     "ACCELERATE_USE_DEEPSPEED": "it keeps weights of its own, and prototypes would lose norm 1",
@@ -111,7 +112,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     with ready.trainer.folder_lock.hold():
         before = _measure_before(ready, checksums, again=is_other)
         trained = _train(ready.trainer)
-        results = _results(ready, before, trained)
+        results = _results(ready, before, trained, eval_sha256=checksums[EVAL_TOKENS])
         _publish(ready.trainer, results)
     return results
 
@@ -234,7 +235,7 @@ def _checksums(ready: Ready) -> dict[str, str]:
     vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
     found = {
         "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
-        "the evaluation's tokens": fingerprint(data.eval),
+        EVAL_TOKENS: fingerprint(data.eval),
     }
     if isinstance(data.train, MaskedRows):
         found["the training rows"] = rows_digest(data.train.rows)
@@ -363,7 +364,9 @@ def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerStat
     return read_state(checkpoint, needs_best=trainer.args.load_best_model_at_end)
 
 
-def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
+def _results(
+    ready: Ready, before: dict[str, Any], trained: dict[str, Any], *, eval_sha256: str
+) -> dict[str, Any]:
     """Gather what is written about a run, from all processes."""
     trainer, run = ready.trainer, ready.trainer.run_config
     left_out, duplicates = _left_out(ready)
@@ -377,7 +380,7 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
         "neighbors_after": _neighbors(ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": eval_sha256},
         "peak_memory_bytes": peak_memory_bytes(),
         "verified": read_verdicts(run.output_dir),
         "config": to_plain(run),
