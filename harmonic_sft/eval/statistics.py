@@ -80,8 +80,8 @@ def document_interval(
     the normal distribution: those of the level itself would hold the mean too rarely.
 
     Source:
-        Hesterberg 2015, What Teachers Should Know About the Bootstrap, Sec. 4.2.2, the expanded
-        percentile interval, for `MIN_DOCUMENTS` or more.
+        Hesterberg 2015, What Teachers Should Know About the Bootstrap, American Statistician 69:
+        the expanded percentile interval.
 
     Args:
         values: `[N]`, of every token; of a comparison, the differences between two models.
