@@ -16,22 +16,9 @@ from experiments import (
     multi_head_toy,
     small_gpt,
 )
+from experiments.harmonic_loss import command as harmonic_loss
+from experiments.worth_it import command as worth_it
 from harmonic_sft.training.callbacks import StoppedError
-
-
-def harmonic_loss(name: str, arguments: Sequence[str]) -> None:
-    """Run a figure of the harmonic-loss paper, which needs scikit-learn as the others do not."""
-    from experiments.harmonic_loss.command import main as run_figure
-
-    run_figure(name, arguments)
-
-
-def worth_it(name: str, arguments: Sequence[str]) -> None:
-    """Run a part of the deciding experiments, which load an encoder."""
-    from experiments.worth_it.command import main as run_part
-
-    run_part(name, arguments)
-
 
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,
@@ -40,8 +27,8 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "geometry_note": geometry_note.main,
     "multi_head_toy": multi_head_toy.main,
     "multi_head_modular_addition": multi_head_modular_addition.main,
-    "harmonic_loss": harmonic_loss,
-    "worth_it": worth_it,
+    "harmonic_loss": harmonic_loss.main,
+    "worth_it": worth_it.main,
     "small_gpt": small_gpt.main,
     "kitsunp": kitsunp.main,
     "draw": figures.main,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
+from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval, verdict
 
 METRICS = {  # title, scale, digits
     "loss": ("loss, nats", 1, 3),
@@ -40,6 +40,18 @@ def decide(differences: Sequence[dict[str, Any]]) -> None:
     """Give the differences of one table a `verdict`, after Holm's correction over all of them."""
     for difference, p in zip(differences, holm([one["p"] for one in differences]), strict=True):
         difference["verdict"] = verdict(difference, p)
+
+
+def correct(rows: Sequence[dict[str, Any]]) -> None:
+    """Give rows `p_holm`, that of their `difference` corrected for all of them, and `verdict`."""
+    for row, p in zip(rows, holm([row["difference"]["p"] for row in rows]), strict=True):
+        row |= {"p_holm": p, "verdict": verdict(row["difference"], p)}
+
+
+def reject(rows: Sequence[dict[str, Any]], key: str = "gain") -> None:
+    """Give rows `rejected`, whether Holm's procedure over all of them says that of row[key]."""
+    for row, p in zip(rows, holm([row[key]["p"] for row in rows]), strict=True):
+        row["rejected"] = p is not None and p <= 1 - LEVEL
 
 
 def show_difference(difference: dict[str, Any], *, scale: float = 1, digits: int = 2) -> str:

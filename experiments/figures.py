@@ -85,7 +85,7 @@ def draw_family(payload: Payload, out_png: Path) -> Path:
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, series) in zip(all_axes, panels, strict=True):
         for (label, found), color, marker in zip(series, (CURRENT, POST_HOC), "oD", strict=False):
-            _draw_spread(axes, found, label, color, marker)
+            draw_spread(axes, found, label, color, marker)
         axes.set_xlabel(title)
         if len(series) > 1:
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
@@ -123,24 +123,22 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     rows = settings[shown]["rows"]
     heads = [row["num_heads"] for row in rows]
     means = [row["mean_percent"] for row in rows]
-    least = [min(row["percent"]) for row in rows]
-    most = [max(row["percent"]) for row in rows]
     label = f"{describe_setting(settings[shown])}: mean and range of {payload['num_seeds']} seeds"
-    panels[0].fill_between(heads, least, most, color=CURRENT, alpha=0.18, linewidth=0)
-    panels[0].plot(heads, means, "o-", color=CURRENT, linewidth=2.0, ms=5, label=label)
+    _draw_range(panels[0], heads, [row["percent"] for row in rows], means, CURRENT, label)
     blog = payload["blog_percent"]
     label = "blog: one run, settings unknown"
     panels[0].plot(list(map(int, blog)), blog.values(), "D", color=POST_HOC, ms=6, label=label)
-    panels[0].set_xscale("log", base=2)
-    panels[0].set_xticks(heads, [str(num_heads) for num_heads in heads])
-    panels[0].set_xlabel("heads M")
     panels[0].set_ylabel("variance in two components (%)")
     panels[0].set_title("hollow: Bayes loss not reached", loc="left", fontsize="medium")
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False
     )
     for index, color in ((shown, CURRENT), (len(settings) - 1, POST_HOC)):
-        _draw_silhouettes(panels[1], settings[index], color)
+        values = [row["silhouette"] for row in settings[index]["rows"]]
+        label = f"{settings[index]['num_classes']} classes"
+        _draw_range(panels[1], heads, values, [fmean(one) for one in values], color, label)
+    panels[1].set_ylabel("silhouette of the classes")
+    panels[1].set_title("mean and range of the seeds", loc="left", fontsize="medium")
     panels[1].legend(**LEGEND)
     for axes, row in zip(panels[2:], [rows[0], rows[-1]], strict=True):
         _draw_tokens(axes, row)
@@ -157,8 +155,7 @@ def draw_multi_head_modular_addition(payload: Payload, out_png: Path) -> Path:
         label = f"{row['num_heads']} head{'s' * (row['num_heads'] > 1)}"
         curves.plot(places, row["curves"]["test"], color=color, linewidth=1.8, label=label)
         curves.plot(places, row["curves"]["train"], "--", color=color, linewidth=1.0)
-    curves.set_xscale("log")
-    curves.set_xlabel("epoch")
+    curves.set(xscale="log", xlabel="epoch")
     curves.set_ylabel(f"accuracy, mean of {payload['num_seeds']} seeds")
     curves.set_title("test (solid) and training (dashed)", loc="left", fontsize="medium")
     curves.legend(**LEGEND)
@@ -174,8 +171,10 @@ def draw_multi_head_modular_addition(payload: Payload, out_png: Path) -> Path:
     epochs.set_yscale("log")
     epochs.set_xticks(range(len(rows)), [_arrivals(row) for row in rows])
     epochs.set_xlim(-0.5, len(rows) - 0.5)
-    epochs.set_xlabel("heads M, and seeds whose test accuracy arrives")
-    epochs.set_ylabel("epoch at which accuracy passes 0.9")
+    epochs.set(
+        xlabel="heads M, and seeds whose test accuracy arrives",
+        ylabel="epoch at which accuracy passes 0.9",
+    )
     epochs.set_title("one dot per seed, line: median", loc="left", fontsize="medium")
     epochs.legend(**LEGEND)
     return save_figure(figure, out_png, grid="both")
@@ -206,10 +205,9 @@ def draw_calibration(payload: Payload, out_png: Path) -> Path:
     rows = payload["rows"]
     kinds = [("ece", "as trained", CURRENT), ("post_hoc_ece", "best post hoc", POST_HOC)]
     for shift, (key, label, color) in zip((-0.12, 0.12), kinds, strict=True):
-        found = [_scaled(row[key], 100) for row in rows]
-        _draw_spread(axes, found, label, color, "o", shift=shift)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.invert_yaxis()
+        found = [scaled(row[key], 100) for row in rows]
+        draw_spread(axes, found, label, color, "o", shift=shift)
+    name_rows(axes, [row["name"] for row in rows])
     axes.set_xlabel(f"calibration error (%), {len(payload['seeds'])} seeds")
     axes.legend(**LEGEND)
     return save_figure(figure, out_png, grid="both")
@@ -226,8 +224,7 @@ def draw_tokens(payload: Payload, out_png: Path) -> Path:
             axes.plot(places, curve["losses"], "o-", ms=3, color=color, linewidth=1.2, label=label)
     for level in payload["levels"]:
         axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=0.9)
-    axes.set_xlabel("thousands of tokens seen")
-    axes.set_ylabel("validation loss (nats), best post hoc")
+    axes.set(xlabel="thousands of tokens seen", ylabel="validation loss (nats), best post hoc")
     axes.legend(**LEGEND)
     return save_figure(figure, out_png, grid="both")
 
@@ -242,14 +239,12 @@ def draw_refresh(payload: Payload, out_png: Path) -> Path:
             means = [100 * value["mean"] for value in row["kept"][kind]]
             label = row["name"] if kind == "weighted" else None
             drift.plot(row["steps"], means, line, ms=4, color=color, linewidth=1.3, label=label)
-    drift.set_xlabel("optimizer step")
-    drift.set_ylabel("first neighbors left (%)")
+    drift.set(xlabel="optimizer step", ylabel="first neighbors left (%)")
     drift.set_title("tokens of the text (solid), all (dashed)", loc="left", fontsize="medium")
     drift.legend(**LEGEND)
     names = [str(row["refresh_every"] or "never") for row in rows]
     _draw_values(losses, names, [row["post_hoc_loss"] for row in rows])
-    losses.set_xlabel("steps between refreshes")
-    losses.set_ylabel("post-hoc loss (nats)")
+    losses.set(xlabel="steps between refreshes", ylabel="post-hoc loss (nats)")
     return save_figure(figure, out_png, grid="both")
 
 
@@ -288,8 +283,7 @@ def draw_sweep(payload: Payload, out_png: Path) -> Path:
         for axes, (key, title, scale) in zip(line, kinds, strict=True):
             names = [f"{row['value']:g}" for row in rows]
             _draw_values(axes, names, [row[key] for row in rows], scale=scale)
-            axes.set_xlabel(knob)
-            axes.set_ylabel(title)
+            axes.set(xlabel=knob, ylabel=title)
     return save_figure(figure, out_png, grid="both")
 
 
@@ -298,11 +292,9 @@ def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
     figure = new_figure(width=11.0, height=4.0)
     axes, leash = figure.subplots(1, 2, width_ratios=[1.4, 1])
     found = [*payload["differences"], *payload["controls"]]
-    _draw_spread(axes, [_scaled(one, 1) for one in found], "95 % interval", CURRENT, "o")
+    draw_spread(axes, [scaled(one) for one in found], "95 % interval", CURRENT, "o")
     labels = {"best_loss": "", "few_shot": ", after 8 rows"}
-    names = [f"{one['arm']} - {one['against']}{labels[one['value']]}" for one in found]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    name_rows(axes, [f"{one['arm']} - {one['against']}{labels[one['value']]}" for one in found])
     axes.axvline(0, color=REFERENCE, linewidth=1.0)
     axes.set_xlabel(f"difference in loss (nats a token), {payload['num_seeds']} seeds")
     for penalty, color in (("kl", TRAINING), ("w2", POST_HOC)):
@@ -312,8 +304,7 @@ def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
             )
             label = penalty.upper() if number == 0 else None
             leash.plot(*zip(*curve, strict=True), "o-", ms=4, color=color, label=label)
-    leash.set_xlabel("reward (cosine), a line for each seed")
-    leash.set_ylabel("forgotten (nats a token)")
+    leash.set(xlabel="reward (cosine), a line for each seed", ylabel="forgotten (nats a token)")
     leash.legend(**LEGEND)
     return save_figure(figure, out_png, grid="both")
 
@@ -366,11 +357,11 @@ def _family_panels(
     """Return the panels: a title, and what is drawn of every row under which name."""
 
     def metric(key: str, scale: float = 1) -> Spreads:
-        return [_scaled(row["metrics"].get(key), scale) for row in rows]
+        return [scaled(row["metrics"].get(key), scale) for row in rows]
 
     def similarity(key: str) -> Spreads:
         sets = [row.get("word_similarity", {}).get(rated, {}) for row in rows]
-        return [_scaled(one.get(key), 1) for one in sets]
+        return [scaled(one.get(key)) for one in sets]
 
     def cost(key: str) -> Spreads:
         return [(row["cost"][key], 0.0) if "cost" in row else None for row in rows]
@@ -402,13 +393,13 @@ def _difference(row: Row, key: str, scale: float) -> tuple[float, float] | None:
     return found and (scale * found["mean"], scale * (found["half_width"] or 0.0))
 
 
-def _scaled(value: dict[str, Any] | None, scale: float) -> tuple[float, float] | None:
+def scaled(value: dict[str, Any] | None, scale: float = 1) -> tuple[float, float] | None:
     """Return mean and half of the interval, 0 where one seed has none."""
     return None if value is None else (scale * value["mean"], scale * (value["half_width"] or 0.0))
 
 
-def _draw_spread(
-    axes: "Axes", values: Spreads, label: str, color: str, marker: str, *, shift: float = 0
+def draw_spread(
+    axes: "Axes", values: Spreads, label: str | None, color: str, marker: str, *, shift: float = 0
 ) -> None:
     """Draw means and spreads, one row for each value that is known."""
     known = [(place + shift, *value) for place, value in enumerate(values) if value is not None]
@@ -416,6 +407,12 @@ def _draw_spread(
     axes.errorbar(
         means, places, xerr=spreads, fmt=marker, color=color, ms=5, capsize=3, label=label
     )
+
+
+def name_rows(axes: "Axes", names: Sequence[str]) -> None:
+    """Name the rows that `draw_spread` draws, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
 
 
 def _draw_values(
@@ -442,21 +439,21 @@ def _draw_setting(axes: "Axes", setting: Row, tolerance: float) -> None:
         axes.plot(*place, "o", ms=4, color=line.get_color(), markerfacecolor=face)
 
 
-def _draw_silhouettes(axes: "Axes", setting: Row, color: str) -> None:
-    """Draw mean and range of the silhouettes over the number of heads."""
-    rows = setting["rows"]
-    heads = [row["num_heads"] for row in rows]
-    values = [row["silhouette"] for row in rows]
-    label = f"{setting['num_classes']} classes"
-    means = [fmean(one) for one in values]
-    axes.plot(heads, means, "o-", color=color, linewidth=2.0, label=label)
+def _draw_range(
+    axes: "Axes",
+    heads: Sequence[int],
+    values: Sequence[Sequence[float]],
+    means: Sequence[float],
+    color: str,
+    label: str,
+) -> None:
+    """Draw mean and range of the seeds over the number of heads."""
     least, most = zip(*((min(one), max(one)) for one in values), strict=True)
     axes.fill_between(heads, least, most, color=color, alpha=0.18, linewidth=0)
+    axes.plot(heads, means, "o-", color=color, linewidth=2.0, ms=5, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(heads, [str(num_heads) for num_heads in heads])
     axes.set_xlabel("heads M")
-    axes.set_ylabel("silhouette of the classes")
-    axes.set_title("mean and range of the seeds", loc="left", fontsize="medium")
 
 
 def _draw_tokens(axes: "Axes", row: Row) -> None:
@@ -466,8 +463,7 @@ def _draw_tokens(axes: "Axes", row: Row) -> None:
         part = slice(index * size, (index + 1) * size)
         axes.plot(row["x"][part], row["y"][part], "o", color=color, ms=5, alpha=0.8, label=name)
     axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xlabel("first component")
-    axes.set_ylabel("second component")
+    axes.set(xlabel="first component", ylabel="second component")
     percent = f"{row['percent'][0]:.1f} %"
     axes.set_title(f"M = {row['num_heads']}, seed 0: {percent}", loc="left", fontsize="medium")
     axes.legend(fontsize="x-small", framealpha=0.9, edgecolor="none")

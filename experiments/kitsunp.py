@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.cost import HeadStep, allocated_peak, measure
-from harmonic_sft.eval.statistics import t_interval
+from experiments.evidence import spread
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import DistLayer, Head, LinearHead
 from harmonic_sft.results import environment, show_table, write_results
@@ -170,7 +170,7 @@ def convergence(seeds: Sequence[int], steps: int) -> dict[str, Any]:
                     optimizer.step()
                 norms.append(head.weight.detach().norm().item())
             growth[head.settings()["name"]].append(norms[1] / norms[0])
-    found = {name: {**t_interval(values), "values": values} for name, values in growth.items()}
+    found = {name: spread(values) for name, values in growth.items()}
     return {
         "claim": "finite convergence",
         "steps": steps,

@@ -11,6 +11,7 @@ import torch
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
+from experiments.evidence import paired_difference
 from experiments.figures import describe_setting
 from experiments.stacked import (
     StackedMLP,
@@ -19,7 +20,7 @@ from experiments.stacked import (
     reproduce,
     seeded_generators,
 )
-from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
+from harmonic_sft.eval.statistics import holm, show_interval, verdict
 from harmonic_sft.results import show_table
 
 NUM_EPOCHS = 2000
@@ -159,10 +160,10 @@ def compare_silhouettes(settings: Sequence[dict[str, Any]]) -> list[dict[str, An
         For each setting `num_classes`, `gain` (see `t_interval`) and, after Holm's correction over
         the settings, `verdict`: "higher" is tighter.
     """
-    gains = []
-    for setting in settings:
-        one, most = setting["rows"][0]["silhouette"], setting["rows"][-1]["silhouette"]
-        gains.append(t_interval([b - a for a, b in zip(one, most, strict=True)]))
+    gains = [
+        paired_difference(*(setting["rows"][place]["silhouette"] for place in (-1, 0)))
+        for setting in settings
+    ]
     return [
         {"num_classes": setting["num_classes"], "gain": gain, "verdict": verdict(gain, p)}
         for setting, gain, p in zip(settings, gains, holm([g["p"] for g in gains]), strict=True)

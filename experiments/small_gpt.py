@@ -159,8 +159,7 @@ def read_other(folder: Path, corpus: gpt.Corpus) -> Tensor:
     if not (folder / OTHER_TEXT).is_file():
         raise ValueError(f"data: expected a file {OTHER_TEXT} in {str(folder)!r}, got none")
     ids = torch.tensor(corpus.tokenizer.encode((folder / OTHER_TEXT).read_text()).ids)
-    rows = ids[: len(ids) // (gpt.CONTEXT + 1) * (gpt.CONTEXT + 1)].view(-1, gpt.CONTEXT + 1)
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return gpt.cut_rows(ids, gpt.CONTEXT)
 
 
 def build(arm: str, seed: int) -> tuple[nn.ModuleList, Callable[[Tensor, Tensor], Tensor]]:
@@ -197,14 +196,13 @@ def _tied(settings: dict[str, Any], body: GPT2Model) -> Head:
 
 def _rate(arm: str, corpus: gpt.Corpus, num_steps: int) -> dict[str, Any]:
     """Choose the learning rate of an arm: validation losses of short runs of another seed."""
-    losses = []
-    for rate in RATES:
+
+    def curve(rate: float) -> list[list[float]]:
         model, loss_fn = build(arm, gpt.TUNING_SEED)
         num = min(TUNING_STEPS, num_steps)
-        curve = gpt.fit(model, loss_fn, rate, gpt.TUNING_SEED, corpus, num)
-        losses.append([rate, curve[-1][1]])
-    known = [(loss, rate) for rate, loss in losses if math.isfinite(loss)]
-    return {"rate": min(known)[1], "losses": [[rate, loss] for loss, rate in known]}
+        return gpt.fit(model, loss_fn, rate, gpt.TUNING_SEED, corpus, num)
+
+    return gpt.sweep(curve, RATES)
 
 
 def run_once(
@@ -215,19 +213,14 @@ def run_once(
     curve = gpt.fit(model, loss_fn, rate, seed, corpus, num_steps)
     body: Any = model[0]
     head: Any = model[1]
-    fitted = gpt.evaluate(body, head, corpus.validation, gpt.FACTORS)["losses"]
-    best = gpt.FACTORS[fitted.index(min(fitted))]
-    found = gpt.evaluate(body, head, corpus.test, (1.0, best))
+    scores = gpt.score(body, head, corpus)
     validation, rest = other[: gpt.NUM_VALIDATION], other[gpt.NUM_VALIDATION :]
     test, shots = rest[: gpt.NUM_TEST], rest[gpt.NUM_TEST :].split(NUM_SHOTS)[seed]
     policy = {"leash": leash(body, corpus, seed)} if arm == "linear" else {}
     return policy | {
         "curve": curve,
-        "loss": found["losses"][0],
-        "best_loss": found["losses"][1],
-        "best_factor": best,
-        "accuracy": found["accuracy"],
-        **few_shot(body, head, shots, validation, test, best),
+        **scores,
+        **few_shot(body, head, shots, validation, test, scores["best_factor"]),
     }
 
 

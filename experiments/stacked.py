@@ -4,6 +4,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +46,36 @@ class StackedMLP(nn.Module):
         width: int = 100,
     ):
         super().__init__()
-
-        def draw(*shape: int, fan_in: int) -> nn.Parameter:
-            bound = fan_in**-0.5
-            draws = [torch.empty(shape).uniform_(-bound, bound, generator=g) for g in generators]
-            return nn.Parameter(torch.stack(draws))
-
-        features = num_inputs * hidden_size
-        self.embedding = draw(vocab_size, hidden_size, fan_in=hidden_size)
-        self.weight_in = draw(features, width, fan_in=features)
-        self.bias_in = draw(1, width, fan_in=features)
-        self.weight_out = draw(width, hidden_size, fan_in=width)
-        self.bias_out = draw(1, hidden_size, fan_in=width)
+        draw, features = partial(draw_uniform, generators), num_inputs * hidden_size
+        self.embedding = draw(vocab_size, hidden_size, bound=hidden_size**-0.5)
+        self.weight_in = draw(features, width, bound=features**-0.5)
+        self.bias_in = draw(1, width, bound=features**-0.5)
+        self.weight_out = draw(width, hidden_size, bound=width**-0.5)
+        self.bias_out = draw(1, hidden_size, bound=width**-0.5)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states `[S, N, D]` for input ids `[S, N, num_inputs]`."""
-        num_seeds, vocab_size, _ = self.embedding.shape
-        offsets = vocab_size * torch.arange(num_seeds).view(-1, 1, 1)
-        embeddings = F.embedding(input_ids + offsets, self.embedding.flatten(0, 1))
-        inner = torch.baddbmm(self.bias_in, embeddings.flatten(2), self.weight_in)
+        embeddings = embed(input_ids, self.embedding).flatten(2)
+        inner = torch.baddbmm(self.bias_in, embeddings, self.weight_in)
         return torch.baddbmm(self.bias_out, F.silu(inner), self.weight_out)  # [S, N, D]
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
     """Return one generator for each seed, so that a seed draws the same beside any others."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def draw_uniform(generators: Sequence[torch.Generator], *shape: int, bound: float) -> nn.Parameter:
+    """Return a parameter `[S, *shape]`, uniform from -bound to bound."""
+    draws = [torch.empty(shape).uniform_(-bound, bound, generator=g) for g in generators]
+    return nn.Parameter(torch.stack(draws))
+
+
+def embed(input_ids: Tensor, embedding: Tensor) -> Tensor:
+    """Return the rows `[S, N, T, D]` of `[S, V, D]` that input ids `[S, N, T]` name."""
+    num_seeds, vocab_size, _ = embedding.shape
+    offsets = vocab_size * torch.arange(num_seeds).view(-1, 1, 1)
+    return F.embedding(input_ids + offsets, embedding.flatten(0, 1))
 
 
 def multi_head_log_probs(hidden_states: Tensor, prototypes: Tensor, num_heads: int) -> Tensor:

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from harmonic_sft.models import AffineLogits, DistanceLogits
 from harmonic_sft.ops import (
-    Impl,
     LossOptions,
     chunked_loss,
     distance_cross_entropy,
@@ -25,6 +24,7 @@ BASELINE = "linear, full logits"
 FLOOR = "three bare products"
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+BuildFn = Callable[[torch.device], LossFn]
 
 
 class Unavailable(Exception):
@@ -100,24 +100,9 @@ class Inputs(NamedTuple):
         self.hidden_states.grad = self.prototypes.grad = None
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether 16-bit hidden states meet float32 prototypes."""
-        return self.hidden_states.dtype != self.prototypes.dtype
-
-    @property
     def gradient_bytes(self) -> int:
         """The least that a step has to allocate."""
         return self.hidden_states.nbytes + self.prototypes.nbytes
-
-
-class Step(Protocol):
-    """One measured step: `prepare` is not timed, calling it is."""
-
-    def prepare(self, inputs: Inputs) -> None:
-        """Bring the gradients into the state in which the step wants them."""
-
-    def __call__(self, inputs: Inputs) -> None:
-        """Make the gradients."""
 
 
 @dataclass(frozen=True)
@@ -161,52 +146,38 @@ class BareProducts:
         torch.mm(self.logits.T, self.hidden_states, out=self.gradients[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
+Step = LossStep | BareProducts  # `prepare` is not timed, calling it is
+
+
+class Arm(NamedTuple):
     """A loss to be measured.
 
     Attributes:
         build_fn: Makes the mean loss for a device; `Unavailable` if it cannot.
         is_ours: Whether this package makes it.
-        head: Which function it computes.
         products: How many matrix products it is measured against.
-        h_exp: Of a distance head.
-        label_smoothing: Share of the target spread over all classes.
-        accurate: Its gradient is that of the cross-entropy.
         devices: Where it applies.
-        compiles: The first step at a size compiles for that size.
     """
 
-    build_fn: Callable[[torch.device], LossFn]
+    build_fn: BuildFn
     is_ours: bool = True
-    head: Literal["linear", "euclidean", "sphere"] = "euclidean"
     products: int = 3
-    h_exp: float = -14.0
-    label_smoothing: float = 0.0
-    accurate: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
-    compiles: bool = False
 
 
-def _distance(
-    h_exp: float | Tensor = -14.0,
-    unit_sphere: bool = False,
-    impl: Impl = "chunked",
-    options: LossOptions | None = None,
-) -> Callable[[torch.device], LossFn]:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        return distance_cross_entropy(
-            hidden_states,
-            prototypes,
-            labels,
-            h_exp=h_exp,
-            unit_sphere=unit_sphere,
-            reduction="mean",
-            options=options or LossOptions(),
-            impl=impl,
-        )
+def _distance(**settings: Any) -> BuildFn:
+    given: dict[str, Any] = {
+        "h_exp": -14.0,
+        "unit_sphere": False,
+        "reduction": "mean",
+        "impl": "chunked",
+    }
+    return lambda device: partial(distance_cross_entropy, **given | settings)
 
-    return lambda device: mean_loss
+
+def _learned_exponent(device: torch.device) -> LossFn:
+    h_exp = torch.tensor(-14.0, device=device, requires_grad=True)
+    return _distance(h_exp=h_exp)(device)
 
 
 def _with_metrics(device: torch.device) -> LossFn:
@@ -219,29 +190,17 @@ def _with_metrics(device: torch.device) -> LossFn:
     return mean_loss
 
 
-def _learned_exponent(device: torch.device) -> LossFn:
-    h_exp = torch.tensor(-14.0, device=device, requires_grad=True)
-    return _distance(h_exp)(device)
-
-
-def _linear(options: LossOptions | None = None) -> Callable[[torch.device], LossFn]:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            hidden_states,
-            prototypes,
-            labels,
-            reduction="mean",
-            options=options or LossOptions(),
-            impl="chunked",
-        )
-
-    return lambda device: mean_loss
+def _linear(**settings: Any) -> BuildFn:
+    return lambda device: partial(
+        linear_cross_entropy, reduction="mean", impl="chunked", **settings
+    )
 
 
 def _linear_bias(device: torch.device) -> LossFn:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
         bias = prototypes.new_zeros(len(prototypes), requires_grad=True)
-        return _linear(LossOptions(class_bias=bias))(device)(hidden_states, prototypes, labels)
+        loss_fn = _linear(options=LossOptions(class_bias=bias))(device)
+        return loss_fn(hidden_states, prototypes, labels)
 
     return mean_loss
 
@@ -256,7 +215,7 @@ def _distilled(device: torch.device) -> LossFn:
     return mean_loss
 
 
-def _transported(*, moving: bool) -> Callable[[torch.device], LossFn]:
+def _transported(*, moving: bool) -> BuildFn:
     def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
         points = prototypes if moving else prototypes.detach()
         logits = AffineLogits(hidden_states, prototypes)
@@ -265,10 +224,6 @@ def _transported(*, moving: bool) -> Callable[[torch.device], LossFn]:
         return loss.loss.sum() / len(labels)
 
     return lambda device: mean_loss
-
-
-def _compiled_linear(device: torch.device) -> LossFn:
-    return torch.compile(linear_full_logits, dynamic=False)
 
 
 def _transformers(device: torch.device) -> LossFn:
@@ -312,59 +267,41 @@ def _import(module: str) -> Any:
         raise Unavailable(str(error)) from error
 
 
+SMOOTHING = LossOptions(label_smoothing=0.1)
 ARMS = {
-    BASELINE: Arm(build_fn=lambda device: linear_full_logits, is_ours=False, head="linear"),
+    BASELINE: Arm(lambda device: linear_full_logits, is_ours=False),
     # ForCausalLMLoss is the same but for the shift.
-    "transformers ForMaskedLMLoss": Arm(build_fn=_transformers, is_ours=False, head="linear"),
-    "torch F.linear_cross_entropy": Arm(build_fn=_torch_linear, is_ours=False, head="linear"),
-    "torch F.linear_cross_entropy, chunked": Arm(
-        build_fn=_torch_chunked, is_ours=False, head="linear"
-    ),
+    "transformers ForMaskedLMLoss": Arm(_transformers, is_ours=False),
+    "torch F.linear_cross_entropy": Arm(_torch_linear, is_ours=False),
+    "torch F.linear_cross_entropy, chunked": Arm(_torch_chunked, is_ours=False),
     "linear, torch.compile": Arm(
-        build_fn=_compiled_linear, is_ours=False, head="linear", compiles=True
+        lambda device: torch.compile(linear_full_logits, dynamic=False), is_ours=False
     ),
-    "Liger": Arm(build_fn=_liger, is_ours=False, head="linear", devices=("cuda",)),
-    "cut-cross-entropy": Arm(
-        build_fn=_cut_cross_entropy, is_ours=False, head="linear", compiles=True
-    ),
+    "Liger": Arm(_liger, is_ours=False, devices=("cuda",)),
+    "cut-cross-entropy": Arm(_cut_cross_entropy, is_ours=False),
     "linear, full logits, smoothing": Arm(
-        build_fn=lambda device: partial(linear_full_logits, label_smoothing=0.1),
-        is_ours=False,
-        head="linear",
-        label_smoothing=0.1,
+        lambda device: partial(linear_full_logits, label_smoothing=0.1), is_ours=False
     ),
-    "harmonic, full logits": Arm(build_fn=lambda device: harmonic_full_logits, is_ours=False),
-    "linear, chunked": Arm(build_fn=_linear(), head="linear"),
-    "linear, bias": Arm(build_fn=_linear_bias, head="linear"),
-    "linear, smoothing": Arm(
-        build_fn=_linear(LossOptions(label_smoothing=0.1)), head="linear", label_smoothing=0.1
-    ),
-    "harmonic, reference": Arm(build_fn=_distance(impl="reference")),
-    "harmonic, chunked": Arm(build_fn=_distance()),
-    "harmonic sphere, chunked": Arm(build_fn=_distance(unit_sphere=True), head="sphere"),
-    "harmonic h_exp=-7.3, chunked": Arm(build_fn=_distance(-7.3), h_exp=-7.3),
-    "harmonic, smoothing": Arm(
-        build_fn=_distance(options=LossOptions(label_smoothing=0.1)), label_smoothing=0.1
-    ),
-    "harmonic, learned h_exp": Arm(build_fn=_learned_exponent),
-    "harmonic, metrics": Arm(build_fn=_with_metrics),
-    "harmonic, recompute": Arm(
-        build_fn=_distance(options=LossOptions(gradients="recompute")), products=4
-    ),
-    "harmonic, distilled": Arm(build_fn=_distilled, products=4, accurate=False),
-    "linear, transport on fixed points": Arm(
-        build_fn=_transported(moving=False), products=4, head="linear", accurate=False
-    ),
-    "linear, transport on its prototypes": Arm(
-        build_fn=_transported(moving=True), products=6, head="linear", accurate=False
-    ),
+    "harmonic, full logits": Arm(lambda device: harmonic_full_logits, is_ours=False),
+    "linear, chunked": Arm(_linear()),
+    "linear, bias": Arm(_linear_bias),
+    "linear, smoothing": Arm(_linear(options=SMOOTHING)),
+    "harmonic, reference": Arm(_distance(impl="reference")),
+    "harmonic, chunked": Arm(_distance()),
+    "harmonic sphere, chunked": Arm(_distance(unit_sphere=True)),
+    "harmonic h_exp=-7.3, chunked": Arm(_distance(h_exp=-7.3)),
+    "harmonic, smoothing": Arm(_distance(options=SMOOTHING)),
+    "harmonic, learned h_exp": Arm(_learned_exponent),
+    "harmonic, metrics": Arm(_with_metrics),
+    "harmonic, recompute": Arm(_distance(options=LossOptions(gradients="recompute")), products=4),
+    "harmonic, distilled": Arm(_distilled, products=4),
+    "linear, transport on fixed points": Arm(_transported(moving=False), products=4),
+    "linear, transport on its prototypes": Arm(_transported(moving=True), products=6),
     "harmonic, bfloat16 gradients": Arm(
-        build_fn=_distance(options=LossOptions(gradient_dtype=torch.bfloat16))
+        _distance(options=LossOptions(gradient_dtype=torch.bfloat16))
     ),
-    "harmonic, triton": Arm(build_fn=_distance(impl="triton"), devices=("cuda",)),
-    "harmonic sphere, triton": Arm(
-        build_fn=_distance(unit_sphere=True, impl="triton"), head="sphere", devices=("cuda",)
-    ),
+    "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
+    "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
 }
 
 

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import datasets
@@ -164,15 +164,6 @@ def measure(arms: dict[str, Arm], steps: int) -> dict[str, list[float]]:
     return rates
 
 
-def fill_rates(arms: dict[str, Arm]) -> dict[str, float]:
-    """Return the share of useful tokens in all batches of each arm."""
-    return {
-        name: sum(map(useful_tokens, arm.batches))
-        / sum(batch["input_ids"].numel() for batch in arm.batches)
-        for name, arm in arms.items()
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,31 +178,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     lengths = draw_lengths(options.rows) if options.path is None else read_lengths(options.path)
     arms = build_arms(lengths, options)
-    filled = fill_rates(arms)
     rates = measure(arms, options.steps)
-    results = {
-        name: {
+    results = {}
+    for name, values in rates.items():
+        batches = arms[name].batches
+        tokens = [useful_tokens(batch) for batch in batches]
+        results[name] = {
             "median_tokens_per_second": median(values),
             "median_ratio": median(a / b for a, b in zip(values, rates[PADDED], strict=True)),
-            "fill_rate": filled[name],
-            "mean_tokens_per_step": float(np.mean([*map(useful_tokens, arms[name].batches)])),
+            "fill_rate": sum(tokens) / sum(batch["input_ids"].numel() for batch in batches),
+            "mean_tokens_per_step": fmean(tokens),
         }
-        for name, values in rates.items()
-    }
     show_table(
         f"Training step, {options.steps} interleaved steps, packs of {options.capacity}, "
         f"{len(lengths)} rows of {lengths.mean():.0f} tokens",
         ["arm", "useful tokens per second", "ratio", "fill rate", "useful tokens per step"],
-        [
-            (
-                name,
-                f"{figures['median_tokens_per_second']:.0f}",
-                f"{figures['median_ratio']:.2f}",
-                f"{figures['fill_rate']:.3f}",
-                f"{figures['mean_tokens_per_step']:.0f}",
-            )
-            for name, figures in results.items()
-        ],
+        [(name, *figures.values()) for name, figures in results.items()],
     )
     if options.json is not None:
         packed = fill_rate(lengths, pack(lengths, options.capacity), options.capacity)

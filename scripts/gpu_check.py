@@ -125,9 +125,10 @@ def _compiled() -> list[dict[str, Any]]:
 
 def loss(options: argparse.Namespace) -> None:
     """Measure the losses and their peers at the sizes of the models, in every precision."""
+    rows = "24x16x700" if options.small else ROWS
     for dtype in ("mixed", "bfloat16", "float32"):
-        _measure_losses(options, "24x16x700" if options.small else ROWS, dtype)
-    _measure_losses(options, "24x16x700" if options.small else ROWS, "float32", "--tf32")
+        _measure_losses(options, rows, dtype)
+    _measure_losses(options, rows, "float32", "--tf32")
 
 
 def loss_large(options: argparse.Namespace) -> None:
@@ -145,7 +146,6 @@ def _measure_losses(
         arguments += ["--repetitions", "2", "--only", "chunked|bare"]
     else:
         arguments += ["--device", "cuda", "--memory", "--repetitions", "15"]
-        arguments += ["--accuracy"] if name == "loss" else []
     benchmark_ops.main(arguments)
 
 
@@ -241,9 +241,7 @@ def blocks(options: argparse.Namespace) -> None:
     text = "24x16x700" if options.small else "1638x768x30522,8192x4096x151936"
     found = {}
     for row in text.split(","):
-        inputs = Inputs.draw(
-            Sizes(*map(int, row.split("x"))), device, *benchmark_ops.DTYPES["mixed"]
-        )
+        inputs = Inputs.draw(Sizes.parse(row), device, *benchmark_ops.DTYPES["mixed"])
         steps = {block: partial(_step_with_blocks, inputs, block) for block in BLOCKS}
         for _ in range(2):
             for one in steps.values():

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +14,17 @@ from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from experiments.harmonic_loss.compiled import BATCH_SIZE, CompiledTrainer, library
-from experiments.harmonic_loss.data import TASKS, Examples, Task, draw_examples, share_seen
+from experiments.harmonic_loss.data import (
+    TASKS,
+    Examples,
+    Split,
+    Task,
+    draw_examples,
+    share_seen,
+)
 from experiments.harmonic_loss.transformer import StackedTransformer
 from experiments.multi_head_modular_addition import evaluated_epochs, first_stable_epoch
-from experiments.stacked import StackedMLP, seeded_generators
+from experiments.stacked import StackedMLP, draw_uniform, seeded_generators
 
 HIDDEN_SIZE = 16
 EPS = 1e-4
@@ -50,7 +58,7 @@ class Cell:
     model: Literal["mlp", "transformer"] = "mlp"
     head: Head = "linear"
     loss: Loss = "nll"
-    split: Literal["released", "clean"] = "released"
+    split: Split = "released"
     h_exp: float = -1.0
     train_fraction: float = 0.8
     num_epochs: int = 7000
@@ -69,12 +77,7 @@ class Network(nn.Module):
 
     def __init__(self, cell: Cell, task: Task, generators: Sequence[torch.Generator]):
         super().__init__()
-
-        def draw(*shape: int) -> nn.Parameter:
-            bound = HIDDEN_SIZE**-0.5
-            draws = [torch.empty(shape).uniform_(-bound, bound, generator=g) for g in generators]
-            return nn.Parameter(torch.stack(draws))
-
+        draw = partial(draw_uniform, generators, bound=HIDDEN_SIZE**-0.5)
         self.cell = cell
         self.bias = self.prototypes = None
         sizes = {"vocab_size": task.vocab_size, "num_inputs": task.inputs.shape[1]}

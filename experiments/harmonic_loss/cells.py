@@ -147,13 +147,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def seed_groups(num_seeds: int) -> list[range]:
-    """Return the seeds 0, 1, ... in the groups that are trained together.
-
-    Raises:
-        ValueError: No seed.
-    """
-    if num_seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {num_seeds}")
+    """Return the seeds 0, 1, ... in the groups that are trained together."""
     starts = range(0, num_seeds, NUM_SEEDS_TOGETHER)
     return [range(start, min(start + NUM_SEEDS_TOGETHER, num_seeds)) for start in starts]
 
@@ -173,7 +167,7 @@ def train_cells(cells: Sequence[Cell], num_seeds: int, folder: Path, num_workers
         num_workers: Processes of one thread each; 1: this process, with its threads.
 
     Raises:
-        ValueError: No seed, or no worker.
+        ValueError: No worker.
     """
     if num_workers < 1:
         raise ValueError(f"workers: expected at least 1, got {num_workers}")
@@ -187,6 +181,14 @@ def train_cells(cells: Sequence[Cell], num_seeds: int, folder: Path, num_workers
     with ProcessPoolExecutor(num_workers, context, torch.set_num_threads, (1,)) as pool:
         for job in as_completed([pool.submit(_train, *job) for job in jobs]):
             logger.info(job.result())
+
+
+def kept(path: Path, make_fn: Callable[[], Row]) -> Row:
+    """Return what a file holds, made and written if there is none."""
+    if not path.is_file():
+        write_results(path.parent, path.stem, {**make_fn(), "environment": environment()})
+        logger.info("Made: %s", path.name)
+    return read_results(path)
 
 
 def read_cell(cell: Cell, num_seeds: int, folder: Path) -> Row | None:
@@ -294,6 +296,5 @@ def compare(rows: Sequence[Row], pairs: Sequence[tuple[Cell, Cell]]) -> list[Row
 def _train(cell: Cell, seeds: range, folder: Path) -> str:
     """Train a group of seeds of a cell, write their file and say so."""
     path = cell_path(folder, cell, seeds)
-    payload = {**run(cell, seeds), "environment": environment()}
-    write_results(path.parent, path.stem, payload)
+    payload = kept(path, lambda: run(cell, seeds))
     return f"{path.name}: {payload['cpu_seconds']:.0f} CPU seconds"

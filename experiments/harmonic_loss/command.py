@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.evidence import show_spread
 from experiments.harmonic_loss import cosets, gpt, mnist, probes, toy
 from experiments.harmonic_loss.cells import (
     CELLS,
@@ -19,14 +20,11 @@ from experiments.harmonic_loss.cells import (
     summary,
     train_cells,
 )
-from experiments.harmonic_loss.draw import DRAW, draw_mnist
-from experiments.harmonic_loss.draw_language import draw_language, draw_probes
+from experiments.harmonic_loss.draw import DRAW
 from harmonic_sft.eval.statistics import show_interval
 from harmonic_sft.results import environment, read_results, show_table, write_results
 
 logger = logging.getLogger(__name__)
-DRAW_WHOLE = {"4-mnist": draw_mnist, "5": draw_language, "probes": draw_probes}
-FIGURES = ("1", "2", "3a", "3b", "3c", "4", "4-mnist", "5", "6", "7", "10", "12", "B", "probes")
 QUICK_STEPS = 4  # of a language model
 COLUMNS = ["cell", "variance (%)", "+-", "least", "median", "most", ">= 98", "chance"]
 COLUMNS += ["published", "reproduced", "accuracy", "no dropout", "chance"]
@@ -42,7 +40,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
         ValueError: No seed, no cell of that name, or nothing to draw.
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
-    parser.add_argument("--figure", required=True, choices=FIGURES, help="of the paper")
+    parser.add_argument("--figure", required=True, choices=list(DRAW), help="of the paper")
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
     parser.add_argument("--epochs", type=int, help="other than the paper's, of every cell")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
@@ -71,11 +69,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
         found = {"figure": options.figure, **shown, "environment": made_by}
         path = write_results(options.out, figure, found)
         logger.info("Results: %s", path)
-    payload = read_results(path)
-    if options.figure in DRAW_WHOLE:
-        picture = DRAW_WHOLE[options.figure](payload, path.with_suffix(".png"))
-    else:
-        picture = DRAW[options.figure](payload["rows"], path.with_suffix(".png"))
+    picture = DRAW[options.figure](read_results(path), path.with_suffix(".png"))
     logger.info("Picture: %s", picture)
 
 
@@ -98,15 +92,8 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
         payload = mnist.run(options.mnist, options.seeds, num_epochs, options.out)
         columns = ["head", "seed", "epochs", "accuracy", "cosine to class means"]
         columns += ["near zero", "below 0.01"]
-        keys = (
-            "head",
-            "seed",
-            "num_epochs",
-            "accuracy",
-            "cosine",
-            "share_near_zero",
-            "share_below",
-        )
+        keys = ("head", "seed", "num_epochs", "accuracy", "cosine")
+        keys += ("share_near_zero", "share_below")
         lines = [[row[key] for key in keys] for row in payload["rows"]]
         show_table(f"p = {payload['p_value']} of equal accuracies", columns, lines)
         return payload
@@ -129,7 +116,7 @@ def _language(options: argparse.Namespace, num_steps: int) -> dict[str, Any]:
     payload = gpt.run(options.data, options.seeds, num_steps, options.out, options.only)
     lines = [
         [line["arm"], line["h_exp"], line["rate"]]
-        + [show_interval(line[key]) if key in line else None for key in gpt.LOSSES]
+        + [show_spread(line.get(key), digits=3) for key in gpt.LOSSES]
         for line in payload["summary"]
     ]
     columns = ["arm", "h_exp", "rate", *gpt.LOSSES]

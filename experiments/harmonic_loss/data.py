@@ -1,15 +1,14 @@
 """The five algorithmic tasks of the harmonic-loss paper, and two ways to split their examples."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+Split = Literal["released", "clean"]
 NUM_EXAMPLES = 1000
-SPLITS = ("released", "clean")
 GRID = 5
 MODULUS = 31
 NUM_NUMBERS, DIVISOR = 40, 5
@@ -17,8 +16,7 @@ NUM_NODES = 126  # the paper says 127; the released code's range(1, 127) stops b
 PARENT, GRANDPARENT, SIBLING = 127, 128, 129
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """All distinct examples of a task.
 
     Attributes:
@@ -53,20 +51,20 @@ def in_context() -> Task:
     targets = b + c - a
     inside = ((targets >= 0) & (targets < GRID)).all(-1)
     labels = targets[:, 0] * GRID + targets[:, 1]
-    return _task(triples[inside].tolist(), labels[inside].tolist(), GRID**2)
+    return Task(triples[inside], labels[inside], GRID**2, range(GRID**2))
 
 
 def modular_addition() -> Task:
     """Return x + y modulo 31."""
-    pairs = list(product(range(MODULUS), repeat=2))
-    return _task(pairs, [(x + y) % MODULUS for x, y in pairs], MODULUS)
+    pairs = torch.cartesian_prod(*[torch.arange(MODULUS)] * 2)
+    return Task(pairs, pairs.sum(-1) % MODULUS, MODULUS, range(MODULUS))
 
 
 def equivalence() -> Task:
     """Return whether x = y modulo 5: token 40 says yes, 41 says no."""
-    pairs = list(product(range(NUM_NUMBERS), repeat=2))
-    labels = [NUM_NUMBERS + int((x - y) % DIVISOR != 0) for x, y in pairs]
-    return _task(pairs, labels, NUM_NUMBERS + 2, range(NUM_NUMBERS))
+    pairs = torch.cartesian_prod(*[torch.arange(NUM_NUMBERS)] * 2)
+    labels = NUM_NUMBERS + (pairs.diff() % DIVISOR != 0).long().squeeze(-1)
+    return Task(pairs, labels, NUM_NUMBERS + 2, range(NUM_NUMBERS))
 
 
 def genealogy() -> Task:
@@ -79,16 +77,17 @@ def genealogy() -> Task:
     examples = [((i, PARENT), i // 2) for i in nodes if i >= 2]
     examples += [((i, GRANDPARENT), i // 4) for i in nodes if i >= 4]
     examples += [((i, SIBLING), i ^ 1) for i in nodes if i >= 2]
-    inputs, labels = zip(*examples, strict=True)
-    return _task(inputs, labels, SIBLING + 1, range(1, NUM_NODES + 1))
+    inputs, labels = map(torch.tensor, zip(*examples, strict=True))
+    return Task(inputs, labels, SIBLING + 1, range(1, NUM_NODES + 1))
 
 
 def permutation() -> Task:
     """Return the composition of two permutations of four things, x after y."""
     group = list(permutations(range(4)))
-    pairs = list(product(range(len(group)), repeat=2))
-    labels = [group.index(tuple(group[x][place] for place in group[y])) for x, y in pairs]
-    return _task(pairs, labels, len(group), replacement=False)
+    labels = [group.index(tuple(x[place] for place in y)) for x, y in product(group, repeat=2)]
+    pairs = torch.cartesian_prod(*[torch.arange(len(group))] * 2)
+    tokens = range(len(group))
+    return Task(pairs, torch.tensor(labels), len(group), tokens, replacement=False)
 
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -101,7 +100,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def draw_examples(
-    task: Task, split: str, train_fraction: float, generators: Sequence[torch.Generator]
+    task: Task, split: Split, train_fraction: float, generators: Sequence[torch.Generator]
 ) -> Examples:
     """Draw and split the examples of every seed.
 
@@ -111,12 +110,7 @@ def draw_examples(
             also be trained on. "clean": up to 1,000 distinct examples.
         train_fraction: The share that is trained on, 0 to 1.
         generators: One for each seed.
-
-    Raises:
-        ValueError: A split that does not exist.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split: expected one of {list(SPLITS)}, got {split!r}")
     size = len(task.labels)
     if split == "released" and task.replacement:
         rows = [torch.randint(size, (NUM_EXAMPLES,), generator=g) for g in generators]
@@ -135,20 +129,3 @@ def share_seen(examples: Examples) -> list[float]:
         test = [tuple(one) for one in inputs[examples.num_training :]]
         shares.append(sum(one in seen for one in test) / len(test))
     return shares
-
-
-def _task(
-    inputs: Sequence[Sequence[int]],
-    labels: Sequence[int],
-    vocab_size: int,
-    tokens: range | None = None,
-    *,
-    replacement: bool = True,
-) -> Task:
-    return Task(
-        inputs=torch.tensor(inputs),
-        labels=torch.tensor(labels),
-        vocab_size=vocab_size,
-        tokens=tokens or range(vocab_size),
-        replacement=replacement,
-    )

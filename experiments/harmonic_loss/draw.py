@@ -20,6 +20,14 @@ MODELS = {
     ("transformer", "linear"): ("transformer, cross-entropy", "#c9b37e"),
     ("transformer", "dist"): ("transformer, harmonic", POST_HOC),
 }
+ARMS = {
+    "linear": ("linear, cross-entropy", "black"),
+    "comment": ("distance, h_exp -11.3", CURRENT),
+    "script": ("distance, h_exp -128", POST_HOC),
+    "text": ("distance, h_exp -5.7", GREEN),
+}
+NUM_COLUMNS = 4  # of tasks of the language model
+PROBED = {"MiniLM": TRAINING, "GPT-2, linear": "black", "GPT-2, comment": CURRENT}
 POINT_COLORS = [CURRENT, POST_HOC, GREEN, PURPLE, "#888888"]
 # d of h_exp -1 to -10, as the paper reports it: four seeds, read from its figure.
 PUBLISHED_EXPONENTS = {
@@ -28,40 +36,38 @@ PUBLISHED_EXPONENTS = {
 }
 
 
-def draw_embeddings(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_embeddings(payload: Row, out_png: Path) -> Path:
     """Draw the tokens of the median seed on two components: a task a line, a model a column."""
-    rows = [row for row in rows if row["cell"]["split"] == "released"]
-    tasks, models = _tasks(rows), [key for key in MODELS if any(_model(row) == key for row in rows)]
+    rows = _released(payload)
+    tasks, models = _by_task(rows), [key for key in MODELS if any(_model(r) == key for r in rows)]
     figure = new_figure(width=1.0 + 2.9 * len(models), height=0.6 + 2.7 * len(tasks))
     panels = figure.subplots(len(tasks), len(models), squeeze=False)
-    for line, task in zip(panels, tasks, strict=True):
+    for line, (task, chosen) in zip(panels, tasks.items(), strict=True):
         line[0].set_ylabel(task.replace("_", " "))
         for axes, model in zip(line, models, strict=True):
             axes.set(xticks=[], yticks=[])
-            for row in rows:
-                if row["cell"]["task"] == task and _model(row) == model:
-                    x, y = zip(*row["places"], strict=True)
-                    axes.plot(x, y, "o", color=MODELS[model][1], ms=3)
-                    if len(row["places"]) <= 40:
-                        for token, place in enumerate(row["places"]):
-                            axes.annotate(str(token), place, fontsize=5, color="#444444")
-                    axes.set_aspect("equal", adjustable="datalim")
-                    axes.margins(0.1)
-                    axes.set_title(_heading(row), fontsize="x-small")
+            for row in (row for row in chosen if _model(row) == model):
+                axes.plot(*zip(*row["places"], strict=True), "o", color=MODELS[model][1], ms=3)
+                if len(row["places"]) <= 40:
+                    for token, place in enumerate(row["places"]):
+                        axes.annotate(str(token), place, fontsize=5, color="#444444")
+                axes.set_aspect("equal", adjustable="datalim")
+                axes.margins(0.1)
+                axes.set_title(_heading(row), fontsize="x-small")
     for axes, model in zip(panels[-1], models, strict=True):
         axes.set_xlabel(MODELS[model][0])
     figure.supxlabel("first two components of the seed with the median variance", fontsize="small")
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_variance(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_variance(payload: Row, out_png: Path) -> Path:
     """Draw the explained variance of every seed beside what the paper reports."""
-    tasks = _tasks(rows)
+    rows = payload["rows"]
+    tasks = _by_task(rows)
     figure = new_figure(width=max(8.0, 1.5 + 2.5 * len(tasks)), height=4.6)
     panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
     models = [key for key in MODELS if any(_model(row) == key for row in rows)]
-    for axes, task in zip(panels, tasks, strict=True):
-        chosen = [row for row in rows if row["cell"]["task"] == task]
+    for axes, (task, chosen) in zip(panels, tasks.items(), strict=True):
         for place, model in enumerate(models):
             for row in (row for row in chosen if _model(row) == model):
                 released = row["cell"]["split"] == "released"
@@ -85,12 +91,11 @@ def draw_variance(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_cumulative(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_cumulative(payload: Row, out_png: Path) -> Path:
     """Draw the variance over the number of components: median and quartiles of all seeds."""
-    rows = [row for row in rows if row["cell"]["split"] == "released"]
-    panels, figure = _task_panels(rows, height=3.6)
-    for axes, task in panels.items():
-        for row in (row for row in rows if row["cell"]["task"] == task):
+    panels, figure = _task_panels(_released(payload), height=3.6)
+    for axes, chosen in panels.items():
+        for row in chosen:
             label, color = MODELS[_model(row)]
             curves = 100 * np.asarray(row["cumulative"])  # [S, components]
             components = range(1, curves.shape[1] + 1)
@@ -102,13 +107,12 @@ def draw_cumulative(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_efficiency(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_efficiency(payload: Row, out_png: Path) -> Path:
     """Draw test accuracy over the share of examples trained on: median and range of seeds."""
-    panels, figure = _task_panels(rows, height=3.6)
-    for axes, task in panels.items():
+    panels, figure = _task_panels(payload["rows"], height=3.6)
+    for axes, rows in panels.items():
         for model, (label, color) in MODELS.items():
-            chosen = [r for r in rows if r["cell"]["task"] == task and _model(r) == model]
-            if chosen:
+            if chosen := [row for row in rows if _model(row) == model]:
                 fractions = [row["cell"]["train_fraction"] for row in chosen]
                 curves = [[f(r["test_accuracies"]) for r in chosen] for f in (min, median, max)]
                 _band(axes, fractions, curves, color, label)
@@ -118,18 +122,15 @@ def draw_efficiency(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_grokking(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_grokking(payload: Row, out_png: Path) -> Path:
     """Draw when test and training accuracy pass 0.9; runs that never do stand at the edges."""
-    rows = [row for row in rows if row["cell"]["split"] == "released"]
-    panels, figure = _task_panels(rows, height=3.8)
-    for axes, task in panels.items():
-        chosen = [row for row in rows if row["cell"]["task"] == task]
+    panels, figure = _task_panels(_released(payload), height=3.8)
+    for axes, chosen in panels.items():
         never = 2 * max(row["cell"]["num_epochs"] for row in chosen)
         for row in chosen:
-            name, color = MODELS[_model(row)]
+            label, color = MODELS[_model(row)]
             x = [never if epoch is None else epoch for epoch in row["train_epochs"]]
             y = [never if epoch is None else epoch for epoch in row["test_epochs"]]
-            label = name
             axes.plot(x, y, "o", color=color, ms=5, alpha=0.6, label=label)
         axes.plot([3, never], [3, never], "--", color=REFERENCE, linewidth=1)
         axes.axhline(never, color=REFERENCE, linewidth=0.8)
@@ -144,19 +145,16 @@ def draw_grokking(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_cells(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_cells(payload: Row, out_png: Path) -> Path:
     """Draw explained variance and test accuracy of every cell: seeds, mean, chance level."""
-    tasks = _tasks(rows)
-    longest = max(sum(row["cell"]["task"] == task for row in rows) for task in tasks)
+    tasks = _by_task(payload["rows"])
+    longest = max(map(len, tasks.values()))
     figure = new_figure(width=9.5, height=1.0 + len(tasks) * (0.8 + 0.3 * longest))
     panels = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
-    for line, task in zip(panels, tasks, strict=True):
-        chosen = [row for row in rows if row["cell"]["task"] == task]
+    keys = (("variance_percent", 1), ("test_accuracies", 100))
+    for line, (task, chosen) in zip(panels, tasks.items(), strict=True):
         for place, row in enumerate(chosen):
-            for axes, key, scale in (
-                (line[0], "variance_percent", 1),
-                (line[1], "test_accuracies", 100),
-            ):
+            for axes, (key, scale) in zip(line, keys, strict=True):
                 values = [scale * value for value in row[key]]
                 axes.plot(values, [place] * len(values), "o", color=CURRENT, ms=4, alpha=0.5)
                 axes.plot(fmean(values), place, "|", color="black", ms=14)
@@ -172,13 +170,12 @@ def draw_cells(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="x")
 
 
-def draw_exponents(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_exponents(payload: Row, out_png: Path) -> Path:
     """Draw explained variance and test accuracy over the exponent."""
-    tasks = _tasks(rows)
+    tasks = _by_task(payload["rows"])
     figure = new_figure(width=10.5, height=0.8 + 2.9 * len(tasks))
     panels = figure.subplots(len(tasks), 2, squeeze=False, sharex=True)
-    for (left, right), task in zip(panels, tasks, strict=True):
-        chosen = [row for row in rows if row["cell"]["task"] == task]
+    for (left, right), (task, chosen) in zip(panels, tasks.items(), strict=True):
         for row in chosen:
             place = -row["cell"]["h_exp"]
             _dots(left, place, row["variance_percent"], CURRENT, "seeds, and their mean")
@@ -197,8 +194,9 @@ def draw_exponents(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_cosets(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_cosets(payload: Row, out_png: Path) -> Path:
     """Draw each head's seed of the best silhouette, colored by coset, and all silhouettes."""
+    rows = payload["rows"]
     figure = new_figure(width=4.6 * (len(rows) + 1), height=4.6)
     panels = figure.subplots(1, len(rows) + 1, squeeze=False)[0]
     for place, (axes, row) in enumerate(zip(panels, rows, strict=False)):
@@ -217,8 +215,9 @@ def draw_cosets(rows: Sequence[Row], out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-def draw_toy(rows: Sequence[Row], out_png: Path) -> Path:
+def draw_toy(payload: Row, out_png: Path) -> Path:
     """Draw points and the weights of seed 0, and the norms over training."""
+    rows = payload["rows"]
     sets = list(dict.fromkeys(row["points"] for row in rows))
     figure = new_figure(width=12.5, height=0.6 + 3.4 * len(sets))
     panels = figure.subplots(len(sets), 3, squeeze=False)
@@ -261,23 +260,129 @@ def draw_mnist(payload: Row, out_png: Path) -> Path:
     return save_figure(figure, out_png, grid="both")
 
 
-DRAW: dict[str, Callable[[Sequence[Row], Path], Path]] = {
+def draw_language(payload: Row, out_png: Path) -> Path:
+    """Draw loss curves, parallelograms by layer, and the scores' distributions by task."""
+    tasks, rows = list(payload["num_pairs"]), payload["rows"]
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    num_lines = -(-len(tasks) // NUM_COLUMNS)
+    figure = new_figure(width=11.0, height=3.6 + 2.5 * num_lines)
+    grid = figure.add_gridspec(num_lines + 1, NUM_COLUMNS)
+    _draw_losses(figure.add_subplot(grid[0, :2]), payload, arms)
+    _draw_layers(figure.add_subplot(grid[0, 2:]), rows, arms, tasks)
+    for place, task in enumerate(tasks):
+        axes = figure.add_subplot(grid[1 + place // NUM_COLUMNS, place % NUM_COLUMNS])
+        _draw_scores(axes, rows, arms, task)
+        axes.set_title(f"{task}: {payload['num_pairs'][task]} pairs", fontsize="medium")
+        axes.set_xlabel("score in two components", fontsize="small")
+        if place % NUM_COLUMNS == 0:
+            axes.set_ylabel("share of quadruples below")
+    figure.supxlabel(
+        "mean of the seeds; dashed: the same with shuffled outputs; 0 is a parallelogram",
+        fontsize="small",
+    )
+    return save_figure(figure, out_png, grid="both")
+
+
+def _draw_losses(axes: "Axes", payload: Row, arms: Sequence[str]) -> None:
+    for arm in arms:
+        label, color = ARMS[arm]
+        chosen = [row for row in payload["rows"] if row["arm"] == arm]
+        curves = np.array([row["curve"] for row in chosen])  # [S, points, 2]
+        thousands = curves[0, :, 0] / curves[0, -1, 0] * chosen[0]["num_tokens"] / 1000
+        axes.plot(thousands, curves[..., 1].mean(0), "o-", color=color, ms=4, label=label)
+        for curve in curves:
+            axes.plot(thousands, curve[:, 1], color=color, linewidth=0.6, alpha=0.6)
+    loss = payload["unigram_loss"]
+    axes.axhline(loss, color=REFERENCE, linestyle="--", label="unigram frequencies (test)")
+    axes.set(xlabel="thousand tokens read", ylabel="validation loss (nats a token)")
+    axes.legend(**LEGEND)
+
+
+def _draw_layers(
+    axes: "Axes", rows: Sequence[Row], arms: Sequence[str], tasks: Sequence[str]
+) -> None:
+    for arm in arms:
+        label, color = ARMS[arm]
+        found = np.array(
+            [[row["layers"][task] for task in tasks] for row in rows if row["arm"] == arm]
+        )  # [S, tasks, layers, 2]
+        ratios = (found[..., 0] / found[..., 1]).mean(1)
+        axes.plot(ratios.mean(0), "o-", color=color, ms=4, label=label)
+        axes.plot(ratios.T, color=color, linewidth=0.6, alpha=0.6)
+    axes.axhline(1, color=REFERENCE, linestyle="--", label="shuffled outputs")
+    axes.set(xlabel="after block", ylabel=f"loss / shuffled, mean of {len(tasks)} tasks")
+    axes.set_title("all dimensions, by layer", fontsize="medium")
+    axes.set_xticks(range(ratios.shape[1]))
+    axes.legend(**LEGEND)
+
+
+def _draw_scores(axes: "Axes", rows: Sequence[Row], arms: Sequence[str], task: str) -> None:
+    edge = 0.0
+    for arm in arms:
+        color = ARMS[arm][1]
+        chosen = [row["tasks"][task] for row in rows if row["arm"] == arm]
+        for key, style in (("quantiles", "-"), ("quantiles_shuffled", "--")):
+            quantiles = np.mean([one[key] for one in chosen], axis=0)
+            axes.plot(quantiles, np.linspace(0, 1, len(quantiles)), style, color=color, lw=1.4)
+            edge = max(edge, float(quantiles[int(0.9 * len(quantiles))]))
+    axes.set(xlim=(0, edge), ylim=(0, 1))
+
+
+def draw_probes(payload: Row, out_png: Path) -> Path:
+    """Draw the accuracy of every probe: values, mean, and that of the commoner class."""
+    rows = payload["rows"]
+    panels = [(task, probe) for task in payload["chance"] for probe in ("logistic", "mlp")]
+    figure = new_figure(width=9.5, height=6.4)
+    grid = figure.subplots(len(payload["chance"]), 2, squeeze=False).flat
+    for axes, (task, probe) in zip(grid, panels, strict=True):
+        for shift, (model, color) in enumerate(PROBED.items()):
+            chosen = [
+                row
+                for row in rows
+                if (row["task"], row["probe"], row["model"]) == (task, probe, model)
+            ]
+            for place, row in enumerate(chosen):
+                values = [100 * value for value in row["accuracy"]["values"]]
+                x = place + 0.2 * (shift - 1)
+                _dots(axes, x, values, color, model)
+        chance = 100 * payload["chance"][task]["accuracy"]
+        axes.axhline(chance, color=REFERENCE, linestyle="--", label="the commoner class")
+        axes.set_xticks(range(3), ["first layer", "middle", "last"])
+        axes.set_xlim(-0.5, 2.5)
+        names = {"logistic": "logistic regression", "mlp": "MLP of width 16"}
+        axes.set_title(f"{task}, {names[probe]}", fontsize="medium")
+        axes.set_ylabel("accuracy (%)")
+    _legend_of(figure, figure.axes[:1])
+    return save_figure(figure, out_png, grid="both")
+
+
+DRAW: dict[str, Callable[[Row, Path], Path]] = {
     "1": draw_toy,
     "2": draw_embeddings,
     "3a": draw_cumulative,
     "3b": draw_efficiency,
     "3c": draw_grokking,
     "4": draw_cells,
+    "4-mnist": draw_mnist,
+    "5": draw_language,
     "6": draw_cells,
     "7": draw_variance,
     "10": draw_cells,
     "12": draw_exponents,
     "B": draw_cosets,
+    "probes": draw_probes,
 }
 
 
-def _tasks(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["cell"]["task"] for row in rows))
+def _released(payload: Row) -> list[Row]:
+    return [row for row in payload["rows"] if row["cell"]["split"] == "released"]
+
+
+def _by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    tasks: dict[str, list[Row]] = {}
+    for row in rows:
+        tasks.setdefault(row["cell"]["task"], []).append(row)
+    return tasks
 
 
 def _model(row: Row) -> tuple[str, str]:
@@ -299,14 +404,14 @@ def _settings(row: Row) -> str:
     return f"{cell['head']}{loss}{decay}"
 
 
-def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", str], Any]:
-    """Return one panel for each task, and the figure they are in."""
-    tasks = _tasks(rows)
+def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", list[Row]], Any]:
+    """Return one panel for the rows of each task, and the figure they are in."""
+    tasks = _by_task(rows)
     figure = new_figure(width=max(8.0, 1.0 + 2.8 * len(tasks)), height=height)
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):
         axes.set_title(task.replace("_", " "), fontsize="medium")
-    return dict(zip(panels, tasks, strict=True)), figure
+    return dict(zip(panels, tasks.values(), strict=True)), figure
 
 
 def _band(axes: "Axes", x: Sequence[float], curves: Sequence[Any], color: str, label: str) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from experiments.evidence import correct, paired_difference
+from experiments.harmonic_loss.cells import kept
 from experiments.harmonic_loss.words import TASKS, Pairs, measure, measure_layers, read_pairs
-from harmonic_sft.eval.statistics import holm, t_interval, verdict
+from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import Head, build_head
-from harmonic_sft.results import environment, read_results, write_results
 
 logger = logging.getLogger(__name__)
 VOCAB_SIZE, WIDTH, NUM_BLOCKS, CONTEXT, ROWS = 8192, 128, 4, 128, 4
@@ -73,12 +75,17 @@ def read_corpus(folder: Path) -> Corpus:
         torch.tensor(tokenizer.encode((folder / name).read_text()).ids)
         for name in (*TRAINING_TEXTS, HELD_OUT_TEXT)
     )
-    rows = held_out[: len(held_out) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    rows = cut_rows(held_out, CONTEXT)
     last = NUM_VALIDATION + NUM_TEST
     return Corpus(
         torch.cat([train, valid]), rows[:NUM_VALIDATION], rows[NUM_VALIDATION:last], tokenizer
     )
+
+
+def cut_rows(ids: Tensor, context: int) -> Tensor:
+    """Return rows `[N, context + 1]` of tokens `[T]`, in random order."""
+    rows = ids[: len(ids) // (context + 1) * (context + 1)].view(-1, context + 1)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
 def unigram_loss(corpus: Corpus) -> float:
@@ -198,43 +205,60 @@ def evaluate(
 
 def _rate(arm: str, corpus: Corpus, num_steps: int, folder: Path) -> dict[str, Any]:
     """Sweep the learning rate of an arm, or read what was swept: `rate`, `losses` by rate."""
+
+    def curve(rate: float) -> list[list[float]]:
+        return train(arm, rate, TUNING_SEED, corpus, num_steps)[2]
+
     path = folder / f"gpt-{arm}-rates-num_steps={num_steps}.json"
-    if not path.is_file():
-        losses = [
-            [rate, train(arm, rate, TUNING_SEED, corpus, num_steps)[2][-1][1]] for rate in RATES
-        ]
-        known = [[loss, rate] for rate, loss in losses if math.isfinite(loss)]
-        found = {"arm": arm, "rate": min(known)[1], "losses": [[r, x] for x, r in known]}
-        write_results(folder, path.stem, {**found, "environment": environment()})
-        logger.info("%s: validation loss by rate %s", arm, losses)
-    return read_results(path)
+    return kept(path, lambda: {"arm": arm, **sweep(curve, RATES)})
 
 
-def _run_once(
-    arm: str, rate: float, seed: int, corpus: Corpus, num_steps: int, tasks: dict[str, Pairs]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what one trained model shows, and its weights."""
-    body, head, curve = train(arm, rate, seed, corpus, num_steps)
+def sweep(curve_fn: Callable[[float], list[list[float]]], rates: Sequence[float]) -> dict[str, Any]:
+    """Return the `rate` whose curve ends lowest, and the `losses` that are finite, by rate."""
+    losses = [[rate, curve_fn(rate)[-1][1]] for rate in rates]
+    known = [pair for pair in losses if math.isfinite(pair[1])]
+    return {"rate": min(known, key=lambda pair: pair[1])[0], "losses": known}
+
+
+def score(body: nn.Module, head: Head, corpus: Corpus) -> dict[str, float]:
+    """Return `loss` and `accuracy` on the test text, and `best_loss`, at `best_factor`.
+
+    That is the factor of the logits which is best on the validation text.
+    """
     fitted = evaluate(body, head, corpus.validation, FACTORS)["losses"]
     best = FACTORS[fitted.index(min(fitted))]
     found = evaluate(body, head, corpus.test, (1.0, best))
-    row = {
+    loss, best_loss = found["losses"]
+    accuracy = found["accuracy"]
+    return {"loss": loss, "accuracy": accuracy, "best_loss": best_loss, "best_factor": best}
+
+
+def _run_once(
+    arm: str,
+    rate: float,
+    seed: int,
+    corpus: Corpus,
+    num_steps: int,
+    tasks: dict[str, Pairs],
+    weights: Path,
+) -> dict[str, Any]:
+    """Return what one trained model shows; its weights are kept."""
+    body, head, curve = train(arm, rate, seed, corpus, num_steps)
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in body.state_dict().items()}, weights)
+    return {
         "arm": arm,
         "seed": seed,
         "rate": rate,
         "num_tokens": num_steps * ROWS * CONTEXT,
         "curve": curve,
-        "loss": found["losses"][0],
-        "accuracy": found["accuracy"],
-        "best_loss": found["losses"][1],
-        "best_factor": best,
+        **score(body, head, corpus),
         "tasks": {name: measure(head.prototypes, pairs) for name, pairs in tasks.items()},
         "untrained": {
             name: measure(build(arm, seed)[1].prototypes, pairs) for name, pairs in tasks.items()
         },
         "layers": {name: measure_layers(body, pairs) for name, pairs in tasks.items()},
     }
-    return row, {name: value.contiguous() for name, value in body.state_dict().items()}
 
 
 def load(arm: str, path: Path) -> tuple[GPT2Model, Head]:
@@ -275,15 +299,10 @@ def run(data: Path, num_seeds: int, num_steps: int, out: Path, only: str = "") -
     rates = {arm: _rate(arm, corpus, min(TUNING_STEPS, num_steps), cells) for arm in arms}
     for seed in range(num_seeds):
         for arm in arms:
+            rate, weights = rates[arm]["rate"], weights_of(arm, seed, num_steps, out)
+            run_arm = partial(_run_once, arm, rate, seed, corpus, num_steps, tasks, weights)
             path = cells / f"gpt-{arm}-num_steps={num_steps}-seed_{seed}.json"
-            if not path.is_file():
-                row, weights = _run_once(arm, rates[arm]["rate"], seed, corpus, num_steps, tasks)
-                place = weights_of(arm, seed, num_steps, out)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                save_file(weights, place)
-                write_results(cells, path.stem, {**row, "environment": environment()})
-                logger.info("%s: test loss %.4f", path.stem, row["loss"])
-            rows.append(read_results(path))
+            rows.append(kept(path, run_arm))
     counts = corpus.train.bincount(minlength=VOCAB_SIZE)
     return {
         "rows": [_compact(row) for row in rows],
@@ -344,7 +363,8 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             line[key] = t_interval([row[key] for row in own])
         if arm != "linear":
             pairs = list(zip(own, by_arm["linear"], strict=False))
-            line["behind"] = t_interval([one["loss"] - other["loss"] for one, other in pairs])
+            losses = ([row["loss"] for row in side] for side in zip(*pairs, strict=True))
+            line["behind"] = paired_difference(*losses)
             line["tasks"] = {measure: _task_lines(pairs, measure) for measure in MEASURES}
         found.append(line)
     return found
@@ -353,13 +373,14 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _task_lines(pairs: Sequence[tuple[Any, Any]], measure: str) -> dict[str, Any]:
     lines: dict[str, Any] = {}
     for task in pairs[0][0]["tasks"]:
-        values = [[row["tasks"][task][measure] for row in pair] for pair in pairs]
-        difference = t_interval([one - other for one, other in values])
-        own, linear = (fmean(side) for side in zip(*values, strict=True))
-        untrained = fmean(one["untrained"][task][measure] for one, _ in pairs)
-        lines[task] = {"mean": own, "linear": linear, "untrained": untrained}
-        lines[task]["difference"] = difference
-    corrected = holm([line["difference"]["p"] for line in lines.values()])
-    for line, p in zip(lines.values(), corrected, strict=True):
-        line |= {"p_holm": p, "verdict": verdict(line["difference"], p)}
+        own, linear = (
+            [row["tasks"][task][measure] for row in side] for side in zip(*pairs, strict=True)
+        )
+        lines[task] = {
+            "mean": fmean(own),
+            "linear": fmean(linear),
+            "untrained": fmean(one["untrained"][task][measure] for one, _ in pairs),
+            "difference": paired_difference(own, linear),
+        }
+    correct(list(lines.values()))
     return lines

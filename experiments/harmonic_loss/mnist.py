@@ -1,8 +1,8 @@
 """Figure 4, right: are the weights of a linear classifier of digits digits themselves?"""
 
 import gzip
-import logging
 import math
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
+from experiments.harmonic_loss.cells import kept
 from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import build_head
-from harmonic_sft.results import environment, read_results, write_results
 
-logger = logging.getLogger(__name__)
 HEADS = {
     "linear": {"name": "linear"},
     "dist": {"name": "dist", "h_exp": -28.0, "unit_sphere": False, "eps": 1e-4},
@@ -69,11 +68,7 @@ def run(digits: Path, num_seeds: int, num_epochs: int, folder: Path) -> dict[str
     for seed in range(num_seeds):
         for head in HEADS:
             path = folder / "cells" / f"mnist-{head}-num_epochs={num_epochs}-seed_{seed}.json"
-            if not path.is_file():
-                found = train(head, seed, training, test, num_epochs)
-                write_results(path.parent, path.stem, {**found, "environment": environment()})
-                logger.info("%s: accuracy %.4f", path.name, found["accuracy"])
-            rows.append(read_results(path))
+            rows.append(kept(path, partial(train, head, seed, training, test, num_epochs)))
     accuracy = {head: [r["accuracy"] for r in rows if r["head"] == head] for head in HEADS}
     p_value = float(stats.ttest_rel(*accuracy.values()).pvalue)
     weights = [row.pop("weight") for row in rows]

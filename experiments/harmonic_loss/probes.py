@@ -19,9 +19,9 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
+from experiments.evidence import correct, paired_difference, spread
 from experiments.harmonic_loss import gpt
 from harmonic_sft.eval.features import encode_layers
-from harmonic_sft.eval.statistics import holm, t_interval, verdict
 from harmonic_sft.training.loading import locate_base
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in METRICS:
             alone = name[0] == "MiniLM"
             values = group[0][key] if alone else [fmean(line[key]) for line in group]
-            row[key] = {**t_interval(values), "values": values}
+            row[key] = spread(values)
         rows.append(row)
     return rows
 
@@ -196,10 +196,8 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (model, *place), row in by_name.items():
         if model == "GPT-2, linear":
             other = by_name["GPT-2, comment", *place]
-            pairs = zip(other["accuracy"]["values"], row["accuracy"]["values"], strict=True)
-            difference = t_interval([one - two for one, two in pairs])
-            found.append(dict(zip(KEYS[1:], place, strict=True)) | {"difference": difference})
-    corrected = holm([one["difference"]["p"] for one in found])
-    for one, p in zip(found, corrected, strict=True):
-        one |= {"p_holm": p, "verdict": verdict(one["difference"], p)}
+            values = [one["accuracy"]["values"] for one in (other, row)]
+            difference = {"difference": paired_difference(*values)}
+            found.append(dict(zip(KEYS[1:], place, strict=True)) | difference)
+    correct(found)
     return found

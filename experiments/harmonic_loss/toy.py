@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from experiments.harmonic_loss.bench import Head, head_logits
-from experiments.stacked import seeded_generators
+from experiments.stacked import draw_uniform, seeded_generators
 
 CORNERS = ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, -1.0))
 POINTS = {"two": (CORNERS[0], CORNERS[2]), "five": (*CORNERS, (0.0, 0.0))}  # one class each
@@ -44,10 +44,8 @@ def train(points: str, head: Head, num_seeds: int, num_steps: int) -> dict[str, 
     """
     places = torch.tensor(POINTS[points]).expand(num_seeds, -1, -1)  # [S, V, 2]
     labels = torch.arange(places.shape[1])
-    bound = 2**-0.5
     generators = seeded_generators(range(num_seeds))
-    draws = [torch.empty(places.shape[1:]).uniform_(-bound, bound, generator=g) for g in generators]
-    weight = torch.stack(draws).requires_grad_()
+    weight = draw_uniform(generators, *places.shape[1:], bound=2**-0.5)
     optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE)
     norms = []
     for _ in range(num_steps):

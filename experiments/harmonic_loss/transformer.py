@@ -1,10 +1,13 @@
 """The small transformer of the harmonic-loss paper, trained for many seeds at once."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from experiments.stacked import draw_uniform, embed
 
 DROPOUT = 0.1
 NUM_BLOCKS = 2
@@ -56,9 +59,7 @@ class StackedTransformer(nn.Module):
             input_ids: Token ids.
             generators: One for each seed, to draw the dropout from; None: no dropout.
         """
-        num_seeds, vocab_size, _ = self.embedding.shape
-        offsets = vocab_size * torch.arange(num_seeds).view(-1, 1, 1)
-        states = F.embedding(input_ids + offsets, self.embedding.flatten(0, 1)) + self.positions
+        states = embed(input_ids, self.embedding) + self.positions
         for block in self.blocks:
             states = states + block(states, generators)  # [S, N, T, D]
         return states[:, :, -1]
@@ -75,12 +76,7 @@ class StackedBlock(nn.Module):
         width: int = 64,
     ):
         super().__init__()
-
-        def draw(*shape: int, bound: float) -> nn.Parameter:
-            draws = [torch.empty(shape).uniform_(-bound, bound, generator=g) for g in generators]
-            return nn.Parameter(torch.stack(draws))
-
-        self.num_heads = num_heads
+        draw, self.num_heads = partial(draw_uniform, generators), num_heads
         inner, outer = hidden_size**-0.5, width**-0.5
         xavier = (6 / (hidden_size + 3 * hidden_size)) ** 0.5
         self.weight_qkv = draw(hidden_size, 3 * hidden_size, bound=xavier)

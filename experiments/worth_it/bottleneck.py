@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.worth_it.store import Store
 from harmonic_sft.models import Head, build_head
 
 NUM_CLASSES, NUM_STATES = 4096, 64
@@ -82,11 +81,3 @@ def synthetic_row(
             reached = head.nll(states(middle), labels).mean().item()
         low, high = (middle, high) if reached > loss else (low, middle)
     return probe(head, states((low + high) / 2), labels)
-
-
-def kept_row(
-    store: Store, name: str, width: int, loss: float, seed: int, num_classes: int
-) -> dict[str, Any] | None:
-    """Return what `synthetic_row` does, made if it was not; None if the time is over."""
-    key = {"head": name, "width": width, "target": loss, "seed": seed}
-    return store.get(lambda: synthetic_row(name, width, loss, seed, num_classes), **key)

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
+from experiments.evidence import paired_difference, reject
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.calibration import calibration_error
-from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, holm, t_interval
+from harmonic_sft.eval.statistics import UNDECIDED, t_interval
 from harmonic_sft.models import Head, build_head
 from harmonic_sft.training.loading import check_weights, locate_base
 
@@ -393,34 +394,6 @@ def run_once(
     return {"inverse_temperature": factor, **found}
 
 
-def kept_run(
-    store: Store,
-    load: Callable[[], tuple[Parts, nn.Module]],
-    cell: Cell,
-    regime: Regime,
-    arm: str,
-    rate: float,
-    seed: int,
-) -> dict[str, Any] | None:
-    """Return a run, trained if it was not; None if the time is over."""
-    key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate, "seed": seed}
-    return store.get(lambda: run_once(*load(), cell, regime, arm, rate, seed), **key)
-
-
-def choose_rate(
-    store: Store, load: Callable[[], tuple[Parts, nn.Module]], cell: Cell, regime: Regime, arm: str
-) -> float | None:
-    """Return an arm's learning rate by validation accuracy, ties by loss; None without the runs."""
-    factors = FACTORS if ARMS[arm] is not None else (1,)
-    rates = [factor * regime.learning_rate for factor in factors]
-    runs = [kept_run(store, load, cell, regime, arm, rate, TUNING_SEED) for rate in rates]
-    found = [run["validation"] for run in runs if run is not None]
-    if len(found) < len(rates):
-        return None
-    worth = [(one["accuracy"].get("head"), -one.get("loss", 0.0)) for one in found]
-    return rates[worth.index(max(worth))]
-
-
 def cell_name(cell: Cell) -> str:
     """Return a cell in words."""
     size = f"{cell.per_class} a class" if cell.per_class else "all"
@@ -440,31 +413,46 @@ def run_cells(
     Returns:
         By the cell in which they were chosen, learning rates by arm.
     """
+    load = functools.cache(lambda task: load_parts(data, task, store.path.parent, base))
+
+    def kept(cell: Cell, arm: str, rate: float, seed: int) -> dict[str, Any] | None:
+        key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate, "seed": seed}
+        return store.get(lambda: run_once(*load(cell.task), cell, regime, arm, rate, seed), **key)
+
+    def choose(cell: Cell, arm: str) -> dict[str, float]:
+        factors = FACTORS if ARMS[arm] is not None else (1,)
+        tried = [kept(cell, arm, one * regime.learning_rate, TUNING_SEED) for one in factors]
+        known = [run for run in tried if run is not None]
+        return {arm: max(known, key=_worth)["rate"]} if len(known) == len(factors) else {}
+
     rates: dict[str, dict[str, float]] = {}
-    for task in dict.fromkeys(cell.task for cell in cells):
-        load = functools.cache(functools.partial(load_parts, data, task, store.path.parent, base))
-        arms = tuple(arm for arm in ARMS if arm != CONTROL)
-        stages = [(Cell(task, 0, 0.0), cell, arms) for cell in cells if cell.task == task]
-        if regime.name == "head" and task == NOISY.task:
-            at_noise = [(NOISY, cell, arms) for cell in (PRIMARY, NOISY)]
-            stages = [
-                stages[0],
-                (PRIMARY, NOISY, arms),
-                *stages[1:2],
-                *at_noise,
-                *stages[2:],
-            ]
-        if regime.name == "block":
-            stages = [(tuned, cell, arms) for tuned, cell, _ in stages for arms in STAGES]
-        for tuned, cell, arms in stages:
-            found = rates.setdefault(cell_name(tuned), {})
-            for arm in arms:
-                rate = choose_rate(store, load, tuned, regime, arm) if arm not in found else None
-                found |= {} if rate is None else {arm: rate}
-            for seed in (TUNING_SEED, *range(num_seeds)):  # the first chooses read-outs
-                for arm in (arm for arm in arms if arm in found):
-                    kept_run(store, load, cell, regime, arm, found[arm], seed)
+    for tuned, cell, arms in _stages(regime, cells):
+        found = rates.setdefault(cell_name(tuned), {})
+        for arm in arms:
+            found |= choose(tuned, arm) if arm not in found else {}
+        for seed in (TUNING_SEED, *range(num_seeds)):  # the first chooses read-outs
+            for arm in (arm for arm in arms if arm in found):
+                kept(cell, arm, found[arm], seed)
     return rates
+
+
+def _worth(run: dict[str, Any]) -> tuple[float | None, float]:
+    """Return validation accuracy; ties are broken by loss."""
+    found = run["validation"]
+    return found["accuracy"].get("head"), -found.get("loss", 0.0)
+
+
+def _stages(regime: Regime, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Cell, Sequence[str]]]:
+    """Yield in order the cell that chooses learning rates, the cell that is run, and the arms."""
+    for task in dict.fromkeys(cell.task for cell in cells):
+        pairs = [(Cell(task, 0, 0.0), cell) for cell in cells if cell.task == task]
+        if regime.name == "head" and task == NOISY.task:
+            pairs[1:1] = [(PRIMARY, NOISY)]
+            pairs[3:3] = [(NOISY, PRIMARY), (NOISY, NOISY)]
+        every = [tuple(arm for arm in ARMS if arm != CONTROL)]
+        for tuned, cell in pairs:
+            for arms in STAGES if regime.name == "block" else every:
+                yield tuned, cell, arms
 
 
 def summarize(
@@ -483,26 +471,16 @@ def summarize(
     rows: list[dict[str, Any]] = []
     for tuned, chosen in rates.items():
         for name, cell in cells.items():
-            found = {
-                arm: [
-                    run
-                    for seed in range(num_seeds)
-                    if (run := store.rows.get((regime.name, *cell, arm, rate, seed)))
-                ]
-                for arm, rate in chosen.items()
-            }
-            found = {arm: runs for arm, runs in found.items() if len(runs) == num_seeds}
-            keys = {arm: (regime.name, *cell, arm, chosen[arm], TUNING_SEED) for arm in found}
-            by = {
-                arm: _read_outs(arm, store.rows[key]["validation"])
-                for arm, key in keys.items()
-                if key in store.rows
-            }
+            found, by = {}, {}
+            for arm, rate in chosen.items():
+                key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate}
+                runs = store.of_seeds(num_seeds, **key)
+                tuning = store.known(**key, seed=TUNING_SEED)
+                if runs and tuning:
+                    found[arm], by[arm] = runs, _read_outs(arm, tuning["validation"])
             if "linear" not in by or cell.task != cells[tuned].task:
                 continue
             for arm, runs in found.items():
-                if arm not in by:
-                    continue
                 row = _row(runs, by[arm], found["linear"], by["linear"])
                 factor = round(chosen[arm] / regime.learning_rate)
                 edge = ARMS[arm] is not None and factor in (FACTORS[0], FACTORS[-1])
@@ -511,8 +489,7 @@ def summarize(
                 setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
                 rows.append({**setting, "edge": edge, **row})
     others = [r for r in rows if r["arm"] not in ("linear", CONTROL) and not _is_primary(r)]
-    for row, p in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
-        row["rejected"] = p is not None and p <= 1 - LEVEL
+    reject(others)
     return rows
 
 
@@ -535,12 +512,10 @@ def _row(
 ) -> dict[str, Any]:
     """Return the intervals of an arm, and of its differences to the best linear read-outs."""
     found: dict[str, Any] = {"class_by": by[0], "scope_by": by[1]}
-    for place, key, margin in ((0, "accuracy", 0.01), (1, "auroc", 0.01)):
+    for place, key, name in ((0, "accuracy", "gain"), (1, "auroc", "auroc_gain")):
         values = [run["test"][key][by[place]] for run in runs]
-        baseline = [run["test"][key][linear_by[place]] for run in linear]
-        gain = t_interval([one - other for one, other in zip(values, baseline, strict=True)])
-        name = "gain" if key == "accuracy" else f"{key}_gain"
-        found |= {key: t_interval(values), name: gain, f"{name}_verdict": verdict(gain, margin)}
+        gain = paired_difference(values, [run["test"][key][linear_by[place]] for run in linear])
+        found |= {key: t_interval(values), name: gain, f"{name}_verdict": verdict(gain, 0.01)}
     for key in ("loss", "ece"):
         if key in runs[0]["test"]:
             found[key] = t_interval([run["test"][key] for run in runs])
@@ -575,7 +550,7 @@ def noise_cost(rows: list[dict[str, Any]], margin: float = 0.02) -> list[dict[st
             for arm in arms
         }
         for arm in (arm for arm in arms if arm != "linear" and "linear" in arms):
-            more = t_interval([a - b for a, b in zip(lost[arm], lost["linear"], strict=True)])
+            more = paired_difference(lost[arm], lost["linear"])
             word, half_width = UNDECIDED, more["half_width"]
             if half_width is not None and more["mean"] - half_width > margin:
                 word = "confirmed"

@@ -5,15 +5,16 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from experiments.evidence import reject, show_spread
 from experiments.worth_it import bottleneck, classes, language, masked, neobert
 from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_language, draw_masked
 from experiments.worth_it.store import Store
-from harmonic_sft.eval.statistics import LEVEL, holm, show_interval, t_interval
+from harmonic_sft.eval.statistics import show_interval, t_interval
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.evaluation import evaluate_suite
 
@@ -34,9 +35,6 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--part", required=True, choices=list(PARTS))
     parser.add_argument(
         "--regime", choices=list(classes.REGIMES), default="block", help="of classes"
-    )
-    parser.add_argument(
-        "--made-with", choices=masked.BASES, help="one base of masked; default: both"
     )
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument(
@@ -60,25 +58,31 @@ def main(name: str, arguments: Sequence[str]) -> None:
     PARTS[options.part](options)
 
 
-def _write(options: argparse.Namespace, name: str, payload: dict[str, Any]) -> Path:
-    payload = {
-        "part": options.part,
-        "seeds": options.seeds,
-        **payload,
-        "environment": environment(),
-    }
+def _store(options: argparse.Namespace, name: str, keys: Sequence[str]) -> Store:
+    path = options.output / f"{options.prefix}{name}.jsonl"
+    return Store(path, keys, deadline=options.deadline)
+
+
+def _keep(
+    options: argparse.Namespace,
+    name: str,
+    payload: dict[str, Any],
+    draw_fn: Callable[[dict[str, Any], Path], Path],
+) -> None:
+    """Write what was found, and draw its rows if there are any."""
+    payload = {"part": options.part, "seeds": options.seeds, **payload}
+    payload["environment"] = environment()
     path = write_results(options.output, f"{options.prefix}{name}", payload)
     logger.info("Results: %s", path)
-    return path
+    if payload["rows"]:
+        logger.info("Picture: %s", draw_fn(payload, path.with_suffix(".png")))
 
 
 def _classes(options: argparse.Namespace) -> None:
     regime, cells = classes.REGIMES[options.regime], classes.CELLS[options.regime]
     if options.quick:
         regime, cells = regime._replace(num_steps=QUICK_STEPS), cells[:1]
-    store = Store(
-        options.output / f"{options.prefix}classes.jsonl", classes.KEYS, deadline=options.deadline
-    )
+    store = _store(options, "classes", classes.KEYS)
     data = options.data / "probing"
     rates = classes.run_cells(store, data, regime, cells, options.seeds, options.base)
     rows = classes.summarize(store, regime, rates, options.seeds)
@@ -101,91 +105,79 @@ def _classes(options: argparse.Namespace) -> None:
     ]
     show_table("Points lost to 40 % wrong labels", ["rates of", "arm", *LOST, "verdict"], lines)
     payload = {"regime": regime._asdict(), "rates": rates, "rows": rows, "noise": noise}
-    path = _write(options, f"classes_{regime.name}", {**payload, "runs": list(store.rows.values())})
-    if rows:
-        logger.info("Picture: %s", draw_classes(payload, path.with_suffix(".png")))
+    payload["runs"] = list(store.rows.values())
+    _keep(options, f"classes_{regime.name}", payload, draw_classes)
 
 
 COLUMNS = ["arm", "rate", "class by", "accuracy, %", "gain, points", "", "Holm"]
 COLUMNS += ["over linear, means", "scope by", "AUROC", "gain", "", "ECE, %", "loss, nats"]
 LOST = ("lost", "linear_lost", "more")
+HOLM = {True: "rejected", False: "not", None: "-"}
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
     return [
         row["arm"],
-        f"{row['rate']:g}{' (edge)' if row['edge'] else ''}",
+        _rate(row),
         row["class_by"],
         show_interval(row["accuracy"], scale=100),
         show_interval(row["gain"], scale=100),
         row["gain_verdict"],
-        {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
-        show_interval(row["over_start"], scale=100) if "over_start" in row else None,
+        HOLM[row.get("rejected")],
+        show_spread(row.get("over_start"), scale=100, digits=3),
         row["scope_by"],
         show_interval(row["auroc"], digits=3),
         show_interval(row["auroc_gain"], digits=3),
         row["auroc_gain_verdict"],
-        show_interval(row["ece"], scale=100) if "ece" in row else None,
-        show_interval(row["loss"], digits=3) if "loss" in row else None,
+        show_spread(row.get("ece"), scale=100, digits=3),
+        show_spread(row.get("loss"), digits=3),
     ]
 
 
+def _rate(row: dict[str, Any]) -> str:
+    return f"{row['rate']:g}{' (edge)' if row['edge'] else ''}"
+
+
 def _bottleneck(options: argparse.Namespace) -> None:
-    store = Store(
-        options.output / f"{options.prefix}bottleneck.jsonl",
-        ("head", "width", "target", "seed"),
-        deadline=options.deadline,
-    )
+    store = _store(options, "bottleneck", ("head", "width", "target", "seed"))
     num_classes = 64 if options.quick else bottleneck.NUM_CLASSES
     rows, lines = [], []
     settings = product(bottleneck.WIDTHS, bottleneck.LOSSES, bottleneck.HEADS)
     for width, target, head in settings:
-        runs = [
-            run
-            for seed in range(options.seeds)
-            if (run := bottleneck.kept_row(store, head, width, target, seed, num_classes))
-        ]
-        if len(runs) < options.seeds:
+        key = {"head": head, "width": width, "target": target}
+        for seed in range(options.seeds):
+            run = functools.partial(
+                bottleneck.synthetic_row, head, width, target, seed, num_classes
+            )
+            store.get(run, **key, seed=seed)
+        runs = store.of_seeds(options.seeds, **key)
+        if not runs:
             continue
         found = {
-            key: t_interval([run[key] for run in runs]) for key in ("loss", "share", "alignment")
+            name: t_interval([run[name] for run in runs]) for name in ("loss", "share", "alignment")
         }
-        rows.append({"head": head, "width": width, "target": target, **found})
+        rows.append({**key, **found})
         lines.append(
             [head, width, target, *(show_interval(one, digits=3) for one in found.values())]
         )
     columns = ["head", "D", "target, nats", "loss, nats", "share", "alignment"]
     show_table(f"V {num_classes:,}: what reaches the body", columns, lines)
-    path = _write(options, "bottleneck", {"num_classes": num_classes, "rows": rows})
-    if rows:
-        logger.info("Picture: %s", draw_bottleneck({"rows": rows}, path.with_suffix(".png")))
+    payload = {"num_classes": num_classes, "rows": rows}
+    _keep(options, "bottleneck", payload, draw_bottleneck)
 
 
 def _language(options: argparse.Namespace) -> None:
-    store = Store(
-        options.output / f"{options.prefix}language.jsonl", language.KEYS, deadline=options.deadline
-    )
+    store = _store(options, "language", language.KEYS)
     num_steps = QUICK_STEPS if options.quick else language.NUM_STEPS
     rates = language.run_arms(store, options.data, tuple(language.ARMS), options.seeds, num_steps)
-    runs = {
-        arm: [
-            run
-            for seed in range(options.seeds)
-            if (run := store.rows.get((arm, rate, seed))) is not None
-        ]
-        for arm, rate in rates.items()
-    }
-    found = {arm: rows for arm, rows in runs.items() if len(rows) == options.seeds}
+    runs = {arm: store.of_seeds(options.seeds, arm=arm, rate=rate) for arm, rate in rates.items()}
+    found = {arm: rows for arm, rows in runs.items() if rows}
     rows, ceiling = language.compare(found), language.ceiling()
-    others = [row for row in rows if row["arm"] in language.ANNEALING]
-    for row, p in zip(others, holm([row["behind"]["p"] for row in others]), strict=True):
-        row["rejected"] = p is not None and p <= 1 - LEVEL
+    reject([row for row in rows if row["arm"] in language.ANNEALING], "behind")
     lines = [
         [
             row["arm"],
-            show_interval(row["loss"], digits=3),
-            show_interval(row["best_loss"], digits=3),
-            *(show_interval(row[key], digits=3) if key in row else None for key in MEASURED),
+            *(show_spread(row.get(key), digits=3) for key in ("loss", "best_loss", *MEASURED)),
         ]
         for row in rows
     ]
@@ -199,9 +191,7 @@ def _language(options: argparse.Namespace) -> None:
     show_table("What a bias gives, nats", ["arm", "over", "gain", "rejected by Holm"], lines)
     show_table("Cosine that a token needs", ["h_exp", "V", "p 0.5", "p 0.9"], ceiling)
     payload = {"rates": rates, "rows": rows, "biases": biases, "ceiling": ceiling}
-    path = _write(options, "language", payload)
-    if rows:
-        logger.info("Picture: %s", draw_language(payload, path.with_suffix(".png")))
+    _keep(options, "language", payload, draw_language)
 
 
 MEASURED = ("behind", "share_ratio", "alignment_ratio")
@@ -209,8 +199,7 @@ MEASURED = ("behind", "share_ratio", "alignment_ratio")
 
 def _masked(options: argparse.Namespace) -> None:
     name = {"masked": "language_masked", "bias": "language_bias"}[options.part]
-    path = options.output / f"{options.prefix}{name}.jsonl"
-    store = Store(path, masked.KEYS, deadline=options.deadline)
+    store = _store(options, name, masked.KEYS)
     base_steps, num_steps = masked.BASE_STEPS, masked.NUM_STEPS
     if options.quick:
         base_steps = num_steps = QUICK_STEPS
@@ -219,19 +208,16 @@ def _masked(options: argparse.Namespace) -> None:
             options.data, options.output, made_with, options.base, base_steps
         )
     )
-    bases: Sequence[str] = [options.made_with] if options.made_with else masked.BASES
-    names, known = tuple(masked.ARMS), {}
+    names, known, bases = tuple(masked.ARMS), {}, masked.BASES
     if options.part == "bias":
-        names, known, bases = tuple(masked.BIAS_ARMS), masked.BIAS_RATES, ["linear"]
+        names, known, bases = tuple(masked.BIAS_ARMS), masked.BIAS_RATES, masked.BASES[:1]
     rates = masked.run_arms(store, load, bases, options.seeds, num_steps, names, known)
     _show_masked(options, name, store, rates)
 
 
 def _neobert(options: argparse.Namespace) -> None:
     name, folder = "neobert", options.output / "neobert"
-    store = Store(
-        options.output / f"{options.prefix}{name}.jsonl", masked.KEYS, deadline=options.deadline
-    )
+    store = _store(options, name, masked.KEYS)
     steps = [f"training.max_steps={QUICK_STEPS}"] if options.quick else []
     rates = neobert.run_arms(store, folder, options.seeds, [*options.overrides, *steps])
     _show_masked(options, name, store, rates)
@@ -250,22 +236,19 @@ def _show_masked(
         [
             row["base"],
             row["arm"],
-            f"{row['rate']:g}{' (edge)' if row['edge'] else ''}" if "rate" in row else None,
-            *(show_interval(row[key]) if key in row else None for key in masked.SCORES),
+            _rate(row) if "rate" in row else None,
+            *(show_spread(row.get(key), digits=3) for key in masked.SCORES),
             *(_shown_gain(row) if "gain" in row else (None, None)),
             row.get("verdict"),
-            {True: "rejected", False: "not", None: "-"}[row.get("rejected")],
-            show_interval(row["bias"]) if "bias" in row else None,
+            HOLM[row.get("rejected")],
+            show_spread(row.get("bias"), digits=3),
             row.get("reason"),
         ]
         for row in rows
     ]
     columns = ["base", "arm", "rate", "loss, nats", "as trained", "accuracy", "gain, nats"]
     show_table("Masked language", [*columns, "by article", "", "Holm", "by the bias", ""], lines)
-    payload = {"rates": rates, "rows": rows}
-    path = _write(options, name, payload)
-    if lines:
-        logger.info("Picture: %s", draw_masked(payload, path.with_suffix(".png")))
+    _keep(options, name, {"rates": rates, "rows": rows}, draw_masked)
 
 
 def _shown_gain(row: dict[str, Any]) -> tuple[str, str | None]:

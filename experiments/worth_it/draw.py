@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.figures import draw_spread, name_rows, scaled
 from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -17,13 +18,10 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
     panels = figure.subplots(len(cells), 2, squeeze=False)
     for (cell, tuned), line in zip(cells, panels, strict=True):
         same = [row for row in rows if (row["cell"], row["rates_of"]) == (cell, tuned)]
-        note = (
-            ""
-            if cell == tuned or not cell.startswith(tuned.split(",")[0])
-            else f" (rates: {tuned})"
-        )
+        is_other = cell != tuned and cell.startswith(tuned.split(",")[0])
+        note = f" (rates: {tuned})" if is_other else ""
         for axes, key, scale in zip(line, ("gain", "auroc_gain"), (100, 1), strict=True):
-            _draw_gains(axes, [row["arm"] for row in same], [row[key] for row in same], scale)
+            _draw_gains(axes, same, key, scale)
         line[0].set_title(f"{cell}{note}", loc="left", fontsize="medium")
         line[0].set_xlabel("accuracy: points over the best linear read-out")
         line[1].set_xlabel("out-of-scope AUROC over that of linear")
@@ -31,21 +29,13 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
 
 
 def _draw_gains(
-    axes: "Axes",
-    names: list[str],
-    gains: list[dict[str, Any]],
-    scale: float,
-    margin: float = 0.01,
+    axes: "Axes", rows: list[dict[str, Any]], key: str, scale: float = 1, margin: float = 0.01
 ) -> None:
     """Draw means with intervals, a line at no gain and a dashed one at the margin."""
-    for place, gain in enumerate(gains):
-        mean = scale * gain["mean"]
-        half_width = scale * (gain["half_width"] or 0)
-        axes.errorbar(mean, place, xerr=half_width, fmt="o", color=CURRENT, markersize=5, capsize=3)
+    draw_spread(axes, [scaled(row[key], scale) for row in rows], None, CURRENT, "o")
     axes.axvline(0, color=REFERENCE, linewidth=1)
     axes.axvline(margin * scale, color=POST_HOC, linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    name_rows(axes, [row["arm"] for row in rows])
 
 
 def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
@@ -79,7 +69,7 @@ def draw_masked(payload: dict[str, Any], out_png: Path) -> Path:
     panels = figure.subplots(1, max(1, len(bases)), sharex=True, squeeze=False)[0]
     for axes, base in zip(panels, bases, strict=False):
         same = [row for row in rows if row["base"] == base]
-        _draw_gains(axes, [row["arm"] for row in same], [row["gain"] for row in same], 1, 0.02)
+        _draw_gains(axes, same, "gain", margin=0.02)
         axes.set_title(f"base made with a {base} head", loc="left", fontsize="medium")
         axes.set_xlabel("nats over the linear head (higher is better)")
     return save_figure(figure, out_png, grid="x")
@@ -89,12 +79,8 @@ def draw_language(payload: dict[str, Any], out_png: Path) -> Path:
     """Draw the loss of every arm of the tiny language model at its best exponent."""
     figure = new_figure(width=9.0, height=1.2 + 0.3 * len(payload["rows"]))
     axes = figure.subplots()
-    for place, row in enumerate(payload["rows"]):
-        loss = row["best_loss"]
-        axes.errorbar(
-            loss["mean"], place, xerr=loss["half_width"] or 0, fmt="o", color=CURRENT, capsize=3
-        )
-    axes.set_yticks(range(len(payload["rows"])), [row["arm"] for row in payload["rows"]])
-    axes.invert_yaxis()
+    rows = payload["rows"]
+    draw_spread(axes, [scaled(row["best_loss"]) for row in rows], None, CURRENT, "o")
+    name_rows(axes, [row["arm"] for row in rows])
     axes.set_xlabel("held-out loss at the best exponent or temperature, nats (lower is better)")
     return save_figure(figure, out_png, grid="x")

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from experiments.evidence import paired_difference, reject
+from experiments.harmonic_loss.gpt import cut_rows, states_of
 from experiments.worth_it.bottleneck import probe
 from experiments.worth_it.classes import (
     FACTORS,
@@ -19,8 +21,8 @@ from experiments.worth_it.classes import (
     fit_inverse_temperature,
     rate_factor,
 )
-from experiments.worth_it.store import Store
-from harmonic_sft.eval.statistics import LEVEL, holm, t_interval
+from experiments.worth_it.store import Store, best_rate
+from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import DistLayer, Head, build_head
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
@@ -92,9 +94,7 @@ def read_rows(folder: Path) -> tuple[Tensor, Tensor]:
         text = (folder / "text" / name).read_text()
         return torch.tensor(tokenizer.encode(text).ids)
 
-    test = tokens("wikitext2_test.txt")
-    rows = test[: len(test) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-    held_out = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    held_out = cut_rows(tokens("wikitext2_test.txt"), CONTEXT)
     train = torch.cat([tokens("wiki_articles.txt"), tokens("wikitext2_valid.txt")])
     return train, held_out[: 2 * NUM_HELD_OUT]
 
@@ -145,7 +145,7 @@ def run_once(
         if schedule is not None:
             head.h_exp = schedule(step / max(1, num_steps - 1))
         optimizer.param_groups[0]["lr"] = rate * rate_factor(step, num_steps)
-        loss = head.nll(*_states(body, rows)).mean()
+        loss = head.nll(*states_of(body, rows)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -156,15 +156,9 @@ def run_once(
     return {"curve": curve, **_losses(body, head, held_out)}
 
 
-def _states(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states `[N, D]` and the next tokens `[N]` of rows `[B, T + 1]`."""
-    states = body(rows[:, :-1]).last_hidden_state
-    return states.flatten(0, 1), rows[:, 1:].flatten()
-
-
 @torch.no_grad()
 def _probe(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
-    states, labels = _states(body, held_out[:NUM_PROBED])
+    states, labels = states_of(body, held_out[:NUM_PROBED])
     last = slice(CONTEXT - 1, None, CONTEXT)
     found = probe(head, states[last], labels[last])
     return {**found, "loss": head.nll(states, labels).mean().item()}
@@ -172,7 +166,7 @@ def _probe(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
-    parts = [_states(body, rows) for rows in held_out.chunk(2)]
+    parts = [states_of(body, rows) for rows in held_out.chunk(2)]
     (fitted, fitted_labels), (tested, labels) = [(head(x), y) for x, y in parts]
     factor = fit_inverse_temperature(fitted, fitted_labels)
     return {
@@ -192,30 +186,20 @@ def run_arms(
     """
     train, held_out = read_rows(folder)
     rates: dict[str, float] = {}
+
+    def kept(arm: str, rate: float, seed: int) -> dict[str, Any] | None:
+        key = {"arm": arm, "rate": rate, "seed": seed}
+        return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
+
     for arm in arms:
         owner = ARMS[arm].rate_of or arm
-        found = [
-            (run["validation_loss"], run["rate"])
-            for factor in FACTORS
-            if (
-                run := _kept(
-                    store, owner, factor * LEARNING_RATE, TUNING_SEED, train, held_out, num_steps
-                )
-            )
-        ]
-        if len(found) == len(FACTORS):
-            rates[arm] = min(found)[1]
+        tried = [kept(owner, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
+        rate = best_rate(tried, "validation_loss")
+        rates |= {} if rate is None else {arm: rate}
     for seed in range(num_seeds):
         for arm, rate in rates.items():
-            _kept(store, arm, rate, seed, train, held_out, num_steps)
+            kept(arm, rate, seed)
     return rates
-
-
-def _kept(
-    store: Store, arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int
-) -> dict[str, Any] | None:
-    key = {"arm": arm, "rate": rate, "seed": seed}
-    return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
 
 
 def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
@@ -259,8 +243,7 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         row |= {key: t_interval([run[key] for run in found]) for key in ("loss", "best_loss")}
         rival = ARMS[arm].rate_of or ("linear" if arm != "linear" else "")
         if rival in runs:
-            pairs = zip(found, runs[rival], strict=True)
-            row["behind"] = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
+            row["behind"] = _behind(found, runs[rival])
         if arm in BOTTLENECK and all(one in runs for one in BOTTLENECK):
             row |= {f"{key}_ratio": _ratios(runs, arm, key) for key in ("share", "alignment")}
         rows.append(row)
@@ -279,12 +262,13 @@ def compare_biases(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
         return []
     rows: list[dict[str, Any]] = []
     for arm, over in contrasts:
-        pairs = zip(runs[over], runs[arm], strict=True)
-        gain = t_interval([a["best_loss"] - b["best_loss"] for a, b in pairs])
-        rows.append({"arm": arm, "over": over, "gain": gain})
-    for row, p in zip(rows[1:], holm([row["gain"]["p"] for row in rows[1:]]), strict=True):
-        row["rejected"] = p is not None and p <= 1 - LEVEL
+        rows.append({"arm": arm, "over": over, "gain": _behind(runs[over], runs[arm])})
+    reject(rows[1:])
     return rows
+
+
+def _behind(runs: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return paired_difference(*([run["best_loss"] for run in part] for part in (runs, others)))
 
 
 def _ratios(runs: dict[str, list[dict[str, Any]]], arm: str, key: str) -> dict[str, Any]:

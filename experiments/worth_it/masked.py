@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertLayer
 
+from experiments.evidence import reject
 from experiments.worth_it.classes import ENCODER, TUNING_SEED, rate_factor
 from experiments.worth_it.language import EUCLID, SPHERE, Arm, BiasedDistLayer
-from experiments.worth_it.store import Store
+from experiments.worth_it.store import Store, best_rate
 from harmonic_sft.data.keyed_random import random_bits
 from harmonic_sft.eval.calibration import LOG_SCALES, fit_inverse_temperature
 from harmonic_sft.eval.scoring import score_batch
-from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval, holm, t_interval
+from harmonic_sft.eval.statistics import UNDECIDED, document_interval, t_interval
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import CosineHead, DistLayer, Head, LinearHead, build_head
-from harmonic_sft.ops import LossOptions, distance_cross_entropy
+from harmonic_sft.ops import LossOptions, chunked_loss
 from harmonic_sft.training.loading import check_weights, locate_base
 
 logger = logging.getLogger(__name__)
@@ -297,16 +298,8 @@ def finish(block: BertLayer, states: Tensor, places: Tensor) -> Tensor:
 def _loss(head: Head, states: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each token, `[N]`, without the logits of all."""
     if isinstance(head, BiasedDistLayer):
-        exponent = head.h_exp if head.log_steepness is None else -head.log_steepness.exp()
-        return distance_cross_entropy(
-            states,
-            head.weight,
-            labels,
-            h_exp=exponent,
-            unit_sphere=head.unit_sphere,
-            eps=head.eps,
-            options=LossOptions(class_bias=head.bias),
-        )
+        options = LossOptions(class_bias=head.bias)
+        return chunked_loss(head.lazy_logits(states), labels, options=options).loss
     return CrossEntropyLoss()(head, states, labels)
 
 
@@ -471,8 +464,8 @@ def run_arms(
             return {arm: known[arm]}
         kept(base, arm, 0.0, TUNING_SEED)
         tried = [kept(base, arm, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
-        found = [(run["loss"], run["rate"]) for run in tried if run is not None]
-        return {arm: min(found)[1]} if len(found) == len(FACTORS) else {}
+        rate = best_rate(tried)
+        return {} if rate is None else {arm: rate}
 
     rates: dict[str, dict[str, float]] = {}
     for base in bases:
@@ -505,13 +498,11 @@ def summarize(
     rows, gains = [], {}
     for base, chosen in rates.items():
         runs = {
-            arm: [
-                run for seed in range(num_seeds) if (run := store.rows.get((base, arm, rate, seed)))
-            ]
+            arm: store.of_seeds(num_seeds, base=base, arm=arm, rate=rate)
             for arm, rate in chosen.items()
         }
         for arm, found in runs.items():
-            if len(found) < num_seeds or len(runs.get("linear", ())) < num_seeds:
+            if not found or not runs.get("linear"):
                 continue
             row: dict[str, Any] = {"base": base, "arm": arm, "rate": chosen[arm]}
             row["edge"] = chosen[arm] in (FACTORS[0] * LEARNING_RATE, FACTORS[-1] * LEARNING_RATE)
@@ -521,8 +512,7 @@ def summarize(
                 gains[base, arm] = _differences(runs["linear"], found)
                 tokens = found[0]["tokens"]
                 row |= _gain(gains[base, arm], tokens)
-            without = runs.get(WITHOUT.get(arm, ""), ())
-            if len(without) == num_seeds:
+            if without := runs.get(WITHOUT.get(arm, "")):
                 row["bias"] = _gain(_differences(without, found), found[0]["tokens"])["gain"]
             rows.append(row)
     primary = [gains[base, "dist -12"] for base in BASES if (base, "dist -12") in gains]
@@ -534,17 +524,11 @@ def summarize(
 
 def _add_verdicts(rows: list[dict[str, Any]]) -> None:
     gained = [row for row in rows if "gain" in row]
-    others = [row for row in gained if not _is_primary(row)]
-    for row, p in zip(others, holm([row["gain"]["p"] for row in others]), strict=True):
-        row["rejected"] = p is not None and p <= 1 - LEVEL
+    reject([row for row in gained if (row["base"], row["arm"]) != (BASES[0], "dist -12")])
     for row in gained:
         row["verdict"] = verdict(row)
         if "bias" in row and row["arm"].startswith("dist"):
             row["reason"] = reason(row["bias"], row["gain"])
-
-
-def _is_primary(row: dict[str, Any]) -> bool:
-    return (row["base"], row["arm"]) == (BASES[0], "dist -12")
 
 
 def _differences(runs: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> np.ndarray:

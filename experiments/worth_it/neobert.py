@@ -11,7 +11,7 @@ import torch
 from experiments.family import Family, configure, finish, load_trained, quiet, read_family
 from experiments.worth_it import masked
 from experiments.worth_it.classes import TUNING_SEED
-from experiments.worth_it.store import Store
+from experiments.worth_it.store import Store, best_rate
 from harmonic_sft.eval import documents_of, score
 from harmonic_sft.eval.calibration import fit_inverse_temperature
 from harmonic_sft.training import RunConfig
@@ -62,9 +62,8 @@ def run_arms(
     rates: dict[str, float] = {}
     for arm in family.rows:
         tried = [kept(arm, factor * masked.LEARNING_RATE, TUNING_SEED) for factor in masked.FACTORS]
-        found = [(run["loss"], run["rate"]) for run in tried if run is not None]
-        if len(found) == len(masked.FACTORS):
-            rates[arm] = min(found)[1]
+        rate = best_rate(tried)
+        rates |= {} if rate is None else {arm: rate}
     for seed in range(num_seeds):
         for arm, rate in rates.items():
             kept(arm, rate, seed)

@@ -27,6 +27,16 @@ class Store:
         rows = [json.loads(line) for line in lines]
         self.rows = {tuple(row[field] for field in self.fields): row for row in rows}
 
+    def known(self, **key: Any) -> dict[str, Any] | None:
+        """Return a run, None if it was not made."""
+        return self.rows.get(tuple(key[field] for field in self.fields))
+
+    def of_seeds(self, num_seeds: int, **key: Any) -> list[dict[str, Any]]:
+        """Return the runs of seeds 0, 1, ..., none of them if one was not made."""
+        runs = [self.known(**key, seed=seed) for seed in range(num_seeds)]
+        known = [run for run in runs if run is not None]
+        return known if len(known) == num_seeds else []
+
     def get(self, run: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any] | None:
         """Return a run, made if it was not; None if it was not and the time is over."""
         name = tuple(key[field] for field in self.fields)
@@ -40,3 +50,9 @@ class Store:
             logger.info("%s: %.1f s", name, row["seconds"])
             self.rows[name] = row
         return self.rows[name]
+
+
+def best_rate(runs: Sequence[dict[str, Any] | None], loss: str = "loss") -> float | None:
+    """Return the learning rate of the run with the least loss; None if one was not made."""
+    known = [(run[loss], run["rate"]) for run in runs if run is not None]
+    return min(known)[1] if len(known) == len(runs) else None

@@ -1,7 +1,7 @@
 """The benchmark of the losses runs, and its arms do what they say."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from scripts.benchmark_ops_arms import (
 
 CPU = torch.device("cpu")
 QUICK = "^(?!.*(compile|cut-cross))"  # compilers take their time
-ON_CPU = [name for name, arm in ARMS.items() if "cpu" in arm.devices and not arm.compiles]
+ON_CPU = [name for name, arm in ARMS.items() if "cpu" in arm.devices and re.match(QUICK, name)]
 
 
 def run(rows: str, only: str, *options: str) -> dict[str, Any]:
@@ -41,8 +41,7 @@ def gradients(step: Step, inputs: Inputs) -> list[torch.Tensor]:
 
 def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     path = tmp_path / "ops.json"
-    where = ["--json", str(path), "--figure", str(tmp_path / "ops.png")]
-    results = run("24x16x700,8x32x96", QUICK, *where)
+    results = run("24x16x700,8x32x96", QUICK, "--json", str(path))
     saved = json.loads(path.read_text())
     assert saved == results
     assert saved["threads"] == torch.get_num_threads()
@@ -60,25 +59,12 @@ def test_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "24x16x700" in out
     assert "skipped: Liger: only on cuda" in out
-    assert (tmp_path / "ops.png").is_file()
-
-
-@pytest.fixture
-def in_threads(monkeypatch):
-    """Measure memory in this process: a fresh one takes seconds to import torch."""
-
-    def pool(count, mp_context):
-        return ThreadPoolExecutor(count)
-
-    monkeypatch.setattr(benchmark_ops, "ProcessPoolExecutor", pool)
 
 
 @pytest.mark.slow
-def test_memory_and_error_are_measured(monkeypatch, in_threads):
-    monkeypatch.setattr(benchmark_ops, "ACCURACY_SIZES", Sizes(8, 32, 64))
+def test_memory_is_measured():
     only = "^harmonic, (chunked|full logits)$"
-    results = run("512x16x16384", only, "--memory", "--accuracy")
-    (row,) = results["rows"]
+    (row,) = run("512x16x16384", only, "--memory")["rows"]
     arms = row["arms"]
     # 32 MB of logits, a few times, against some chunks of tiles.
     full, chunked = (
@@ -87,20 +73,6 @@ def test_memory_and_error_are_measured(monkeypatch, in_threads):
     assert full > 2**25
     assert arms["harmonic, chunked"]["peak_bytes"] - chunked == (512 + 16384) * 16 * 4
     assert chunked < full
-    errors = results["accuracy"]
-    assert set(errors[BASELINE]) == {"linear"}
-    assert max(errors["harmonic, chunked"].values()) < 1e-4
-    assert errors["harmonic, full logits"]["captured 0.001"] > 1e-3
-
-
-@pytest.mark.slow  # a fresh process for every arm, and two at once
-def test_memory_and_contention_are_measured_in_fresh_processes(capsys):
-    only = "^harmonic, (chunked|full logits)$"
-    (row,) = run("512x16x16384", only, "--memory", "--contended")["rows"]
-    assert row["arms"][BASELINE]["peak_bytes_above_gradients"] > 2**25
-    for figures in row["contended"].values():
-        assert figures["slowdown_over_two"] > 0
-    assert "slowdown" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -119,12 +91,13 @@ def test_arms_of_a_head_make_the_same_gradients(head, label_smoothing):
         logits = -14 * (squared + 1e-6).log()
     loss = F.cross_entropy(logits, inputs.labels, label_smoothing=label_smoothing)
     (exact,) = torch.autograd.grad(loss, hidden_states)
+    starts = {"linear": ("linear", "torch", "transformers"), "sphere": ("harmonic sphere",)}
     names = [
         name
         for name in ON_CPU
-        if (ARMS[name].head, ARMS[name].label_smoothing) == (head, label_smoothing)
-        and ARMS[name].accurate
-        and ARMS[name].h_exp == -14
+        if name.startswith(starts.get(head, ("harmonic,",)))
+        and ("smoothing" in name) == (label_smoothing > 0)
+        and not re.search("transport|distilled", name)
     ]
     assert names
     for name in names:
@@ -163,7 +136,7 @@ def test_a_failing_arm_is_reported_and_the_others_continue(monkeypatch, capsys):
     def fail(device):
         raise RuntimeError("no compiler")
 
-    broken = {"broken": benchmark_ops_arms.Arm(build_fn=fail), BASELINE: ARMS[BASELINE]}
+    broken = {"broken": benchmark_ops_arms.Arm(fail), BASELINE: ARMS[BASELINE]}
     monkeypatch.setattr(benchmark_ops_arms, "ARMS", broken)
     steps, skipped = benchmark_ops.warm_up(
         list(broken), Inputs.draw(Sizes(4, 4, 8), CPU, torch.float32)
@@ -180,13 +153,6 @@ def test_sizes_are_checked(text, capsys):
     assert "rows: expected NxDxV, such as 1638x768x30522, got " in capsys.readouterr().err
 
 
-def test_what_a_device_lacks_is_refused(monkeypatch, tmp_path, capsys):
+def test_what_a_device_lacks_is_refused():
     with pytest.raises(Unavailable, match="only on cuda"):
         build_step("harmonic, triton", CPU)
-    with pytest.raises(SystemExit):
-        benchmark_ops.main(["--device", "cuda", "--contended"])
-    assert "--contended: expected the CPU, got cuda" in capsys.readouterr().err
-    monkeypatch.setattr(benchmark_ops, "CLEAR_REFS", tmp_path / "none")
-    with pytest.raises(SystemExit):
-        benchmark_ops.main(["--device", "cpu", "--memory"])
-    assert "--memory: expected Linux or CUDA" in capsys.readouterr().err

@@ -87,10 +87,3 @@ def test_the_clean_split_has_no_example_twice(name):
         known = dict(zip(map(tuple, task.inputs.tolist()), task.labels.tolist(), strict=True))
         assert [known[tuple(one)] for one in inputs.tolist()] == labels.tolist()
     assert not torch.equal(examples.inputs[0], examples.inputs[1])
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(
-        ValueError, match=r"split: expected one of \['released', 'clean'\], got 'x'"
-    ):
-        draw_examples(TASKS["permutation"](), "x", 0.8, seeded_generators([0]))

@@ -1,7 +1,6 @@
 """Rows, wrong labels, read-outs and verdicts against plain computations; three steps of all."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -30,40 +29,19 @@ from experiments.worth_it.classes import (
     verdict,
 )
 
-
-@pytest.fixture(scope="module")
-def probing(tmp_path_factory):
-    """Both data sets in miniature: 23 intents, 20 of which are out of scope."""
-    folder = tmp_path_factory.mktemp("probing")
-    generator = random.Random(0)
-    words = ["aa", "ab", "ba", "bc", "ca", "da", "db", "zz"]
-
-    def text():
-        return " ".join(generator.choices(words, k=generator.randint(2, 9)))
-
-    for split, count in (("train", 12), ("test", 3)):
-        rows = [f"{text()},intent{i:02d}" for i in range(23) for _ in range(count)]
-        (folder / f"banking77_{split}.csv").write_text("\n".join(["text,category", *rows]))
-    for split, count in (("train", 30), ("dev", 8)):
-        rows = [f"{text()} aa\t{i % 2}" for i in range(count)]
-        (folder / f"sst2_{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
-    return folder
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture(scope="module")
-def task(probing, tiny_base, tmp_path_factory):
+def task(data, small, tiny_base, tmp_path_factory):
     """The parts of the miniature and the last block of the tiny encoder."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
-    found = load_parts(probing, "banking77", tmp_path_factory.mktemp("states"), str(tiny_base))
-    patch.undo()
-    return found
+    folder = tmp_path_factory.mktemp("states")
+    return load_parts(data / "probing", "banking77", folder, str(tiny_base))
 
 
 @pytest.mark.parametrize("name", ["banking77", "sst2"])
-def test_no_part_shares_rows_and_the_unknown_are_marked(probing, monkeypatch, name):
-    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
-    parts = read_parts(probing, name)
+def test_no_part_shares_rows_and_the_unknown_are_marked(data, name):
+    parts = read_parts(data / "probing", name)
     texts = {part: {text for text, _ in rows} for part, rows in parts.items()}
     assert not texts["train"] & texts["test"]
     assert all(label >= 0 for _, label in parts["train"])
@@ -74,15 +52,14 @@ def test_no_part_shares_rows_and_the_unknown_are_marked(probing, monkeypatch, na
     assert sum(label >= 0 for _, label in parts["validation"]) == 6
 
 
-def test_the_copied_block_continues_from_the_frozen_ones(task, probing, tiny_base, monkeypatch):
-    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+def test_the_copied_block_continues_from_the_frozen_ones(task, data, tiny_base):
     parts, block = task
     rows = parts["test"]
     chosen = torch.tensor([3, 0, 5])
     torch.testing.assert_close(encode(block, rows, chosen), rows.pooled[chosen])
     torch.testing.assert_close(encode_all(block, rows, chosen), rows.pooled[chosen])
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    text, _ = read_parts(probing, "banking77")["test"][3]
+    text, _ = read_parts(data / "probing", "banking77")["test"][3]
     with torch.no_grad():
         model = AutoModel.from_pretrained(tiny_base).eval()
         alone = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)

@@ -1,7 +1,6 @@
 """Every part runs three steps by its command, and tabulates what is there."""
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -19,18 +18,14 @@ def read(folder, name):
 
 
 @pytest.mark.slow
-def test_classes_train_every_arm_and_are_tabulated_again(tmp_path, tiny_base, monkeypatch, capsys):
-    monkeypatch.setattr(classes, "NUM_VALIDATION", {"banking77": 6, "sst2": 6})
+@pytest.mark.usefixtures("small")
+def test_classes_train_every_arm_and_are_tabulated_again(
+    data, tmp_path, tiny_base, monkeypatch, capsys
+):
     few = {arm: classes.ARMS[arm] for arm in ("linear", "dist -12", "frozen", classes.CONTROL)}
     monkeypatch.setattr(classes, "ARMS", few)
     monkeypatch.setattr(classes, "STAGES", [tuple(few)])
-    folder, generator = tmp_path / "probing", random.Random(0)
-    folder.mkdir()
-    for split, count in (("train", 10), ("test", 3)):
-        texts = [" ".join(generator.choices(["aa", "ab", "ba", "ca"], k=6)) for _ in range(230)]
-        rows = [f"{texts.pop()},intent{i:02d}" for i in range(23) for _ in range(count)]
-        (folder / f"banking77_{split}.csv").write_text("\n".join(["text,category", *rows]))
-    arguments = ["worth_it", str(tmp_path), "--part", "classes", "--regime", "head", "--quick"]
+    arguments = ["worth_it", str(data), "--part", "classes", "--regime", "head", "--quick"]
     arguments += ["--base", str(tiny_base), "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
     found = read(tmp_path / "out", "classes_head")
@@ -81,19 +76,13 @@ def test_language_compares_all_arms(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, monkeypatch, capsys):
-    for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
-        monkeypatch.setattr(masked, name, value)
+@pytest.mark.usefixtures("small")
+def test_masked_language_compares_all_arms_on_both_bases(
+    data, tmp_path, tiny_base, monkeypatch, capsys
+):
     few = {arm: masked.ARMS[arm] for arm in ("linear", "dist -12", "linear, E")}
     monkeypatch.setattr(masked, "ARMS", few)
-    generator = random.Random(0)
-    lines = [" ".join(generator.choices(["aa", "ab", "ba", "ca"], k=40)) for _ in range(12)]
-    (tmp_path / "text").mkdir()
-    for name in masked.FILES[:2]:
-        text = "".join(f" \n = T = \n \n {line}\n" for line in lines)
-        (tmp_path / "text" / name).write_text(text)
-    (tmp_path / "text" / masked.FILES[2]).write_text("\n".join(lines))
-    arguments = ["worth_it", str(tmp_path), "--part", "masked", "--quick"]
+    arguments = ["worth_it", str(data), "--part", "masked", "--quick"]
     arguments += ["--base", str(tiny_base), "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
     found = read(tmp_path / "out", "language_masked")
@@ -106,8 +95,6 @@ def test_masked_language_compares_all_arms_on_both_bases(tmp_path, tiny_base, mo
     assert read(tmp_path / "out", "language_masked")["rows"] == found["rows"]
     assert "gain, nats" in capsys.readouterr().out
     monkeypatch.undo()
-    for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
-        monkeypatch.setattr(masked, name, value)
     monkeypatch.setattr(masked, "FACTORS", (1,))
     assert main([*arguments[:3], "bias", *arguments[4:]]) == 0
     rows = read(tmp_path / "out", "language_bias")["rows"]

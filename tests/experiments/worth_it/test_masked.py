@@ -1,7 +1,6 @@
 """Rows, masks, the last block at some places, factors and gains against plain computations."""
 
 import copy
-import random
 
 import numpy as np
 import pytest
@@ -31,38 +30,11 @@ from experiments.worth_it.masked import (
 from experiments.worth_it.store import Store
 from harmonic_sft.eval.statistics import UNDECIDED, t_interval
 
-
-@pytest.fixture(scope="module")
-def small():
-    """Rows of 12 tokens, 3 of them masked."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("ROW_TOKENS", 12), ("NUM_MASKED", 3), ("FITTED_TOKENS", 16)):
-            patch.setattr(masked, name, value)
-        yield
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, small):
-    """The three files in miniature: 12, 7 and 6 articles."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    generator = random.Random(0)
-
-    def text():
-        return " ".join(generator.choices(["aa", "ab", "ba", "ca", "da"], k=30)) + " <unk>"
-
-    for name, count in (("valid", 12), ("test", 7)):
-        articles = [
-            f" \n = T {n} = \n \n {text()}\n = = S = = \n {text()}\n = no title \n"
-            for n in range(count)
-        ]
-        (folder / "text" / f"wikitext2_{name}.txt").write_text("".join(articles))
-    (folder / "text" / "wiki_articles.txt").write_text("\n".join(text() for _ in range(6)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bases(data, tiny_base, tmp_path_factory):
+def bases(data, small, tiny_base, tmp_path_factory):
     """Both bases after two steps."""
     output = tmp_path_factory.mktemp("bases")
     return {name: load_base(data, output, name, str(tiny_base), 2) for name in BASES}
@@ -130,7 +102,7 @@ def test_a_factor_multiplies_the_logits(bases, arm):
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_only_a_free_scale_starts_at_its_best(small, monkeypatch, arm):
+def test_only_a_free_scale_starts_at_its_best(monkeypatch, arm):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(20, 32, generator=generator)
     labels = torch.randint(20, (8, 3), generator=generator)
@@ -162,7 +134,7 @@ def test_a_log_prior_is_added_to_the_logits_and_learns(bases, arm):
 
 
 @pytest.mark.parametrize("arm", ["dist -12, prior", "linear, prior"])
-def test_a_prior_starts_at_the_share_of_the_log_counts_that_is_best(small, monkeypatch, arm):
+def test_a_prior_starts_at_the_share_of_the_log_counts_that_is_best(monkeypatch, arm):
     generator = torch.Generator().manual_seed(0)
     vectors, counts = torch.randn(6, 32, generator=generator), torch.tensor([88, 30, 9, 3, 1, 1])
     labels = torch.arange(6).repeat_interleave(counts).view(44, 3)

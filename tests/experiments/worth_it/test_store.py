@@ -2,7 +2,7 @@
 
 import time
 
-from experiments.worth_it.store import Store
+from experiments.worth_it.store import Store, best_rate
 
 
 def test_a_finished_run_is_read_and_not_made_again(tmp_path):
@@ -25,3 +25,15 @@ def test_no_run_starts_after_the_deadline(tmp_path):
     late = Store(path, ("seed",), deadline=time.monotonic() - 1)
     assert late.get(lambda: {"loss": 2.0}, seed=0)["loss"] == 1.0
     assert late.get(lambda: {"loss": 2.0}, seed=1) is None
+
+
+def test_runs_of_all_seeds_are_read_and_the_best_rate_needs_all_runs(tmp_path):
+    store = Store(tmp_path / "runs.jsonl", ("rate", "seed"))
+    for rate, loss in ((0.1, 2.0), (0.2, 1.0)):
+        store.get(lambda loss=loss: {"loss": loss}, rate=rate, seed=0)
+    store.get(lambda: {"loss": 3.0}, rate=0.2, seed=1)
+    assert [run["loss"] for run in store.of_seeds(2, rate=0.2)] == [1.0, 3.0]
+    assert store.of_seeds(2, rate=0.1) == []
+    runs = [store.known(rate=rate, seed=0) for rate in (0.1, 0.2, 0.3)]
+    assert best_rate(runs[:2]) == 0.2
+    assert best_rate(runs) is None
