@@ -29,7 +29,7 @@ from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.modeling_backbone import RESUME_FILE
-from harmonic_sft.training.checkpoints import check_frozen_weights, load_trained_
+from harmonic_sft.training.checkpoints import load_exactly_, load_trained_
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
@@ -117,12 +117,6 @@ def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
     return state
 
 
-def save_lora(model: HarmonicHeadModel, folder: Path) -> None:
-    """Save a model with LoRA merged, with what trains beside it in `adapter/`."""
-    save_adapter(model, folder)
-    model.save_pretrained(folder)
-
-
 def _save_merged(
     model: HarmonicHeadModel,
     save_directory: str | os.PathLike,
@@ -157,17 +151,12 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
     """Load what `save_adapter` wrote, exactly; frozen weights stay as they are.
 
     Raises:
-        ValueError: The file holds other tensors than the model trains.
+        ValueError: The model trains other tensors, or has other frozen weights.
     """
     saved = load_file(folder / ADAPTER_FOLDER / WEIGHTS_NAME)
-    names = _saved_names(model, _saved_modules(model))
-    different = sorted(saved.keys() ^ set(names.values()))
-    if different:
-        raise ValueError(
-            f"adapter: expected the tensors that this run trains, got {folder.name} with others, "
-            f"such as {different[0]!r}. Resume with the settings of the run that saved it"
-        )
-    model.load_state_dict({live: saved[name] for live, name in names.items()}, strict=False)
+    live = {name: live for live, name in _saved_names(model, _saved_modules(model)).items()}
+    state = {live.get(name, name): value for name, value in saved.items()}
+    load_exactly_(model, state, folder, names=live.values())
 
 
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
@@ -179,7 +168,6 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     if (folder / RESUME_FILE).is_file():
         load_trained_(model, folder)
     elif has_lora(model):
-        check_frozen_weights(model, folder)
         load_adapter_(model, folder)
     elif quantization_method(model.config) is not None:
         load_head_(model, folder)

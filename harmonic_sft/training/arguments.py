@@ -393,7 +393,7 @@ def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | No
     return settings.get("h_exp") or _exponent(settings.get("inner"))
 
 
-def check_parallelism(args: TrainingArguments) -> None:
+def check_parallelism(args: HarmonicTrainingArguments) -> None:
     """Refuse what would cut a batch, and its `label_positions`, into pieces.
 
     Raises:
@@ -405,7 +405,7 @@ def check_parallelism(args: TrainingArguments) -> None:
             f"launch: expected one GPU per process, got {args.n_gpu}. "
             "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
         )
-    if getattr(args, "padding_free", False) and args.world_size > 1:
+    if args.padding_free and args.world_size > 1:
         raise ValueError(
             f"data.padding_free: expected false with {args.world_size} processes, got true. They "
             "could not leave out the rows that fill up their last batches. Use data.packing"

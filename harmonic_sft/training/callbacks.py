@@ -21,7 +21,6 @@ from transformers.integrations import get_available_reporting_integrations
 
 from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.run_config import HExpConfig
-from harmonic_sft.training.schedules import h_exp_at
 
 logger = logging.getLogger(__name__)
 TERMINATED = 128 + signal.SIGTERM  # what shells report
@@ -42,10 +41,11 @@ class HeadCallback(TrainerCallback):
         self.h_exp = h_exp
 
     def h_exp_of(self, step: int, state: TrainerState) -> float | None:
-        """Return the exponent of a step, counted from 0; None if none is annealed."""
+        """Return the exponent after `step` steps, linear over the run; None if none is annealed."""
         if self.h_exp is None:
             return None
-        return h_exp_at(step, state.max_steps, start=self.h_exp.start, end=self.h_exp.end)
+        start, end = self.h_exp.start, self.h_exp.end
+        return start + (end - start) * min(step / state.max_steps, 1.0)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""

@@ -5,14 +5,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -42,11 +41,6 @@ def write_manifest(folder: Path, *, rows_per_step: int, frozen_sha256: str | Non
     content = {"rows_per_step": rows_per_step, "frozen_sha256": frozen_sha256, "files": files}
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
     write_whole(folder / MANIFEST_NAME, text)
-
-
-def remove_manifest(folder: Path) -> None:
-    """Mark a checkpoint as not whole, before any of its files is written again."""
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 def read_rows_per_step(folder: Path) -> int | None:
@@ -86,16 +80,18 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
     return saved // at_once
 
 
-def find_damage(folder: Path) -> str | None:
+def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
     """Return what is wrong with a checkpoint, None if it is as it was saved.
 
-    A checkpoint without a manifest beside others that have one was not saved to its end. Where none
-    has one an earlier version wrote them: what is missing is found, other damage cannot be.
+    A checkpoint without a manifest beside others that have one was not saved to its end, unless it
+    is the best one, which a later one names. Where none has one an earlier version wrote them: what
+    is missing is found, other damage cannot be.
     """
     if not folder.is_dir():
         return "it is missing"
     if not (folder / MANIFEST_NAME).is_file():
-        if any(folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")):
+        manifests = folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")
+        if not is_best and any(manifests):
             return f"it has no {MANIFEST_NAME}, so it was not saved to its end"
         return _find_missing(folder)
     manifest = _read_manifest(folder)
@@ -128,36 +124,22 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
     return checkpoint
 
 
-def check_whole(folder: Path) -> None:
-    """Refuse a checkpoint that is named, if it is damaged.
-
-    Raises:
-        ValueError: It is.
-    """
-    damage = find_damage(folder)
-    if damage is not None:
-        raise ValueError(
-            f"checkpoint: expected {str(folder)!r} as it was saved, got a damaged one: {damage}. "
-            "Use another one"
-        )
-
-
-def check_best(folder: Path) -> None:
-    """Refuse the best checkpoint, which a later one names, if it is damaged.
-
-    It was saved to its end, so without a manifest an earlier version wrote it.
+def check_whole(folder: Path, *, is_best: bool = False) -> None:
+    """Refuse a checkpoint that is named, by a user or as the best one by a later one, if damaged.
 
     Raises:
         ValueError: It is damaged or missing.
     """
-    has_manifest = not folder.is_dir() or (folder / MANIFEST_NAME).exists()
-    damage = find_damage(folder) if has_manifest else _find_missing(folder)
-    if damage is not None:
-        raise ValueError(
-            f"checkpoint: expected {str(folder)!r}, the best one, as it was saved, got a damaged "
-            f"one: {damage}. Restore it, or delete the checkpoints after it: the run then "
-            "continues before it"
-        )
+    damage = find_damage(folder, is_best=is_best)
+    if damage is None:
+        return
+    name, advice = repr(str(folder)), "Use another one"
+    if is_best:
+        name = f"{name}, the best one,"
+        advice = "Restore it, or delete the checkpoints after it: the run then continues before it"
+    raise ValueError(
+        f"checkpoint: expected {name} as it was saved, got a damaged one: {damage}. {advice}"
+    )
 
 
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
@@ -170,7 +152,7 @@ def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
     if state.best_model_checkpoint is not None:
         best = checkpoint.parent / Path(state.best_model_checkpoint).name
         if needs_best:
-            check_best(best)
+            check_whole(best, is_best=True)
         state.best_model_checkpoint = str(best) if best.is_dir() else None
     return state
 
@@ -223,20 +205,16 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
     others = [path for path in found if path not in set(protected)]
     num_protected = len(found) - len(others)
     for path in others[: max(0, len(found) - max(keep, num_protected))]:
-        remove_manifest(path)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     """Save what training changes, and the configuration: enough to continue, and no model."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("model*.safetensors*"):  # saved otherwise before
-        path.unlink()
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
     state = {name: value.contiguous() for name, value in _trained_state(model).items()}
-    metadata = {"format": "pt", "frozen_sha256": frozen_sha256(model)}
-    save_file(state, folder / RESUME_FILE, metadata)
+    save_file(state, folder / RESUME_FILE, {"format": "pt"})
 
 
 def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
@@ -245,37 +223,38 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
-    with safe_open(folder / RESUME_FILE, "pt") as file:
-        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        frozen = file.metadata()["frozen_sha256"]
-    different = sorted(saved.keys() ^ _trained_state(model).keys())
+    saved = load_file(folder / RESUME_FILE)
+    load_exactly_(model, saved, folder, names=_trained_state(model))
+
+
+def load_exactly_(
+    model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
+) -> None:
+    """Lay what a checkpoint trained over the weights of its base, and over no others.
+
+    Args:
+        model: With the frozen weights of the base.
+        saved: What was trained.
+        folder: Of the checkpoint, whose manifest knows the frozen weights.
+        names: Of the tensors that the model trains.
+
+    Raises:
+        ValueError: The model trains other tensors, or has other frozen weights.
+    """
+    different = sorted(saved.keys() ^ set(names))
     if different:
         raise ValueError(
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    check_frozen_weights(model, folder, frozen)
-    model.load_state_dict(saved, strict=False)
-
-
-def check_frozen_weights(model: HarmonicHeadModel, folder: Path, sha256: str | None = None) -> None:
-    """Refuse to lay what a checkpoint trained over another base than its own.
-
-    Args:
-        model: With the frozen weights of the base.
-        folder: Of the checkpoint.
-        sha256: Of the frozen weights; default: what the manifest says, if it says it.
-
-    Raises:
-        ValueError: The frozen weights have another checksum.
-    """
-    saved = sha256 or (_read_manifest(folder) or {}).get("frozen_sha256")
-    if saved is not None and saved != frozen_sha256(model):
+    frozen = (_read_manifest(folder) or {}).get("frozen_sha256")
+    if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
             f"resume: expected the frozen weights that {str(folder)!r} was trained on, got others. "
             "Give the base as it was, on the Hub by its commit in model.revision, or start a new "
             "run"
         )
+    model.load_state_dict(saved, strict=False)
 
 
 def frozen_sha256(model: HarmonicHeadModel) -> str:

@@ -52,6 +52,7 @@ from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
     MODELS,
+    TASKS,
     load_task_data,
     locate_base,
 )
@@ -309,15 +310,12 @@ class Opened:
 
     def init(self) -> str | None:
         """Return what the head started from, as the run's file says; None without one."""
-        if not (self.folder / CONFIG_NAME).is_file():
-            return None
-        return (read_run(self.folder).get("head") or {}).get("init")
+        return (_saved(self.folder).get("head") or {}).get("init")
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""
-        name = self.model.config.base_model  # of a folder, the last part of its path
-        if (self.folder / CONFIG_NAME).is_file():
-            name = read_run(self.folder)["model"]["base"]
+        saved = _saved(self.folder)  # the other name is, of a folder, the last part of its path
+        name = saved["model"]["base"] if saved else self.model.config.base_model
         if name is None:
             return None
         local = {"local_files_only": True}
@@ -453,14 +451,13 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
             f"{argument}: expected a harmonic model, got a {config.model_type} in {str(folder)!r}. "
             "Train one on it first"
         )
-    tasks = {model_class.__name__: task for task, model_class in MODELS.items()}
     architecture = (config.architectures or ["HarmonicForMaskedLM"])[0]
-    if architecture not in tasks:
+    if architecture not in TASKS:
         raise ValueError(
-            f"{argument}: expected one of {sorted(tasks)}, got a {architecture} in "
+            f"{argument}: expected one of {sorted(TASKS)}, got a {architecture} in "
             f"{str(folder)!r}, which has no head. Give the folder of the whole model"
         )
-    return config, tasks[architecture]
+    return config, TASKS[architecture]
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -475,12 +472,17 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _saved(folder: Path) -> dict[str, Any]:
+    """Return the settings of the folder's run; none without one."""
+    return read_run(folder) if (folder / CONFIG_NAME).is_file() else {}
+
+
 def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of the folder's run with these overrides."""
     unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
-    saved = read_run(folder) if (folder / CONFIG_NAME).is_file() else {}
+    saved = _saved(folder)
     sources = saved["data"]["sources"] if saved else []
     settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
     if "data" not in settings:

@@ -42,6 +42,7 @@ LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
     "causal_lm": HarmonicForCausalLM,
 }
 MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
+TASKS = {model_class.__name__: task for task, model_class in MODELS.items()}
 
 
 def locate_base(base: str) -> str:

@@ -117,7 +117,7 @@ def estimate_step(
     """
     with FakeTensorMode():
         model = build_fake_model(run, config).train()
-        if run.gradient_checkpointing:
+        if run.training.get("gradient_checkpointing"):
             model.gradient_checkpointing_enable()
         num_scored = _num_scored(run, batch_size)
         activations = _activation_peak(model, batch_size, run.data.context_length, num_scored)

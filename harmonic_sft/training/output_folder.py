@@ -75,9 +75,9 @@ def check_output_folder(run: RunConfig) -> None:
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds "
             "other files. Choose another one"
         )
-    if not run.resume and _leftovers(folder):
-        return
     if not run.resume:
+        if _leftovers(folder):
+            return
         raise ValueError(
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
             "run. Add resume=true to continue it, or choose another one"
@@ -143,7 +143,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     kind = str(run.training.get("lr_scheduler_type"))
     warmup = 0
     if schedule is not None:
-        warmup = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0).warmup
+        warmup, _ = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0)
     reasons = {
         "an annealed h_exp": run.h_exp is not None and run.h_exp.start != run.h_exp.end,
         "schedule.decay_ratio above 0": schedule is not None and schedule.decay_ratio > 0,
@@ -290,14 +290,13 @@ def _flock(handle: int) -> bool:
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.2)
         except OSError as error:  # some network drives have no locks
             logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
-            return True
-        else:
             return True
 
 

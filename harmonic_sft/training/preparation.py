@@ -47,6 +47,7 @@ from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
     MODELS,
+    TASKS,
     check_frozen,
     check_weights,
     from_base,
@@ -129,9 +130,10 @@ class Preparation:
         if self._base.model_type == "harmonic" and self.args.head is None:
             settings = self.model.dist_head.settings() if has_head else self._base.head
             own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
+        name = self._base.name_or_path or type(self.model).__name__
         longest = max_positions(self._base.get_text_config())
         self.config = self.args.config_for(
-            self.model if isinstance(self.model, str) else self._name(),
+            self.model if isinstance(self.model, str) else name,
             task=task,
             own_head=own_head,
             peft=self._peft,
@@ -387,9 +389,6 @@ class Preparation:
             )
         return False
 
-    def _name(self) -> str:
-        return self._base.name_or_path or type(self.model).__name__
-
 
 def _table(data: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset:
     if isinstance(data, datasets.Dataset):
@@ -468,8 +467,8 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
     """
     names = [] if isinstance(model, str) else [one.__name__ for one in type(model).__mro__]
     names += config.architectures or []
-    ours = {model_class.__name__: task for task, model_class in MODELS.items()}
-    ours["HarmonicForQuestionAnswering"] = "token_classification"  # of start and end
+    # Of start and end.
+    ours = {**TASKS, "HarmonicForQuestionAnswering": "token_classification"}
     for name in names:
         if name in ours and (label_column is None or ours[name] in CLASSIFIERS):
             return ours[name]

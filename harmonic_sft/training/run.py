@@ -29,7 +29,7 @@ from harmonic_sft.results import (
     read_whole,
     write_results,
 )
-from harmonic_sft.training.arguments import check_parallelism
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint, read_state
 from harmonic_sft.training.evaluation import fingerprint
@@ -177,7 +177,7 @@ def _check_batch(data: LoadedData, args: TrainingArguments) -> None:
         )
 
 
-def check_launch(args: TrainingArguments) -> None:
+def check_launch(args: HarmonicTrainingArguments) -> None:
     """Refuse ways of starting that would train something else than the file says.
 
     Raises:
@@ -315,9 +315,8 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
         `final`, the metrics, with the seconds and the speed of this session. Speed counts tokens
         without padding, and the time of evaluations too.
     """
-    set_seed(
-        trainer.args.seed
-    )  # dropout starts alike, whether the evaluation before was made or remembered
+    # Dropout starts alike, whether the evaluation before was made or remembered.
+    set_seed(trainer.args.seed)
     seconds, before = 0.0, 0
     try:
         folder = trainer.run_config.output_dir

@@ -344,19 +344,9 @@ class RunConfig:
         return Path(self.training["output_dir"])
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the documents are read while training."""
-        return any(source.streaming for source in self.data.sources)
-
-    @property
     def seed(self) -> int:
         """The seed of masks, order and initialization."""
         return self.training["seed"]
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Whether blocks that hold a graph recompute it."""
-        return bool(self.training.get("gradient_checkpointing", False))
 
     @property
     def learns_h_exp(self) -> bool:
@@ -537,7 +527,7 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     for key, value in FORCED.items():
         if training.get(key, value) != value:
             raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
-    _check_numbers(training, is_stream=run.is_stream)
+    _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
     _check_refresh(training, refresh_intervals(run.loss))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     optim = str(training.get("optim", "adamw_torch"))

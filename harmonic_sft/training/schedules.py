@@ -1,6 +1,4 @@
-"""Schedules as pure functions of the optimizer step: learning-rate phases and the exponent."""
-
-from typing import NamedTuple
+"""The learning rate: warmup, stable and decay by shares of a run."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -9,16 +7,8 @@ from transformers import get_wsd_schedule
 from harmonic_sft.training.run_config import ScheduleConfig
 
 
-class PhaseSteps(NamedTuple):
-    """Optimizer steps of the three phases of a warmup-stable-decay schedule."""
-
-    warmup: int
-    stable: int
-    decay: int
-
-
-def phase_steps(total: int, *, warmup_ratio: float, decay_ratio: float) -> PhaseSteps:
-    """Split a run into warmup, stable and decay, rounded to whole steps.
+def phase_steps(total: int, *, warmup_ratio: float, decay_ratio: float) -> tuple[int, int]:
+    """Return how many steps of a run warm up and how many decay, rounded to whole steps.
 
     Args:
         total: Optimizer steps of the run.
@@ -35,27 +25,24 @@ def phase_steps(total: int, *, warmup_ratio: float, decay_ratio: float) -> Phase
             warmup = total - decay
         else:
             decay = total - warmup
-    return PhaseSteps(warmup, total - warmup - decay, decay)
+    return warmup, decay
 
 
 def phase_schedule(
-    optimizer: Optimizer, schedule: ScheduleConfig, total: int, *, warmup_steps: int | None = None
+    optimizer: Optimizer, schedule: ScheduleConfig, total: int, *, warmup_steps: int = 0
 ) -> LambdaLR:
     """Return the schedule of the learning rate, the ratios turned into whole steps.
 
-    `warmup_steps` stand in place of their ratio; the decay then takes what is left at most.
+    `warmup_steps` above 0 stand in place of their ratio; the decay then takes what is left at most.
     """
-    steps = phase_steps(total, warmup_ratio=schedule.warmup_ratio, decay_ratio=schedule.decay_ratio)
-    warmup = steps.warmup if warmup_steps is None else min(warmup_steps, total)
+    warmup, decay = phase_steps(
+        total, warmup_ratio=schedule.warmup_ratio, decay_ratio=schedule.decay_ratio
+    )
+    warmup = min(warmup_steps, total) or warmup
     return get_wsd_schedule(
         optimizer,
         num_warmup_steps=warmup,
-        num_decay_steps=min(steps.decay, total - warmup),
+        num_decay_steps=min(decay, total - warmup),
         num_training_steps=total,
         decay_type=schedule.decay,
     )
-
-
-def h_exp_at(step: int, total: int, *, start: float, end: float) -> float:
-    """Return the exponent after `step` of `total` optimizer steps, linear from start to end."""
-    return start + (end - start) * min(step / total, 1.0)

@@ -59,7 +59,7 @@ class StreamPlace:
         """
         found = []
         for stream, known in self._state["streams"].items():
-            counts = (known["skipped"], *known.get("duplicates", (0, 0)))
+            counts = (known["skipped"], *known["duplicates"])
             counts = max(counts, self._left_out.get(int(stream), counts))
             found.append((stream, counts, known["reasons"]))
         return found

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     ProgressCallback,
     Trainer,
     TrainerCallback,
@@ -42,8 +43,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
-from harmonic_sft.models.modeling_backbone import RESUME_FILE
-from harmonic_sft.training.adapters import has_lora, load_part_, save_lora
+from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
 from harmonic_sft.training.batches import (
     COUNTS,
@@ -61,13 +61,11 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
-    check_best,
+    check_whole,
     find_checkpoint,
-    find_damage,
     frozen_sha256,
     load_running_loss,
     read_state,
-    remove_manifest,
     rotate,
     rows_per_step,
     same_accumulation,
@@ -216,7 +214,7 @@ class HarmonicTrainer(Trainer):
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
-        self._frozen: str | None = None  # checksum of the frozen weights under LoRA
+        self._frozen: str | None = None  # checksum of the frozen weights, if checkpoints need it
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
 
@@ -408,10 +406,8 @@ class HarmonicTrainer(Trainer):
         """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = Path(self._get_output_dir(trial), name)
-        if self.args.should_save and folder.is_dir():
-            if find_damage(folder) is not None:  # it may hold what cannot be written over
-                shutil.rmtree(folder, ignore_errors=True)
-            remove_manifest(folder)
+        if self.args.should_save:  # what is there was saved otherwise, or cannot be written over
+            shutil.rmtree(folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         # transformers would delete by the clock, and before there is a manifest.
         keep, self.args.save_total_limit = self.args.save_total_limit, None
@@ -422,7 +418,8 @@ class HarmonicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            if has_lora(unwrapped) and self.args.save == "full" and self._frozen is None:
+            is_part = has_lora(unwrapped) or self.args.save == "trainable"
+            if is_part and self._frozen is None:
                 self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
             rows, frozen = rows_per_step(self.args), self._frozen
             write_manifest(folder, rows_per_step=rows, frozen_sha256=frozen)
@@ -440,7 +437,7 @@ class HarmonicTrainer(Trainer):
         assert optimizer is not None, "transformers makes it first"
         warmup = self.args.get_warmup_steps(num_training_steps)
         self.lr_scheduler = phase_schedule(
-            optimizer, schedule, num_training_steps, warmup_steps=warmup or None
+            optimizer, schedule, num_training_steps, warmup_steps=warmup
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -610,7 +607,7 @@ class HarmonicTrainer(Trainer):
         """Load the best checkpoint's exponent with its weights: they belong together."""
         assert self.state.best_model_checkpoint is not None, "the callers look"
         folder = Path(self.state.best_model_checkpoint)
-        check_best(folder)
+        check_whole(folder, is_best=True)
         if not load_part_(self.model, folder):
             super()._load_best_model()
         if self._head_callback.h_exp is not None:
@@ -644,14 +641,15 @@ class HarmonicTrainer(Trainer):
         A model with LoRA is saved merged, with what trains beside it in `adapter/`.
         """
         folder = str(output_dir or self.args.output_dir)
-        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if has_lora(model):
-            save_lora(model, Path(folder))
-        else:
-            model.save_pretrained(folder, state_dict=state_dict)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+            save_adapter(model, Path(folder))
+        model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer = self.processing_class
+        if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
+            tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     def push_to_hub(  # ty: ignore[incompatible-method-override]
         self, commit_message: str | None = None, *, revision: str | None = None
@@ -679,8 +677,8 @@ class HarmonicTrainer(Trainer):
             return ""
         folder = Path(str(self.args.output_dir))
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        to = replace(destination_of(hub), message=commit_message)
-        return push(folder, to if revision is None else replace(to, revision=revision))
+        revision = hub.revision if revision is None else revision
+        return push(folder, replace(destination_of(hub), message=commit_message, revision=revision))
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Look whether the Hub could be pushed to; the repo is made by the first push."""

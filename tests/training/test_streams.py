@@ -91,8 +91,8 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
-    def snapshot(skipped, *reasons, **duplicates):
-        return {"skipped": skipped, "reasons": list(reasons), **duplicates}
+    def snapshot(skipped, *reasons, duplicates=(0, 0)):
+        return {"skipped": skipped, "reasons": list(reasons), "duplicates": duplicates}
 
     place = StreamPlace(SimpleNamespace(), SimpleNamespace(world_size=1))
     streams = {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
