@@ -20,6 +20,7 @@ GIT_ATTRIBUTES = "".join(f"*{end} filter=lfs diff=lfs merge=lfs -text\n" for end
 BASE64_IN_JSON = re.compile(rb'"(?:content|sample)": ?"([A-Za-z0-9+/]*={0,2})')
 # No YAML in the standard library: every top-level line of the front matter has a key.
 FRONT_MATTER = re.compile(r"---\n(?:(?:[ #\-\]}].*|[^ #\-\]}\n].*:.*)?\n)*?---(?:\n|$)")
+LICENSES = ("apache-2.0", "mit", "cc-by-4.0", "other")  # some of those that the Hub knows
 NO_LOGIN = "Invalid username or password."
 BAD_TOKEN = "Invalid credentials in Authorization header"
 
@@ -168,7 +169,10 @@ class Handler(BaseHTTPRequestHandler):
         content = json.loads(self.body)["content"]
         broken = content.startswith("---") and FRONT_MATTER.match(content) is None
         errors = [{"message": "YAML metadata does not parse"}] if broken else []
-        self.reply({"errors": errors, "warnings": []}, 400 if broken else 200)
+        license = re.search(r"^license: (.*)$", content, re.MULTILINE)
+        if license is not None and license[1] not in LICENSES:
+            errors.append({"message": f'"license" must be one of [{", ".join(LICENSES)}]'})
+        self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def create_repo(self) -> None:
         user, wanted = self.user, json.loads(self.body)

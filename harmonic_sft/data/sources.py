@@ -193,7 +193,7 @@ def check_column(
     `name` is the setting that names the column, for error messages.
     """
     features = documents.features or {}
-    columns = [key for key in features or first if key != PLACE]
+    columns = [key for key in first if key != PLACE]  # a transform may make some
     if column not in columns:
         nearest = did_you_mean(column, columns, cutoff=0.0)
         raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")

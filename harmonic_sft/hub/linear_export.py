@@ -6,11 +6,22 @@ import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harmonic_sft.hub.staging import copy_tokenizer
+from harmonic_sft.config import read_yaml
+from harmonic_sft.hub.model_card import TASKS
+from harmonic_sft.hub.run_folder import is_on_hub, public_base
+from harmonic_sft.hub.staging import (
+    LICENSE,
+    NAMES_CODE,
+    base_license,
+    copy_tokenizer,
+    license_in,
+    license_of_code,
+)
 from harmonic_sft.models import (
     AffineLogits,
     DistanceLogits,
@@ -110,7 +121,9 @@ def export_linear(folder: Path, target: Path) -> Path:
         exported.save_pretrained(draft)
         if not is_decoder:
             save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
-        (draft / "README.md").write_text(_readme(model, head, exported))
+            (draft / LICENSE).write_text(license_of_code())
+        card = _metadata(folder, model.config) + _readme(model, head, exported)
+        (draft / "README.md").write_text(card)
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
     return target
@@ -195,6 +208,8 @@ def _architecture(folder: Path) -> str:
 def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     """Return transformers' own causal language model with the same body, not copied."""
     config = copy.deepcopy(model.config.text_config)
+    for name in NAMES_CODE:
+        vars(config).pop(name, None)
     config.tie_word_embeddings = False
     if config.model_type in MULTIPLIED:
         setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
@@ -223,6 +238,9 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
 def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedLM:
     """Return a model with the same body, not copied, and another head."""
     config = copy.deepcopy(model.config)
+    for name in NAMES_CODE:
+        vars(config.text_config).pop(name, None)
+    config.base_model = public_base(config.base_model, config.base_revision)
     config.head = head.settings()
     config.tie_word_embeddings = False  # the rows are scaled, and a body may be in 16 bits
     if config.trained_parameters is not None:
@@ -234,6 +252,26 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
     exported.model = model.model.float() if model.config.tie_word_embeddings else model.model
     exported.dist_head = head
     return exported
+
+
+def _metadata(folder: Path, config: HarmonicConfig) -> str:
+    """Return the metadata of the card: the base, and the license that the card of a push names."""
+    base, run = config.base_model, folder / "run.yaml"
+    if (folder / "README.md").is_file():  # of a download
+        license = license_in(folder / "README.md")
+    elif run.is_file() and (named := (read_yaml(run).get("hub") or {}).get("license")):
+        license = {"license": named}
+    else:
+        license = base_license(config)
+    metadata = ModelCardData(
+        license=license.get("license"),
+        license_name=license.get("license_name"),
+        license_link=license.get("license_link"),
+        library_name="transformers",
+        pipeline_tag=TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
+        base_model=base if base and is_on_hub(base, config.base_revision) else None,
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n"
 
 
 def _readme(

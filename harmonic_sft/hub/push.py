@@ -1,8 +1,10 @@
 """Push a run to the Hub: one commit, or nothing."""
 
 import json
+import logging
 import shlex
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,9 +29,21 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
-from harmonic_sft.hub.staging import FIGURE, LICENSE, SENTENCES, TOKENIZER, Form, check_form, stage
+from harmonic_sft.hub.staging import (
+    FIGURE,
+    LICENSE,
+    SECRET,
+    SENTENCES,
+    TOKENIZER,
+    Form,
+    check_form,
+    license_of_code,
+    stage,
+)
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
 
+logger = logging.getLogger(__name__)
+MAX_WORDS = 200  # characters of what the Hub says
 # What an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OURS = (
@@ -52,10 +66,11 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of t
 
 REASONS = {
     401: "The token is not valid. Log in with `hf auth login`",
-    403: "The token may not write there. Use one with write access, or a repo of your own",
+    403: "You may not write there. Use a token with write access, or a repo of your own",
     409: "The repo was changed at the same moment",
     412: "The repo was changed at the same moment",
     413: "The Hub refuses files of this size",
+    429: "The Hub limits how often an account may ask. Try again later",
 }
 
 
@@ -117,9 +132,12 @@ def check_destination(to: Destination) -> None:
     """Refuse what cannot be pushed to, before anything is trained or sent.
 
     Raises:
-        ValueError: Not a name of a repo, no token, or one that the Hub does not know.
+        ValueError: Not a name of a repo, an empty license, no token, or one that the Hub does not
+            know.
         PushError: The Hub cannot be reached.
     """
+    if to.license is not None and not to.license.strip():
+        raise ValueError(f"license: expected one that the Hub knows, got {to.license!r}")
     try:
         validate_repo_id(to.repo_id)
     except HFValidationError as error:
@@ -187,6 +205,9 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
             f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} The "
             f"repo's last revision and the run are as before. Try again: {to.command(trained.path)}"
         ) from error
+    if "README.md" in _names(info):
+        old = f"{info.sha} of {to.repo_id}"
+        logger.info("README.md was replaced by the new card; the old one is in commit %s.", old)
     return commit.commit_url
 
 
@@ -199,10 +220,12 @@ def _operations(
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     added = {path.relative_to(staged).as_posix(): path for path in paths}
-    if LICENSE in _names(info):
-        added.pop(LICENSE, None)  # the owner's own
     patterns = (*OURS, *FOREIGN) if to.force else OURS
     stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
+    if LICENSE in _names(info):  # the owner's own stays, and ours as long as there is code
+        has_code = added.pop(LICENSE, None) is not None
+        if not has_code and _download(info, LICENSE).read_bytes() == license_of_code().encode():
+            stale.append(LICENSE)
     return [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in stale),
@@ -259,12 +282,15 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _read(info: ModelInfo, name: str) -> dict[str, Any]:
     """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
-    path = Path(hf_hub_download(info.id, name, revision=info.sha))
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(_download(info, name).read_text())
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {}
+
+
+def _download(info: ModelInfo, name: str) -> Path:
+    return Path(hf_hub_download(info.id, name, revision=info.sha))
 
 
 def _status(error: BaseException) -> int | None:
@@ -282,4 +308,13 @@ def _reason(error: BaseException) -> str:
     if status is None:
         return f"{str(error).strip().rstrip('.')}."
     advice = REASONS.get(status, "The Hub has a problem" if status >= 500 else "It was refused")
-    return f"{advice} (HTTP {status})."
+    return f"{advice} (HTTP {status}{_said(error)})."
+
+
+def _said(error: BaseException) -> str:
+    """Return the Hub's own words after a colon: one line, without a token."""
+    words = (error.server_message or "").strip() if isinstance(error, HfHubHTTPError) else ""
+    line, token = words.split("\n")[0].rstrip("."), get_token()
+    if not line or SECRET.search(line) or (token is not None and token in line):
+        return ""
+    return f": {textwrap.shorten(line, MAX_WORDS, placeholder='...')}"

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
-from harmonic_sft.models.modeling_backbone import HUB_NAME, check_not_partial
-from harmonic_sft.results import read_results
+from harmonic_sft.models.backbones import check_whole
+from harmonic_sft.models.modeling_backbone import COMMIT, HUB_NAME, check_not_partial
+from harmonic_sft.results import read_results, reading
 
 WEIGHTS = "model.safetensors"
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
@@ -45,8 +46,8 @@ def read_trained(folder: Path) -> TrainedFolder:
         folder: The output folder of a run, or one of its `checkpoint-N`.
 
     Raises:
-        ValueError: No run, a link that leaves its folder, no weights in it yet, or half-written
-            ones.
+        ValueError: No run, a link that leaves its folder, no weights in it yet, or a file that is
+            half written or damaged.
     """
     folder = folder.resolve()
     home = folder.parent if folder.name.startswith("checkpoint-") else folder
@@ -66,7 +67,7 @@ def read_trained(folder: Path) -> TrainedFolder:
         raise ValueError(f"RUN: expected a finished run, got no model in {str(folder)!r}.{hint}")
     if folder != home and not (folder / "trainer_state.json").is_file():
         raise ValueError(f"RUN: expected a whole checkpoint, got {str(folder)!r}, half written")
-    fields = json.loads((folder / "config.json").read_text())
+    fields = read_results(folder / "config.json")
     if fields.get("model_type") != HarmonicConfig.model_type:
         raise ValueError(
             f"RUN: expected a harmonic model, got a {fields.get('model_type')} in {str(folder)!r}"
@@ -75,12 +76,15 @@ def read_trained(folder: Path) -> TrainedFolder:
     results, figure = home / "results" / "train.json", home / "results" / "train.png"
     finished = folder == home and results.is_file()
     state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
+    with reading(state):
+        saved = json.loads(state.read_text()) if state.is_file() else None
+        step = None if saved is None else _step_of(saved, run, finished)
     return TrainedFolder(
         path=folder,
         config=HarmonicConfig.from_pretrained(folder),
         run=run,
         results=read_results(results) if finished else None,
-        step=_step_of(json.loads(state.read_text()), run, finished) if state.is_file() else None,
+        step=step,
         figure=figure if finished and figure.is_file() else None,
     )
 
@@ -99,14 +103,8 @@ def check_weights(folder: Path) -> None:
     Raises:
         ValueError: They are.
     """
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt"):
-                pass  # the header has been compared with the length of the file
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"RUN: expected whole weights, got {str(path)!r}, half written or damaged"
-            ) from error
+    weight_files(folder)
+    check_whole(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -114,8 +112,8 @@ def weight_files(folder: Path) -> list[Path]:
     check_not_partial(folder)
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        names = sorted(set(index["weight_map"].values()))
+        with reading(folder / INDEX):
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"RUN: expected a whole model in {str(folder)!r}, got no {name}")
@@ -131,9 +129,17 @@ def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str,
                     yield name, file.get_tensor(name)
 
 
+def is_pinned(base: str | None, revision: str | None) -> bool:
+    """Whether a base is on the Hub at a commit, which training records for no folder."""
+    return bool(HUB_NAME.fullmatch(base or "") and COMMIT.fullmatch(revision or ""))
+
+
 def is_on_hub(base: str, revision: str | None) -> bool:
-    """Whether a base is on the Hub: training records no commit for a folder."""
-    return revision is not None and bool(HUB_NAME.fullmatch(base)) and not Path(base).exists()
+    """Whether a base is on the Hub."""
+    if revision is None or not HUB_NAME.fullmatch(base):
+        return False
+    # An earlier version recorded the branch that was asked for, also of a folder.
+    return is_pinned(base, revision) or not Path(base).exists()
 
 
 def last_part(path: str) -> str | None:

@@ -21,6 +21,7 @@ from harmonic_sft.hub.run_folder import (
     INDEX,
     TrainedFolder,
     is_on_hub,
+    is_pinned,
     public_base,
     read_tensors,
     weight_files,
@@ -53,6 +54,7 @@ TOKENIZER = (
 # May spell a path or a secret as a token.
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
+NAMES_CODE = ("auto_map", "custom_pipelines")  # of the base, which training does not run
 SECRET = re.compile(r"hf_[A-Za-z0-9]{30}|signature=|token=", re.I)  # in a card or JSON
 
 
@@ -83,8 +85,7 @@ def stage(
         write(trained, target)
         _write_config(trained, target, partial=form == "head")
         _copy(trained.path, target, ("generation_config.json",))
-        text = importlib.metadata.distribution("harmonic-sft").read_text("licenses/LICENSE")
-        (target / LICENSE).write_text(text or "")
+        (target / LICENSE).write_text(license_of_code())
     copy_tokenizer(trained.path, target)
     if trained.figure is not None:
         shutil.copyfile(trained.figure, target / FIGURE)
@@ -139,9 +140,9 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
             f"--form {form}: expected a run that says what it trained, got one of an earlier "
             "version. Use --form full"
         )
-    if form == "head" and config.base_revision is None:
+    if form == "head" and not is_pinned(config.base_model, config.base_revision):
         raise ValueError(
-            f"--form head: expected a base on the Hub, got {config.base_model!r} of this machine, "
+            f"--form head: expected a base on the Hub at a commit, got {config.base_model!r}, "
             "which nobody else could fetch. Use --form full, or push the base, and train from it"
         )
 
@@ -174,12 +175,26 @@ def base_license(config: HarmonicConfig) -> dict[str, str]:
     if config.base_model is None or not is_on_hub(config.base_model, config.base_revision):
         return {}
     try:
-        path = hf_hub_download(config.base_model, "README.md", revision=config.base_revision)
-        fields = metadata_load(path) or {}
-    except (HTTPError, OSError, ValueError):  # no card, no network, or metadata that are no YAML
+        card = hf_hub_download(config.base_model, "README.md", revision=config.base_revision)
+    except (HTTPError, OSError, ValueError):  # no card or no network
+        return {}
+    return license_in(Path(card))
+
+
+def license_in(card: Path) -> dict[str, str]:
+    """Return what a card says of the license, nothing where its metadata are no YAML."""
+    try:
+        fields = metadata_load(card) or {}
+    except (OSError, ValueError):
         return {}
     names = ("license", "license_name", "license_link")
     return {name: fields[name] for name in names if isinstance(fields.get(name), str)}
+
+
+def license_of_code() -> str:
+    """Return the license of the Python files that go along."""
+    text = importlib.metadata.distribution("harmonic-sft").read_text("licenses/LICENSE")
+    return text or ""
 
 
 def check_clean(target: Path, trained: TrainedFolder) -> None:
@@ -203,14 +218,27 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, without the name of the folder that it came from."""
+    """Copy the files of a tokenizer, without the name of the folder that it came from.
+
+    Code that its configuration names stays behind: training loads tokenizers without it.
+
+    Raises:
+        ValueError: The tokenizer that trained has code of its own.
+    """
     _copy(source, target, TOKENIZER)
     path = target / "tokenizer_config.json"
-    if path.is_file():
-        with reading(source / path.name):
-            fields = dict(json.loads(path.read_text()))
-        fields.pop("name_or_path", None)
-        _write_json(path, fields)
+    if not path.is_file():
+        return
+    with reading(source / path.name):
+        fields = dict(json.loads(path.read_text()))
+    for module in re.findall(r'"(\w+)\.\w+"', json.dumps(fields.pop("auto_map", None))):
+        if (source / f"{module}.py").is_file():  # saved with it only if it was run
+            raise ValueError(
+                f"tokenizer: expected a class of transformers, got one of {module}.py, which is "
+                "not published. Train with a tokenizer that loads without trust_remote_code"
+            )
+    fields.pop("name_or_path", None)
+    _write_json(path, fields)
 
 
 def _write_full(trained: TrainedFolder, target: Path) -> None:
@@ -236,6 +264,8 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     fields |= {"base_model": base, "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
+    for name in NAMES_CODE:
+        fields["text_config"].pop(name, None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     for name in fields["auto_map"].values():  # the folder may hold other files by now
         module = trained.path / f"{name.split('.')[0]}.py"

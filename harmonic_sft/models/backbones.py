@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import safe_open
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
@@ -90,8 +91,9 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
         options: Further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: A weight is missing, has another shape, or is not used.
+        ValueError: A weight is missing, has another shape, or is not used, or a file is damaged.
     """
+    check_whole(name)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would print the report that is checked below
     try:
@@ -125,6 +127,23 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
             )
     settle_quantized_(model)
     return model
+
+
+def check_whole(folder: str | os.PathLike) -> None:
+    """Refuse a folder with weights that are cut or damaged; a name on the Hub is no folder.
+
+    Raises:
+        ValueError: A file of safetensors in it has no header, or another length.
+    """
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # the header has been compared with the length of the file
+        except Exception as error:  # safetensors has a class of its own
+            raise ValueError(
+                f"{path}: expected whole weights, got a file that is half written or damaged: "
+                f"{error}. Copy or download it again"
+            ) from error
 
 
 def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from .backbones import (
     blocks_without_graph,
     build_backbone,
     cast_parameters_,
+    check_whole,
     commit_of,
     copy_head_,
     find_blocks,
@@ -88,18 +89,19 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             kwargs: All options of `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: The base of a partial checkpoint cannot be fetched or does not fit, or a
-                checkpoint is one that only its run can continue from.
+            ValueError: The base of a partial checkpoint cannot be fetched or does not fit, a
+                checkpoint is one that only its run can continue from, or a file is damaged.
         """
         name = pretrained_model_name_or_path
         if name is None or kwargs.get("state_dict") is not None:
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
-        check_not_partial(os.path.join(name, kwargs.get("subfolder", "")))
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        where: dict[str, Any] = {key: kwargs[key] for key in PLACE_OPTIONS if key in kwargs}
+        folder = os.path.join(name, kwargs.get("subfolder", ""))
+        check_not_partial(folder)
+        check_whole(folder)
+        where = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
         if fields is None:
-            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where, **hub)
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where)
         if (kind := fields.get("model_type")) != "harmonic":
             raise ValueError(
                 f"{name}: expected one of our models, got one of type {kind!r}. "
@@ -109,31 +111,36 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return cls._with_new_head(
                 HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
             )
-        if not fields.get("partial", False):
+        if fields.get("partial", False):
+            loaded = cls._from_partial(str(name), where, *model_args, config=config, **kwargs)
+        else:
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
-            model = loaded[0] if isinstance(loaded, tuple) else loaded
-            settle_quantized_(model)
-            _report_prototypes(model)
-            return loaded
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        settle_quantized_(model)
+        _report_prototypes(model)
+        return loaded
+
+    @classmethod
+    def _from_partial(
+        cls, name: str, where: dict[str, Any], *model_args: Any, config: Any, **kwargs: Any
+    ) -> Any:
+        """Load a checkpoint that holds only what was trained: the rest is from its base."""
         # A branch may move on between two files.
-        where["revision"] = commit_of(str(name), **where, **hub) or where.get("revision")
-        where |= hub
+        where["revision"] = commit_of(name, **where) or where.get("revision")
         rest = {k: v for k, v in kwargs.items() if k not in (*where, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
             options: dict[str, Any] = {**where, **rest, "return_unused_kwargs": True}
             config, rest = HarmonicConfig.from_pretrained(config or name, **options)
-        state_dict = _complete_state_dict(str(name), config, where, hub)
-        loaded = super().from_pretrained(
+        state_dict = _complete_state_dict(name, config, where)
+        loaded = cls.from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
         )
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.partial = False  # saved again, it is a whole checkpoint
         if model.can_generate():
             with suppress(OSError):  # there is none
-                found = GenerationConfig.from_pretrained(str(name), **where)
-                model.generation_config = found
-        model.config.name_or_path = model.name_or_path = str(name)
-        _report_prototypes(model)
+                model.generation_config = GenerationConfig.from_pretrained(name, **where)
+        model.config.name_or_path = model.name_or_path = name
         return loaded
 
     @classmethod
@@ -357,14 +364,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         keep_head: bool = False,
         **fields: Any,
     ) -> Self:
-        """Build the model around a loaded base, with a new head in evaluation mode.
+        """Build the model around a loaded base, with a new head, in evaluation mode.
 
-        Args:
-            base: What `load_base` returned.
-            head: `{"name": ..., fields...}`; None is a `DistLayer` on the unit sphere.
-            embeddings: What the prototypes start at, `[V, D]`; None keeps them random.
-            keep_head: Give the head all weights of the base's own.
-            fields: Further ones of the configuration.
+        The prototypes start at `embeddings` `[V, D]`, or the head with all weights of the base's
+        own; `fields` are further ones of the configuration.
         """
         head = dict(head or {"name": "dist"})
         config = HarmonicConfig(
@@ -520,8 +523,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     def _prepare_tied_embeddings(self) -> None:
         """Keep the table in float32, as the head, and hand it to a 16-bit body in 16 bits."""
-        embeddings = self.get_input_embeddings().float()
-        embeddings.register_forward_hook(functools.partial(_in_dtype_of, self.model.backbone))
+        embeddings, backbone = self.get_input_embeddings(), self.model.backbone
+        for buffer in embeddings.buffers():  # Gemma's factor, rounded as the body's table would be
+            buffer.data = buffer.data.to(_body_dtype(backbone))
+        weight = embeddings.get_parameter("weight")
+        weight.data = weight.data.float()
+        embeddings.register_forward_hook(functools.partial(_in_dtype_of, backbone))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move all weights; embeddings that are tied to the head stay in float32, as it does."""
@@ -569,26 +576,25 @@ def _in_dtype_of(body: nn.Module, embeddings: nn.Module, args: Any, output: Tens
 
 
 def _complete_state_dict(
-    name: str, config: HarmonicConfig, where: dict[str, Any], hub: dict[str, Any]
+    name: str, config: HarmonicConfig, where: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Return all weights of a partial checkpoint: the base's, under the trained ones.
-
-    Args:
-        name: A folder or a name on the Hub.
-        config: Its configuration, with the base's name and revision.
-        where: Values of `HUB_OPTIONS` and `PLACE_OPTIONS`, for the checkpoint.
-        hub: Values of `HUB_OPTIONS`, for its base.
 
     Raises:
         ValueError: The base cannot be fetched, or is not the model that was trained on.
         OSError: The checkpoint's own files cannot be fetched.
     """
     base, revision = config.base_model or "", config.base_revision or ""
-    is_name = HUB_NAME.fullmatch(base) and not os.path.exists(base)
-    if not is_name or not COMMIT.fullmatch(revision):
+    if not HUB_NAME.fullmatch(base) or not COMMIT.fullmatch(revision):
         raise ValueError(
             f"{name} holds only what was trained. base_model: expected a name on the Hub at a "
             f"commit, got {base!r} at {revision!r}. Use a repo of the form `full`"
+        )
+    if os.path.exists(base):  # which transformers would load
+        raise ValueError(
+            f"{name} holds only what was trained. base: expected {base} on the Hub, got "
+            f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "
+            "current folder, or rename that one"
         )
     if (base, revision) == (name, where["revision"]):
         raise ValueError(
@@ -604,6 +610,7 @@ def _complete_state_dict(
     if missing:
         raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
     try:
+        hub = {key: where[key] for key in HUB_OPTIONS if key in where}
         backbone = _load_base_of(config, hub)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")

@@ -304,3 +304,11 @@ def test_the_format_of_a_data_set_does_not_matter_and_a_transform_stays(form):
     if form in ("torch", "numpy"):
         assert rows(data.to_iterable_dataset().with_format(form)) == list(data)
     assert rows(data.with_transform(lambda batch: {"text": [form]})) == [{"text": form}]
+
+
+def test_the_columns_are_those_that_a_transform_makes():
+    data = Dataset.from_dict({"other": [3]}).with_transform(lambda batch: {"text": ["aa"]})
+    documents, first = load_documents(GivenSource(path="x", documents=data), name="x", skip=False)
+    check_column(documents, first, "text", name="x.column", is_text=True)
+    with pytest.raises(ValueError, match=r"x\.column: expected one of \['text'\], got 'other'"):
+        check_column(documents, first, "other", name="x.column")

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
 from harmonic_sft.models import (
+    HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     build_head,
@@ -170,7 +172,9 @@ def test_the_tokenizer_goes_with_it_and_nothing_private(bases, tmp_path):
     target = export_linear(folder, tmp_path / "linear")
     names = {path.name for path in target.iterdir()}
     assert {"config.json", "model.safetensors", "modeling_harmonic.py", "heads.py"} <= names
-    assert {path.suffix for path in target.iterdir()} <= {".json", ".safetensors", ".py", ".md"}
+    suffixes = {".json", ".safetensors", ".py", ".md"}
+    assert {path.suffix for path in target.iterdir() if path.name != "LICENSE"} <= suffixes
+    assert "Apache License" in (target / "LICENSE").read_text()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (target / name).read_bytes() == (folder / name).read_bytes()
     for path in target.iterdir():
@@ -199,6 +203,45 @@ def test_a_tied_head_becomes_one_of_its_own(bases, tmp_path, head, dtype):
     expected = [*own, "dist_head.weight", *model.config.trained_parameters]
     assert new.config.trained_parameters == expected
     assert torch.equal(new(**inputs()).logits.argmax(-1), model(**inputs()).logits.argmax(-1))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_export_has_metadata_and_names_no_code_of_the_base(
+    bases, causal_base, tmp_path, monkeypatch, is_causal
+):
+    model_class, base = (HarmonicForMaskedLM, bases / "bert")
+    if is_causal:
+        model_class, base = HarmonicForCausalLM, causal_base
+    model = model_class.from_base(str(base), head=HEADS["sphere"])
+    code = {"AutoConfig": "other/repo--code.C", "AutoModelForCausalLM": "other/repo--code.M"}
+    model.config.text_config.auto_map = code
+    model.config.text_config.custom_pipelines = {"mine": {"impl": "other/repo--code.P"}}
+    model.save_pretrained(tmp_path / "model")
+    target = export_linear(tmp_path / "model", tmp_path / "local")
+    content = (target / "config.json").read_text()
+    assert "other/repo" not in content
+    assert is_causal != (target / "LICENSE").is_file()
+    assert str(base) not in content
+    data = ModelCard.load(target / "README.md").data
+    assert (data.base_model, data.license) == (None, None)
+
+    model.config.base_model, model.config.base_revision = "me/base", "a" * 40
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(linear_export, "base_license", lambda config: {"license": "mit"})
+    for number, (name, text, license) in enumerate(
+        (
+            (None, None, "mit"),
+            ("run.yaml", "hub: {license: cc0-1.0}", "cc0-1.0"),
+            ("run.yaml", "hub: {}", "mit"),
+            ("README.md", "---\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        )
+    ):
+        if name is not None:
+            (tmp_path / "model" / name).write_text(text)
+        target = export_linear(tmp_path / "model", tmp_path / str(number))
+        data = ModelCard.load(target / "README.md").data
+        assert (data.base_model, data.license) == ("me/base", license)
+        assert data.pipeline_tag == ("text-generation" if is_causal else "fill-mask")
 
 
 FOLDED = (

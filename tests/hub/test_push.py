@@ -3,14 +3,18 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from harmonic_sft.hub.push import _reason
 from harmonic_sft.models import HarmonicForMaskedLM
 
 TEXT = "aa ab [MASK] ad ba"
@@ -164,6 +168,7 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
     [
         ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not write there"),
         ({"method": "POST", "path_part": "/commit/", "status": 409}, "changed at the same moment"),
+        ({"method": "POST", "path_part": "/commit/", "status": 429}, "limits how often"),
         ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
         ({"method": "POST", "path_part": "/commit/", "drop": True}, "connection failed"),
         ({"method": "POST", "path_part": "/preupload/", "status": 401}, "Log in with"),
@@ -235,6 +240,84 @@ def test_the_license_is_the_bases_unless_another_is_named(hub, client, pushed):
     files = hub.files("alice/licensed")
     assert ModelCard(files["README.md"].decode()).data.license == "cc-by-4.0"
     assert files["LICENSE"] == b"my own"
+
+
+LOAD_TOKENIZERS = """
+import sys
+from transformers import AutoTokenizer
+
+for name in sys.argv[1:]:
+    AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+"""
+
+
+def test_a_tokenizer_whose_base_names_code_loads_without_it(
+    hub, client, elsewhere, tmp_path, run_settings
+):
+    files = hub.files("alice/base")
+    fields = json.loads(files["tokenizer_config.json"])
+    fields["auto_map"] = {"AutoTokenizer": ["tok.T", None]}
+    code = {"tokenizer_config.json": json.dumps(fields).encode(), "tok.py": b"raise OSError"}
+    hub.add_repo("alice/code", {**files, **code})
+    settings = run_settings("alice/code", tmp_path / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/no-code"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    done = client("train", tmp_path / "run.yaml")
+    assert done["status"] == 0, done["err"]
+    folder = tmp_path / "run"
+    elsewhere(LOAD_TOKENIZERS, folder, folder / "checkpoint-3", "alice/no-code")
+
+
+def test_an_adapter_needs_no_license_of_code(hub, client, pushed):
+    client("push", pushed, "--repo-id", "alice/forms")
+    assert "LICENSE" in hub.files("alice/forms")
+    done = client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
+    assert done["status"] == 0, done["err"]
+    assert "LICENSE" not in hub.files("alice/forms")
+    hub.add_repo("alice/forms", {**hub.files("alice/forms"), "LICENSE": b"\xffmine"})
+    client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
+    assert hub.files("alice/forms")["LICENSE"] == b"\xffmine"
+
+
+def test_the_push_says_where_the_card_is_that_it_replaced(hub, client, pushed):
+    done = client("push", pushed, "--repo-id", "alice/edited")
+    assert "README.md was replaced" not in done["err"]
+    files = hub.files("alice/edited")
+    before = hub.add_repo("alice/edited", {**files, "README.md": files["README.md"] + b"Mine."})
+    done = client("push", pushed, "--repo-id", "alice/edited")
+    said = "README.md was replaced by the new card; the old one is in commit"
+    assert f"{said} {before} of alice/edited." in done["err"]
+    assert b"Mine." not in hub.files("alice/edited")["README.md"]
+    assert b"Mine." in hub.files("alice/edited", before)["README.md"]
+
+
+def test_the_words_of_the_hub_are_shown(hub, client, pushed):
+    done = client("push", pushed, "--repo-id", "alice/words", "--license", "mine")
+    said = done["err"].strip().splitlines()[-1]
+    assert (
+        'refused (HTTP 400: "license" must be one of [apache-2.0, mit, cc-by-4.0, other]). ' in said
+    )
+    done = client("push", pushed, "--repo-id", "bob/words")
+    assert (
+        "(HTTP 403: You don't have the rights to create a model under bob/words). " in done["err"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("One.\nTwo", ": One"),
+        ("a, " * 200, f": {'a, ' * 65}a,..."),
+        ("", ""),
+        ("hf_test_of_words may not", ""),
+        ("See https://x.org/?token=1", ""),
+    ],
+)
+def test_the_words_of_the_hub_are_one_short_line_without_a_token(monkeypatch, words, shown):
+    monkeypatch.setenv("HF_TOKEN", "hf_test_of_words")
+    response: Any = SimpleNamespace(status_code=400, headers={}, request=None)
+    error = HfHubHTTPError("", response=response, server_message=words)
+    assert _reason(error) == f"It was refused (HTTP 400{shown})."
 
 
 def test_repos_of_other_models_are_refused(hub, client, pushed):

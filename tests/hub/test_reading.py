@@ -160,6 +160,7 @@ def test_bad_input_is_one_line_before_anything_is_sent(client, hub, pushed, tmp_
     for words, message in (
         ((tmp_path, "--repo-id", "alice/x"), "RUN: expected the output folder of a run"),
         ((pushed, "--repo-id", "alice"), "repo_id: expected owner/name"),
+        ((pushed, "--repo-id", "alice/x", "--license", ""), "license: expected one that the Hub"),
         ((pushed, "--repo-id", "a/b/c"), "repo_id: expected owner/name"),
         ((pushed, "--repo-id", "alice/a--b"), "repo_id: expected owner/name"),
         ((pushed, "--repo-id", "alice/bert"), "with model_type 'bert' instead of 'harmonic'"),

@@ -1,12 +1,13 @@
 """What counts as a run that can be published."""
 
 import json
+import re
 
 import pytest
 import yaml
 
 from harmonic_sft.hub import read_trained
-from harmonic_sft.hub.run_folder import public_base
+from harmonic_sft.hub.run_folder import INDEX, public_base
 
 
 def test_a_finished_run_is_read(finished_run):
@@ -41,8 +42,17 @@ def test_an_unfinished_run_names_its_last_checkpoint(run_copy):
 def test_half_written_weights_are_refused(run_copy, size):
     path = run_copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r"expected whole weights, got .*half written or damaged"):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected whole weights, got a"):
         read_trained(run_copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "trainer_state.json", INDEX])
+@pytest.mark.parametrize("content", ["", "[1]"])
+def test_a_damaged_file_is_named(run_copy, name, content):
+    path = run_copy / "checkpoint-3" / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected "):
+        read_trained(path.parent)
 
 
 def test_a_checkpoint_without_its_last_file_is_refused(run_copy):
@@ -100,6 +110,7 @@ def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
     for local in ("/home/a/base", "~/base/", "./base", "../a/base", "a/b/base", "C:\\a\\base"):
         assert public_base(local, None) == public_base(local, "main") == "base"
     assert public_base("runs/mine", "main") == "mine"
+    assert public_base("runs/mine", "a" * 40) == "runs/mine"  # no folder has a commit
     assert (
         public_base("~someone", None) is public_base("..", None) is public_base(None, None) is None
     )

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
 from harmonic_sft.hub import read_trained, stage
@@ -100,7 +100,8 @@ def test_the_form_head_holds_what_was_trained(staged, finished_run):
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("head", {}, "--form head: expected a base on the Hub, got"),
+        ("head", {}, "--form head: expected a base on the Hub at a commit, got"),
+        ("head", {**PUBLISHED, "base_revision": "main"}, "expected a base on the Hub at a commit"),
         ("head", {"trained_parameters": None}, r"of an earlier version\. Use --form full"),
         ("peft", {}, r"--form peft: expected a run with LoRA .* whole blocks.* Use --form head"),
         ("head", {"base_vocab_size": 9}, "expected the base's vocabulary, got 109 tokens instead"),
@@ -176,6 +177,61 @@ def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, dama
     with expected:
         stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
     assert (tmp_path / "README.md").exists() == (message is None)
+
+
+def auto_maps(value):
+    """Every `auto_map` in a JSON value."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        if key == "auto_map":
+            yield entry
+        elif isinstance(entry, dict | list):
+            yield from auto_maps(entry)
+
+
+@pytest.mark.parametrize("form", ["full", "head"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"AutoTokenizer": ["tok.T", None]},
+        {"AutoTokenizer": ["me/base--tok.T", "other/repo--tok.Fast"]},
+        [None, "other/repo--tok.T"],  # of early versions of transformers
+    ],
+)
+def test_no_code_that_the_base_names_is_named(run_copy, tmp_path, form, names):
+    for name, section in (("tokenizer_config.json", None), ("config.json", "text_config")):
+        fields = json.loads((run_copy / name).read_text())
+        (fields[section] if section else fields)["auto_map"] = names
+        (run_copy / name).write_text(json.dumps(fields))
+    trained = read_trained(run_copy)
+    trained.config.base_model, trained.config.base_revision = PUBLISHED.values()
+    (tmp_path / "target").mkdir()
+    stage(trained, tmp_path / "target", form=form, repo_id="me/model")
+    found = {
+        path.name: list(auto_maps(json.loads(path.read_text())))
+        for path in (tmp_path / "target").glob("*.json")
+    }
+    ours = found.pop("config.json")
+    assert len(ours) == 1
+    assert not any("--" in name for name in ours[0].values())
+    assert not any(found.values())
+    AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=True)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(run_copy, tmp_path):
+    path = run_copy / "tokenizer_config.json"
+    names = {"auto_map": {"AutoTokenizer": [None, "tok.T"]}, "tokenizer_class": "T"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    (run_copy / "tok.py").write_text("")
+    message = r"tokenizer: expected a class of transformers, got one of tok\.py, which is not publ"
+    with pytest.raises(ValueError, match=message):
+        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
+
+
+def test_a_folder_named_like_the_base_does_not_hide_it(staged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "base").mkdir(parents=True)
+    config = json.loads((staged("head", **PUBLISHED) / "config.json").read_text())
+    assert config["base_model"] == "me/base"
 
 
 def test_only_the_code_that_the_model_imports_goes_along(run_copy, tmp_path):

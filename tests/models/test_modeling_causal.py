@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -17,12 +18,14 @@ from transformers import (
 
 from harmonic_sft.losses import ArcFaceLoss
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM, build_head
+from harmonic_sft.models.backbones import base_of, load_base
 from tests.decoders import FAMILIES, D, V, save_decoder
 
 ROWS = torch.randint(3, V, (2, 10), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(ROWS)
 PADDED[0, :4] = 0  # on the left
 LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+CAUSAL = {"dropout": None, "is_causal": True}
 HEADS = {
     "sphere": {"name": "dist", "h_exp": -6.0},
     "euclid": {"name": "dist", "unit_sphere": False},
@@ -110,6 +113,22 @@ def test_published_models_need_no_package(bases, check_elsewhere, elsewhere):
         torch.save({"options": options, "tokens": model.generate(**options)}, f"{path}-tokens")
     check_elsewhere.run()
     elsewhere(GENERATOR, *check_elsewhere.paths)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_a_tied_16_bit_gemma_scales_embeddings_as_transformers_does(bases, tmp_path, family, dtype):
+    native = AutoModel.from_pretrained(bases[family], dtype=dtype).eval()
+    expected = native(input_ids=ROWS).last_hidden_state
+    loaded = make(bases, family, tie=True, dtype=dtype)
+    wide = load_base(str(bases[family]), None, head_class=None, dtype=torch.float32, **CAUSAL)
+    cast = base_of(wide.backbone, dtype=dtype, is_causal=True)
+    for model in (loaded, HarmonicForCausalLM.on_base(cast, head=HEADS["sphere"], tie=True)):
+        assert model.dist_head.weight.dtype == torch.float32
+        assert torch.equal(model.model(input_ids=ROWS).last_hidden_state, expected)
+        model.save_pretrained(tmp_path)
+        again = HarmonicForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(again(input_ids=ROWS).logits, model(input_ids=ROWS).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -178,6 +179,25 @@ def test_a_base_that_does_not_fill_the_backbone_is_an_error(bases, tmp_path, pro
     message = f"base .*: expected a checkpoint that fills the backbone, got 1 weights {problem}: "
     with pytest.raises(ValueError, match=message):
         HarmonicForMaskedLM.from_base(folder)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "header"])
+def test_damaged_weights_are_an_error_that_names_the_file(bases, tmp_path, damage):
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path / "ours")
+    shutil.copytree(bases / "bert", tmp_path / "bert")
+    for path in tmp_path.glob("*/model.safetensors"):
+        whole = path.read_bytes()
+        header = whole[:20] + b"\xff" + whole[21:]
+        path.write_bytes({"empty": b"", "cut": whole[:-1], "header": header}[damage])
+    for name, load in (
+        ("ours", HarmonicForMaskedLM.from_pretrained),
+        ("ours", HarmonicForSequenceClassification.from_pretrained),
+        ("ours", lambda _: AutoModel.from_pretrained(tmp_path, subfolder="ours")),
+        ("bert", HarmonicForMaskedLM.from_base),
+    ):
+        path = re.escape(str(tmp_path / name / "model.safetensors"))
+        with pytest.raises(ValueError, match=f"^{path}: expected whole weights, got a file that"):
+            load(str(tmp_path / name))
 
 
 def test_one_of_our_checkpoints_is_a_base_too(bases, tmp_path):
