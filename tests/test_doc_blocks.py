@@ -179,6 +179,9 @@ def site(tmp_path_factory, text_file):
     }
     for file, rows in tables.items():
         (clone / f"{file}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for file, rows in (("train", tables["labelled"]), ("test", tables["evaluated"])):
+        lines = ["review,topic", *(f"{row['text']},{row['label']}" for row in rows)]
+        (clone / f"{file}.csv").write_text("\n".join(lines))
     with HubServer(users={"hf_test_token_me": "me"}) as hub:
         add_repos(hub, root)
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # one thread: tiny models
