@@ -210,7 +210,8 @@ def summary(found: Row) -> Row:
 
     A seed has converged if its test accuracy stays above 0.9 for 20 epochs; a median over seeds
     is that of the converged ones, as in the paper. `gap` is the test epoch minus the train epoch.
-    `places` are the tokens of the seed with the median variance on two components.
+    `places` are the tokens on two components, of the seed with the median variance among those
+    that converged (of all seeds, where none did).
     `published` is None where the paper has no such cell. `reproduced`: its mean lies within our
     interval widened by the registered margin; None of the clean split, which is ours.
     """
@@ -220,7 +221,10 @@ def summary(found: Row) -> Row:
     compared = published if cell.split == "released" else None
     variance = [100 * shares[1] for shares in found["variance"]]
     mean, half_width = fmean(variance), t_interval(variance)["half_width"]
-    shown = int(np.argsort(variance)[(len(variance) - 1) // 2])  # the lower median
+    seeds = range(len(variance))
+    converged = [seed for seed in seeds if found["test_epochs"][seed] is not None]
+    ordered = sorted(converged or seeds, key=lambda seed: variance[seed])
+    shown = ordered[(len(ordered) - 1) // 2]  # the lower median
     pairs = zip(found["train_epochs"], found["test_epochs"], strict=True)
     arrived = [(first, second) for first, second in pairs if second is not None]
     gaps = [second - first for first, second in arrived if first is not None]

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.figures import GREEN, LEGEND, PURPLE
 from experiments.harmonic_loss.cells import EXPONENTS, PUBLISHED, Row
+from experiments.harmonic_loss.cosets import partitions
+from experiments.harmonic_loss.data import DIVISOR, NUM_NUMBERS
 from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, TRAINING, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -26,8 +29,26 @@ ARMS = {
     "script": ("distance, h_exp -128", POST_HOC),
     "text": ("distance, h_exp -5.7", GREEN),
 }
+LAWS = {  # of Figure 6
+    "linear": "dot product, softmax: standard",
+    "l2": "-d, softmax",
+    "l2_squared": "-d$^2$, softmax",
+    "dot_harmonic": "dot product squared, harmonic law",
+    "dist": "distance, harmonic law: harmonic",
+}
+LOSSES = {
+    "contrastive": "contrastive",
+    "soft_nn": "soft nearest neighbor",
+    "spherical": "spherical",
+}
 NUM_COLUMNS = 4  # of tasks of the language model
-PROBED = {"MiniLM": TRAINING, "GPT-2, linear": "black", "GPT-2, comment": CURRENT}
+NUM_ACROSS = 3  # panels of the five tasks
+KLEIN = "left cosets of {0123, 1032, 2301, 3210}"  # the identity and the double transpositions
+PROBED = {
+    "MiniLM": ("MiniLM", TRAINING),
+    "GPT-2, linear": ("GPT-2, linear", "black"),
+    "GPT-2, comment": ("GPT-2, harmonic (h_exp -11.3)", CURRENT),
+}
 POINT_COLORS = [CURRENT, POST_HOC, GREEN, PURPLE, "#888888"]
 # d of h_exp -1 to -10, as the paper reports it: four seeds, read from its figure.
 PUBLISHED_EXPONENTS = {
@@ -43,12 +64,14 @@ def draw_embeddings(payload: Row, out_png: Path) -> Path:
     figure = new_figure(width=1.0 + 2.9 * len(models), height=0.6 + 2.7 * len(tasks))
     panels = figure.subplots(len(tasks), len(models), squeeze=False)
     for line, (task, chosen) in zip(panels, tasks.items(), strict=True):
-        line[0].set_ylabel(task.replace("_", " "))
+        classes, named = _classes(task)
+        line[0].set_ylabel(f"{task.replace('_', ' ')}{named}")
         for axes, model in zip(line, models, strict=True):
             axes.set(xticks=[], yticks=[])
             for row in (row for row in chosen if _model(row) == model):
-                axes.plot(*zip(*row["places"], strict=True), "o", color=MODELS[model][1], ms=3)
-                if len(row["places"]) <= 40:
+                x, y = zip(*row["places"], strict=True)
+                axes.scatter(x, y, c=classes or MODELS[model][1], cmap="Dark2", s=14)
+                if classes is None and len(row["places"]) <= 40:
                     for token, place in enumerate(row["places"]):
                         axes.annotate(str(token), place, fontsize=5, color="#444444")
                 axes.set_aspect("equal", adjustable="datalim")
@@ -56,44 +79,52 @@ def draw_embeddings(payload: Row, out_png: Path) -> Path:
                 axes.set_title(_heading(row), fontsize="x-small")
     for axes, model in zip(panels[-1], models, strict=True):
         axes.set_xlabel(MODELS[model][0])
-    figure.supxlabel("first two components of the seed with the median variance", fontsize="small")
+    figure.supxlabel(
+        "first two components; the median by variance of the converged seeds",
+        fontsize="small",
+    )
     return save_figure(figure, out_png, grid="both")
 
 
 def draw_variance(payload: Row, out_png: Path) -> Path:
     """Draw the explained variance of every seed beside what the paper reports."""
     rows = payload["rows"]
-    tasks = _by_task(rows)
-    figure = new_figure(width=max(8.0, 1.5 + 2.5 * len(tasks)), height=4.6)
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    panels, figure = _task_panels(rows, ylabel="variance in two components (%)")
     models = [key for key in MODELS if any(_model(row) == key for row in rows)]
-    for axes, (task, chosen) in zip(panels, tasks.items(), strict=True):
+    for axes, chosen in panels.items():
         for place, model in enumerate(models):
             for row in (row for row in chosen if _model(row) == model):
                 released = row["cell"]["split"] == "released"
                 at = place - 0.18 if released else place + 0.02
                 label = "released split" if released else "clean split"
                 _dots(axes, at, row["variance_percent"], CURRENT if released else GREEN, label)
-            mean, least, most = PUBLISHED[task, *model]
+            mean, least, most = PUBLISHED[chosen[0]["cell"]["task"], *model]
             spread = [[mean - least], [most - mean]]
             label = "published: mean and range"
-            style = {"fmt": "D", "color": POST_HOC, "ms": 5, "capsize": 3, "label": label}
-            axes.errorbar([place + 0.25], [mean], yerr=spread, **style)
+            axes.errorbar(
+                [place + 0.25],
+                [mean],
+                spread,
+                fmt="D",
+                color=POST_HOC,
+                ms=5,
+                capsize=3,
+                label=label,
+            )
         axes.axhline(
             chosen[0]["chance_percent"], color=REFERENCE, linestyle="--", label="random embedding"
         )
         names = [MODELS[model][0].replace(", ", "\n") for model in models]
         axes.set_xticks(range(len(models)), names, fontsize="x-small")
         axes.set_xlim(-0.6, len(models) - 0.4)
-        axes.set_title(task.replace("_", " "), fontsize="medium")
-    panels[0].set_ylabel("variance in two components (%)")
-    _legend_of(figure, panels)
+    next(iter(panels)).plot([], [], "_", color="black", ms=12, label="mean")
+    _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
 
 def draw_cumulative(payload: Row, out_png: Path) -> Path:
     """Draw the variance over the number of components: median and quartiles of all seeds."""
-    panels, figure = _task_panels(_released(payload), height=3.6)
+    panels, figure = _task_panels(_released(payload), "components", "explained variance (%)")
     for axes, chosen in panels.items():
         for row in chosen:
             label, color = MODELS[_model(row)]
@@ -101,30 +132,30 @@ def draw_cumulative(payload: Row, out_png: Path) -> Path:
             components = range(1, curves.shape[1] + 1)
             low, middle, high = np.quantile(curves, (0.25, 0.5, 0.75), axis=0)
             _band(axes, components, (low, middle, high), color, label)
-        axes.set_xlabel("components")
-    next(iter(panels)).set_ylabel("explained variance (%)")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
 
 def draw_efficiency(payload: Row, out_png: Path) -> Path:
     """Draw test accuracy over the share of examples trained on: median and range of seeds."""
-    panels, figure = _task_panels(payload["rows"], height=3.6)
+    panels, figure = _task_panels(payload["rows"], "share of examples trained on", "test accuracy")
     for axes, rows in panels.items():
         for model, (label, color) in MODELS.items():
             if chosen := [row for row in rows if _model(row) == model]:
                 fractions = [row["cell"]["train_fraction"] for row in chosen]
                 curves = [[f(r["test_accuracies"]) for r in chosen] for f in (min, median, max)]
                 _band(axes, fractions, curves, color, label)
-        axes.set_xlabel("share of examples trained on")
-    next(iter(panels)).set_ylabel("test accuracy")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
 
 def draw_grokking(payload: Row, out_png: Path) -> Path:
     """Draw when test and training accuracy pass 0.9; runs that never do stand at the edges."""
-    panels, figure = _task_panels(_released(payload), height=3.8)
+    panels, figure = _task_panels(
+        _released(payload),
+        "training accuracy > 0.9 (epoch)",
+        "test accuracy > 0.9 (epoch; line: never)",
+    )
     for axes, chosen in panels.items():
         never = 2 * max(row["cell"]["num_epochs"] for row in chosen)
         for row in chosen:
@@ -134,13 +165,12 @@ def draw_grokking(payload: Row, out_png: Path) -> Path:
             axes.plot(x, y, "o", color=color, ms=5, alpha=0.6, label=label)
         axes.plot([3, never], [3, never], "--", color=REFERENCE, linewidth=1)
         axes.axhline(never, color=REFERENCE, linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="training accuracy > 0.9 (epoch)")
+        axes.set(xscale="log", yscale="log")
         lines = [
             f"{MODELS[_model(r)][0]}: {r['num_converged']} of {r['num_seeds']}" for r in chosen
         ]
         text = "converged\n" + "\n".join(lines)
-        axes.text(0.97, 0.03, text, transform=axes.transAxes, fontsize=6, ha="right", va="bottom")
-    next(iter(panels)).set_ylabel("test accuracy > 0.9 (epoch; line: never)")
+        axes.text(0.97, 0.03, text, transform=axes.transAxes, fontsize=7, ha="right", va="bottom")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
@@ -160,10 +190,12 @@ def draw_cells(payload: Row, out_png: Path) -> Path:
                 axes.plot(fmean(values), place, "|", color="black", ms=14)
         line[0].axvline(chosen[0]["chance_percent"], color=REFERENCE, linestyle="--")
         line[1].axvline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, linestyle="--")
-        line[0].set_yticks(range(len(chosen)), [_settings(row) for row in chosen])
+        line[0].set_yticks(
+            range(len(chosen)), [_settings(row, payload["figure"]) for row in chosen]
+        )
         line[0].set_ylim(len(chosen) - 0.5, -0.5)
         line[0].set_title(
-            f"{task.replace('_', ' ')}: variance in two components (%)", fontsize="medium"
+            f"{task.replace('_', ' ')}: variance in\ntwo components (%)", fontsize="medium"
         )
         line[1].set_title("test accuracy (%)", fontsize="medium")
     figure.supxlabel("dots: seeds; bar: mean; dashed: chance", fontsize="small")
@@ -204,8 +236,9 @@ def draw_cosets(payload: Row, out_png: Path) -> Path:
         best = max(row["cosets"], key=lambda one: one["silhouette"])
         x, y = zip(*best["places"], strict=True)
         axes.scatter(x, y, c=best["partition"], cmap="tab20", s=40)
-        title = f"{name}: silhouette {best['silhouette']:.2f}\n{best['name'][:60]}"
-        axes.set_title(title, fontsize="small")
+        title = f"{name}: silhouette {best['silhouette']:.2f}\n{fill(best['name'], 45)}"
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel="first component", ylabel="second component")
         _dots(panels[-1], place, [one["silhouette"] for one in row["cosets"]], color, name)
         quantile = [one["chance"] for one in row["cosets"]]
         panels[-1].plot(place + 0.25, fmean(quantile), "_", color=REFERENCE, ms=20)
@@ -231,10 +264,8 @@ def draw_toy(payload: Row, out_png: Path) -> Path:
             ):
                 axes.plot(x, y, "o", color=shade, ms=12, alpha=0.4)
                 axes.plot(u, v, "x", color=shade, ms=9, mew=2.5)
-            share = fmean(row["accuracy"])
-            axes.set_title(
-                f"{name}: points (discs), weights (crosses); accuracy {share:.2f}", fontsize="small"
-            )
+            axes.set_title(f"{name}: points (discs), weights (crosses)", fontsize="medium")
+            axes.set(xlabel="first coordinate", ylabel="second coordinate")
             axes.set_aspect("equal", adjustable="datalim")
             axes.margins(0.15)
             line[2].plot(row["steps"], row["norms"], color=color, linewidth=2, label=name)
@@ -250,11 +281,12 @@ def draw_mnist(payload: Row, out_png: Path) -> Path:
     figure = new_figure(width=10.0, height=3.4)
     panels = figure.subplots(len(lines), 10)
     for line, (name, images) in zip(panels, lines.items(), strict=True):
+        limit = np.abs(images).max()
         for axes, image in zip(line, images, strict=True):
             pixels = np.asarray(image).reshape(28, 28)
-            limit = np.abs(pixels).max()
-            axes.imshow(pixels, cmap="RdBu_r", vmin=-limit, vmax=limit)
+            shown = axes.imshow(pixels, cmap="RdBu_r", vmin=-limit, vmax=limit)
             axes.set(xticks=[], yticks=[])
+        figure.colorbar(shown, ax=line, pad=0.01)
         line[0].set_ylabel(name, fontsize="small")
     figure.suptitle("weights of one layer on MNIST; white: 0", fontsize="medium")
     return save_figure(figure, out_png, grid="both")
@@ -267,8 +299,10 @@ def draw_language(payload: Row, out_png: Path) -> Path:
     num_lines = -(-len(tasks) // NUM_COLUMNS)
     figure = new_figure(width=11.0, height=3.6 + 2.5 * num_lines)
     grid = figure.add_gridspec(num_lines + 1, NUM_COLUMNS)
-    _draw_losses(figure.add_subplot(grid[0, :2]), payload, arms)
-    _draw_layers(figure.add_subplot(grid[0, 2:]), rows, arms, tasks)
+    curves, layers = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2:])
+    _draw_losses(curves, payload, arms)
+    _draw_layers(layers, rows, arms, tasks)
+    _legend_of(figure, [curves, layers])
     for place, task in enumerate(tasks):
         axes = figure.add_subplot(grid[1 + place // NUM_COLUMNS, place % NUM_COLUMNS])
         _draw_scores(axes, rows, arms, task)
@@ -295,7 +329,6 @@ def _draw_losses(axes: "Axes", payload: Row, arms: Sequence[str]) -> None:
     loss = payload["unigram_loss"]
     axes.axhline(loss, color=REFERENCE, linestyle="--", label="unigram frequencies (test)")
     axes.set(xlabel="thousand tokens read", ylabel="validation loss (nats a token)")
-    axes.legend(**LEGEND)
 
 
 def _draw_layers(
@@ -313,7 +346,6 @@ def _draw_layers(
     axes.set(xlabel="after block", ylabel=f"loss / shuffled, mean of {len(tasks)} tasks")
     axes.set_title("all dimensions, by layer", fontsize="medium")
     axes.set_xticks(range(ratios.shape[1]))
-    axes.legend(**LEGEND)
 
 
 def _draw_scores(axes: "Axes", rows: Sequence[Row], arms: Sequence[str], task: str) -> None:
@@ -335,7 +367,7 @@ def draw_probes(payload: Row, out_png: Path) -> Path:
     figure = new_figure(width=9.5, height=6.4)
     grid = figure.subplots(len(payload["chance"]), 2, squeeze=False).flat
     for axes, (task, probe) in zip(grid, panels, strict=True):
-        for shift, (model, color) in enumerate(PROBED.items()):
+        for shift, (model, (label, color)) in enumerate(PROBED.items()):
             chosen = [
                 row
                 for row in rows
@@ -344,7 +376,7 @@ def draw_probes(payload: Row, out_png: Path) -> Path:
             for place, row in enumerate(chosen):
                 values = [100 * value for value in row["accuracy"]["values"]]
                 x = place + 0.2 * (shift - 1)
-                _dots(axes, x, values, color, model)
+                _dots(axes, x, values, color, label)
         chance = 100 * payload["chance"][task]["accuracy"]
         axes.axhline(chance, color=REFERENCE, linestyle="--", label="the commoner class")
         axes.set_xticks(range(3), ["first layer", "middle", "last"])
@@ -396,22 +428,45 @@ def _heading(row: Row) -> str:
     )
 
 
-def _settings(row: Row) -> str:
-    """Return what tells the cells of one task apart."""
+def _settings(row: Row, figure: str) -> str:
+    """Return what tells the cells of one task apart, as the figure's table names it."""
     cell = row["cell"]
-    loss = "" if cell["loss"] == "nll" else f" + {cell['loss']}"
-    decay = "" if cell["weight_decay"] == 0.01 else f", weight decay {cell['weight_decay']:g}"
-    return f"{cell['head']}{loss}{decay}"
+    if figure == "6":
+        return LAWS[cell["head"]]
+    name, own = {"linear": ("standard", "cross-entropy"), "dist": ("harmonic", "harmonic loss")}[
+        cell["head"]
+    ]
+    if figure == "4":
+        return f"{name} MLP, weight decay {cell['weight_decay']:g}"
+    return f"{name} head, {LOSSES.get(cell['loss'], own)}"
 
 
-def _task_panels(rows: Sequence[Row], height: float) -> tuple[dict["Axes", list[Row]], Any]:
+def _classes(task: str) -> tuple[Sequence[int] | None, str]:
+    """Return a class for every token where tokens of a class lie on each other, and its name."""
+    if task == "equivalence":
+        return [token % DIVISOR for token in range(NUM_NUMBERS)], "\n(color: modulo 5)"
+    if task == "permutation":
+        named = {name: partition for partition, name in partitions().items()}
+        return named[KLEIN], "\n(color: coset)"
+    return None, ""
+
+
+def _task_panels(
+    rows: Sequence[Row], xlabel: str = "", ylabel: str = ""
+) -> tuple[dict["Axes", list[Row]], Any]:
     """Return one panel for the rows of each task, and the figure they are in."""
     tasks = _by_task(rows)
-    figure = new_figure(width=max(8.0, 1.0 + 2.8 * len(tasks)), height=height)
-    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for axes, task in zip(panels, tasks, strict=True):
+    num_lines, columns = -(-len(tasks) // NUM_ACROSS), min(len(tasks), NUM_ACROSS)
+    figure = new_figure(width=max(8.0, 3.3 * columns), height=0.8 + 3.2 * num_lines)
+    panels = figure.subplots(num_lines, columns, sharey=True, squeeze=False).flatten()
+    for axes in panels[len(tasks) :]:
+        axes.remove()
+    for axes, task in zip(panels, tasks, strict=False):
         axes.set_title(task.replace("_", " "), fontsize="medium")
-    return dict(zip(panels, tasks.values(), strict=True)), figure
+        axes.tick_params(labelleft=True)
+    figure.supxlabel(xlabel, fontsize="medium")
+    figure.supylabel(ylabel, fontsize="medium")
+    return dict(zip(panels, tasks.values(), strict=False)), figure
 
 
 def _band(axes: "Axes", x: Sequence[float], curves: Sequence[Any], color: str, label: str) -> None:

@@ -253,10 +253,8 @@ def _run_once(
         "num_tokens": num_steps * ROWS * CONTEXT,
         "curve": curve,
         **score(body, head, corpus),
-        "tasks": {name: measure(head.prototypes, pairs) for name, pairs in tasks.items()},
-        "untrained": {
-            name: measure(build(arm, seed)[1].prototypes, pairs) for name, pairs in tasks.items()
-        },
+        "tasks": measure(head.prototypes, tasks),
+        "untrained": measure(build(arm, seed)[1].prototypes, tasks),
         "layers": {name: measure_layers(body, pairs) for name, pairs in tasks.items()},
     }
 

@@ -125,18 +125,22 @@ def models(data: Path, num_seeds: int, num_steps: int, out: Path) -> Iterator[tu
     """Yield name, seed, body and tokenizer: MiniLM, and the GPTs that figure 5 left in `out`.
 
     Raises:
-        ValueError: A GPT has not been trained.
+        ValueError: A GPT has not been trained, which is said before anything is yielded.
     """
+    paths = {
+        (arm, seed): gpt.weights_of(arm, seed, num_steps, out)
+        for seed in range(num_seeds)
+        for arm in ("linear", "comment")
+    }
+    for path in paths.values():
+        if not path.is_file():
+            raise ValueError(f"out: expected {path}, got none. Run --figure 5 before")
     folder = locate_base(ENCODER)
     yield "MiniLM", 0, AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     inner = gpt.read_corpus(data / "text").tokenizer._tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=gpt.END)
-    for seed in range(num_seeds):
-        for arm in ("linear", "comment"):
-            path = gpt.weights_of(arm, seed, num_steps, out)
-            if not path.is_file():
-                raise ValueError(f"out: expected {path}, got none. Run --figure 5 before")
-            yield f"GPT-2, {arm}", seed, gpt.load(arm, path)[0], tokenizer
+    for (arm, seed), path in paths.items():
+        yield f"GPT-2, {arm}", seed, gpt.load(arm, path)[0], tokenizer
 
 
 def run(data: Path, num_seeds: int, num_steps: int, out: Path, num_pool: int) -> dict[str, Any]:

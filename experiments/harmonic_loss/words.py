@@ -41,11 +41,19 @@ def read_pairs(items: Sequence[dict[str, str]], tokenizer: ByteLevelBPETokenizer
 
 
 @torch.no_grad()
-def two_component_scores(table: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def two_components(table: Tensor) -> Tensor:
+    """Return the rows of `[V, D]`, centered, on their first two principal components, `[V, 2]`."""
+    rows = table.detach().double()
+    rows = rows - rows.mean(0)
+    return rows @ torch.linalg.svd(rows, full_matrices=False).Vh[:2].T
+
+
+@torch.no_grad()
+def two_component_scores(plane: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Return how far quadruples of words are from parallelograms in two principal components.
 
     Args:
-        table: `[V, D]`, whose rows, centered, give the components.
+        plane: `[V, 2]`, of `two_components`.
         pairs: Token ids of input and output, at least 2 pairs.
 
     Returns:
@@ -56,9 +64,6 @@ def two_component_scores(table: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         Baek et al. 2025, arXiv:2502.01628, Eq. 3, squared as in the released code; 10,000
         quadruples of a seed, the second pair any other than the first.
     """
-    rows = table.detach().double()
-    rows = rows - rows.mean(0)
-    plane = rows @ torch.linalg.svd(rows, full_matrices=False).Vh[:2].T  # [V, 2]
     scale = plane.square().sum(-1).mean()
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor(pairs)
@@ -78,16 +83,21 @@ def two_component_scores(table: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return scores[0], scores[1]
 
 
-def measure(table: Tensor, pairs: Pairs) -> dict[str, Any]:
-    """Return how parallel the pairs are.
+def measure(table: Tensor, tasks: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
+    """Return how parallel the pairs of every task are in a table `[V, D]`.
 
     Returns:
-        `two_components` and `two_components_shuffled`, medians of `two_component_scores`, and
-        `ratio` of the first to the second; `full` and `full_shuffled`, see
+        By task: `two_components` and `two_components_shuffled`, medians of `two_component_scores`,
+        and `ratio` of the first to the second; `full` and `full_shuffled`, see
         `harmonic_sft.eval.geometry.parallelograms`, and `full_ratio`; `quantiles` and
         `quantiles_shuffled` of the scores from 0 to 1.
     """
-    scores, shuffled = two_component_scores(table, pairs)
+    plane = two_components(table)
+    return {name: _measure_task(table, plane, pairs) for name, pairs in tasks.items()}
+
+
+def _measure_task(table: Tensor, plane: Tensor, pairs: Pairs) -> dict[str, Any]:
+    scores, shuffled = two_component_scores(plane, pairs)
     places = torch.linspace(0, 1, NUM_QUANTILES, dtype=torch.float64)
     quantiles, control = (
         [round(value, 4) for value in found.quantile(places).tolist()]

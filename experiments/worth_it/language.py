@@ -203,7 +203,12 @@ def run_arms(
 
 
 def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
-    """Return a quantity where a falling loss curve reaches a level, between two measurements."""
+    """Return a quantity where a falling loss curve reaches a level, between two measurements.
+
+    A curve that starts below the level has its first value, one that ends above it its last.
+    """
+    if curve[0]["loss"] <= loss:
+        return curve[0][key]
     for one, two in pairwise(curve):
         if two["loss"] <= loss <= one["loss"]:
             part = (one["loss"] - loss) / max(one["loss"] - two["loss"], 1e-12)

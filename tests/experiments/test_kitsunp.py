@@ -19,9 +19,14 @@ def test_five_claims_have_a_row_each(tmp_path, capsys):
     assert "scale invariance" in capsys.readouterr().out
 
 
-def test_the_scale_matters_off_the_sphere_only():
-    changes = scale_invariance()["changes"]
-    assert changes["on the sphere"] < 1e-4 < changes["off the sphere"]
+def test_the_scale_matters_off_the_sphere_and_to_their_formula_where_its_clamp_binds():
+    row = scale_invariance()
+    assert row["changes"]["their formula"] < 1e-4 < row["changes"]["ours off the sphere"]
+    assert row["changes"]["ours on the sphere"] < 1e-4
+    below = row["changes_at_1e-4"]
+    assert below["ours on the sphere"] < 1e-4 < 0.5 < below["ours off the sphere"]
+    assert below["their formula"] > 0.5
+    assert row["holds"]
 
 
 def test_distances_in_bfloat16_get_worse_with_the_width():

@@ -8,6 +8,7 @@ from experiments.harmonic_loss.probes import (
     NUM_TRAIN,
     chance,
     compare,
+    models,
     probe,
     read_task,
     summarize,
@@ -29,6 +30,11 @@ def test_acceptability_is_read_from_a_file_without_a_header(language_data):
     assert {label for _, label in task.pool} == {0, 1}
     text, label = task.test[1]
     assert (len(text.split()), label) == (6, 1)
+
+
+def test_missing_models_are_refused_before_anything_is_probed(tmp_path):
+    with pytest.raises(ValueError, match=r"out: expected .*linear.* got none. Run --figure 5"):
+        next(models(tmp_path, 1, 4, tmp_path))
 
 
 def test_the_commoner_class_is_the_chance_level():

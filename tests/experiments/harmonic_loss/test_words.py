@@ -20,7 +20,7 @@ def table_and_pairs(noise):
 def test_scores_are_those_of_loops_over_quadruples(monkeypatch):
     monkeypatch.setattr(words, "NUM_QUADRUPLES", 40)
     table, pairs = table_and_pairs(noise=0.5)
-    scores, shuffled = words.two_component_scores(table, pairs)
+    scores, shuffled = words.two_component_scores(words.two_components(table), pairs)
     plane = PCA(2).fit_transform(table.double().numpy())
     scale = (plane**2).sum(1).mean()
     generator = torch.Generator().manual_seed(0)
@@ -38,13 +38,15 @@ def test_scores_are_those_of_loops_over_quadruples(monkeypatch):
 
 
 def test_one_offset_is_perfect_and_its_shuffled_control_is_not():
-    found = words.measure(*table_and_pairs(noise=0.0))
+    table, pairs = table_and_pairs(noise=0.0)
+    found = words.measure(table, {"antonym": pairs})["antonym"]
     assert found["two_components"] == pytest.approx(0, abs=1e-9)
     assert found["full"] == pytest.approx(0, abs=1e-6)
     assert found["ratio"] < 1e-9
     assert found["two_components_shuffled"] > 0.1
     assert found["full_shuffled"] > 0.1
-    noisy = words.measure(*table_and_pairs(noise=1.0))
+    table, pairs = table_and_pairs(noise=1.0)
+    noisy = words.measure(table, {"synonym": pairs[:4], "antonym": pairs})["antonym"]
     assert noisy["ratio"] == noisy["two_components"] / noisy["two_components_shuffled"] > 0.05
     assert noisy["full_ratio"] == noisy["full"] / noisy["full_shuffled"]
     middle = noisy["quantiles"][words.NUM_QUANTILES // 2]

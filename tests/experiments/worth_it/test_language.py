@@ -28,6 +28,12 @@ def test_a_quantity_is_read_between_two_measurements():
     assert at_loss(curve, "share", 3.0) == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize(("level", "expected"), [(7.0, 0.1), (6.0, 0.1), (2.0, 0.9)])
+def test_a_level_outside_of_the_curve_has_the_value_of_the_nearer_end(level, expected):
+    curve = [{"loss": 6.0, "share": 0.1}, {"loss": 4.0, "share": 0.3}, {"loss": 3.0, "share": 0.9}]
+    assert at_loss(curve, "share", level) == expected
+
+
 @pytest.mark.parametrize("h_exp", [-4.0, -12.0])
 def test_the_needed_cosine_gives_the_probability(h_exp):
     cosine = needed_cosine(h_exp, 40, 0.9)
