@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         SumLoss,
         WassersteinLoss,
     )
-    from harmonic_sft.ops import distance_cross_entropy, linear_cross_entropy
+    from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
     from harmonic_sft.training.arguments import HarmonicTrainingArguments
     from harmonic_sft.training.run import train
     from harmonic_sft.training.run_config import RunConfig, load_run_config
@@ -86,6 +86,7 @@ __all__ = [
     "KNNLabelSmoothingLoss",
     "L2Head",
     "LinearHead",
+    "LossOptions",
     "MultiHead",
     "NeoBERTConfig",
     "NeoBERTForMaskedLM",
@@ -113,6 +114,7 @@ LAZY = {
     "HarmonicTrainingArguments": "harmonic_sft.training.arguments",
     "InfoNCELoss": "harmonic_sft.losses",
     "KNNLabelSmoothingLoss": "harmonic_sft.losses",
+    "LossOptions": "harmonic_sft.ops",
     "RunConfig": "harmonic_sft.training.run_config",
     "SumLoss": "harmonic_sft.losses",
     "WassersteinLoss": "harmonic_sft.losses",

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # How the system, safetensors and PyTorch say that a file could not be written to its end.
 DISK_FULL = ("No space left", "StorageFull", "code: 28", "inline_container")
+ALONE = ("eval", "verify", "explain", "push", "export")  # commands for one process
+PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
+NUM_HELD_OUT = 64  # documents of a run without a file
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -28,14 +32,14 @@ def run_command(options: argparse.Namespace) -> int:
         The exit status: 0, or 1 after an error that was printed in one line.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("harmonic_sft").setLevel(logging.INFO)
+    rank = os.environ.get("RANK", "0")
+    logging.getLogger("harmonic_sft").setLevel(logging.INFO if rank == "0" else logging.WARNING)
     transformers_logging.set_verbosity_warning()
     try:
         _run(options)
     except Exception as error:
         if options.debug:
             raise
-        rank = os.environ.get("RANK", "0")
         where = f" in process {rank}" if rank != "0" else ""
         try:
             message = _message(error, options, rank)
@@ -51,6 +55,12 @@ def run_command(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     """Run a command; whatever comes of it, no progress bar is drawn after the last line."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and options.command in ALONE:
+        raise ValueError(
+            f"{options.command}: expected one process, got {processes}. Start it without torchrun "
+            "and accelerate launch"
+        )
     try:
         COMMANDS[options.command](options)
     finally:
@@ -85,6 +95,8 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
     if any(word in text for word in DISK_FULL):
         parts.append("The disk may be full.")
+    if any(word in text for word in PEER_ENDED):
+        parts.append("Another process ended; its own error says why.")
     folder = Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
@@ -102,11 +114,11 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
 
 
 def _train(options: argparse.Namespace) -> None:
-    from harmonic_sft.config import apply_overrides, parse
-    from harmonic_sft.training.run_config import RunConfig, load_run_config
+    from harmonic_sft.config import apply_overrides
+    from harmonic_sft.training.run_config import load_run_config, parse_run
 
     if options.config is None:
-        run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
+        run = parse_run(apply_overrides(_run_of_flags(options), options.overrides))
     else:
         run = load_run_config(options.config, options.overrides)
     # Only now what takes seconds to import: a mistyped key is reported before.
@@ -160,7 +172,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     data = {
         "sources": [{"path": options.dataset}],
         "context_length": min(512, max_positions(config.get_text_config())),
-        "eval": {"documents": 64},
+        "eval": {"documents": _num_held_out(options.dataset)},
     }
     if task in CLASSIFICATION:
         data["label_column"] = "label" if task == "sequence_classification" else "labels"
@@ -176,6 +188,20 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
             },
         }
     )
+
+
+def _num_held_out(dataset: str) -> int:
+    """Return 64, or a tenth of the rows of a small local data set."""
+    from harmonic_sft.data.sections import Source
+    from harmonic_sft.data.sources import load_documents
+
+    if not Path(dataset).expanduser().exists():
+        return NUM_HELD_OUT
+    try:
+        rows, _ = load_documents(Source(path=dataset), name="--dataset", skip=True)
+    except ValueError:  # the run reads it with all its settings, and says what is wrong
+        return NUM_HELD_OUT
+    return max(1, sum(1 for _ in islice(rows, 10 * NUM_HELD_OUT)) // 10)
 
 
 def _data(options: argparse.Namespace) -> None:
@@ -254,10 +280,17 @@ def _push(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from harmonic_sft.hub import export_linear
+    from harmonic_sft.hub.linear_export import HEAD_FILE
 
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
-    sys.stdout.write(f"{export_linear(folder, target)}\n")
+    target = export_linear(folder, target)
+    sys.stdout.write(f"{target}\n")
+    loader, more = "AutoModelForCausalLM", ""
+    if (target / HEAD_FILE).is_file():  # an encoder, which keeps our code
+        loader, more = "AutoModelForMaskedLM", ", trust_remote_code=True"
+    model = f"{loader}.from_pretrained({str(target)!r}{more})"
+    logger.info("Load:      from transformers import %s; model = %s", loader, model)
 
 
 COMMANDS = {

@@ -35,6 +35,11 @@ WORDS = {  # pydantic's, and those of a person who writes YAML
     "a dictionary": "a mapping",
     "a valid": "a",
 }
+OTHER_NAMES = {  # of keys, in other programs
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "max_length": "context_length",
+}
 
 T = TypeVar("T")
 Place = tuple[int | str, ...]
@@ -344,24 +349,25 @@ def unknown_key(
     is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)
     if not is_longer and not difflib.get_close_matches(key, known, 1, cutoff=0.75):
         places = {place.rpartition(".")[2]: place for place in reversed(elsewhere())} | places
-    word = _nearest(key, list(places), cutoff=0.0)
+    word = OTHER_NAMES.get(key, "")
+    word = word if word in places else _nearest(key, list(places))
     place = " at the top level" if places.get(word) == key else ""
     nearest = f". Did you mean {places[word]!r}{place}?" if word else ""
     return f"{name}: expected one of the known keys, got {key!r}{nearest}"
 
 
-def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Return the last sentence of a message; nothing if no known word is near."""
-    nearest = _nearest(word, known, cutoff)
+    nearest = _nearest(word, known)
     return f". Did you mean {nearest!r}?" if nearest else ""
 
 
-def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
+def _nearest(word: str, known: Sequence[str]) -> str:
     """Return the known word that is spelled most alike; empty if none is near."""
     longer = [name for name in known if word and name.startswith(word)]
     longer = longer or [name for name in known if len(word) > 3 and word in name]
     return min(longer, key=len, default="") or next(
-        iter(difflib.get_close_matches(word, known, 1, cutoff)), ""
+        iter(difflib.get_close_matches(word, known, 1, cutoff=0.6)), ""
     )
 
 

@@ -17,7 +17,7 @@ GROUPS = {
     "Models": ("HarmonicForMaskedLM", "Harmonic(For|Model|Config)", "NeoBERT"),
     "Heads": ("HEADS", "build_head", "^Head$", "DistLayer", "Head$"),
     "Losses": ("LOSSES", "HarmonicLoss", "Loss$"),
-    "Loss functions without the matrix of logits": ("_cross_entropy$",),
+    "Loss functions without the matrix of logits": ("_cross_entropy$", "^LossOptions$"),
     "Other": ("",),
 }
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Source|Note):")

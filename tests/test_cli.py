@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_a_run_without_a_file_is_the_recipe(runs, tiny_base, tmp_path, monkeypat
     assert str(run.output_dir) == f"runs/{tiny_base.name}-dist"
 
 
+@pytest.mark.parametrize(("rows", "held_out"), [(5, 1), (120, 12), (2000, 64)])
+def test_a_run_without_a_file_holds_out_at_most_a_tenth(runs, tiny_base, tmp_path, rows, held_out):
+    path = tmp_path / "my.txt"
+    path.write_text("some text\n" * rows)
+    assert main(["train", "--model", str(tiny_base), "--dataset", str(path)]) == 0
+    assert main(["train", "--model", "x", "--dataset", "y", "data.eval.documents=3"]) == 1
+    [run] = runs
+    assert run.data.eval.documents == held_out
+
+
 def test_a_run_without_a_file_does_what_the_base_does_as_far_as_it_reads(runs, causal_base):
     given = ["--model", str(causal_base), "--dataset", "a.txt", "--output", "runs/y"]
     assert main(["train", *given]) == 0
@@ -267,6 +278,40 @@ def test_overrides_may_stand_after_an_option(capsys):
 LOAD = "harmonic_sft.training.run_config.load_run_config"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", str(DEMO)],
+        ["eval", "run"],
+        ["explain", "run", "text"],
+        ["export", "run"],
+        ["push", "run", "--repo-id", "me/mine"],
+    ],
+)
+def test_commands_for_one_process_are_refused_to_several(words, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 1
+    message = f"error: {words[0]}: expected one process, got 2. Start it without torchrun"
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_process_tells_what_it_does(rank, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(LOAD, lambda *_: 1 / 0)
+    assert main(["train", "x.yaml"]) == 1
+    assert logging.getLogger("harmonic_sft").isEnabledFor(logging.INFO) == (rank == "0")
+
+
+def test_a_connection_that_ended_leads_to_the_error_of_another_process(monkeypatch, capsys):
+    def ended(*_):
+        raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+
+    monkeypatch.setattr(LOAD, ended)
+    assert main(["train", "x.yaml"]) == 1
+    assert "Another process ended; its own error says why." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [StoppedError, PushError])
 def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
     def stopped(*_):
@@ -345,13 +390,21 @@ def test_an_error_while_an_error_is_told_is_left_out(monkeypatch, capsys):
     assert line.count("\n") == 1
 
 
-def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys):
+def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patches:
+        patches.setattr("harmonic_sft.training.run.train", interrupted)
+        assert main(["train", str(DEMO)]) == 130
+        assert "Interrupted. Nothing was saved." in capsys.readouterr().err
+        (tmp_path / "runs" / "demo" / "checkpoint-2").mkdir(parents=True)
+        assert main(["train", str(DEMO), "model.base=x", "resume=true"]) == 130
+        assert "Interrupted. Add resume=true to continue." in capsys.readouterr().err
     monkeypatch.setattr("harmonic_sft.training.run_config.load_run_config", interrupted)
     assert main(["train", "x.yaml"]) == 130
-    assert "Interrupted. Add resume=true to continue." in capsys.readouterr().err
+    assert "Interrupted. Nothing was saved." in capsys.readouterr().err
     assert main(["data", "x.yaml"]) == 130
     assert "resume" not in capsys.readouterr().err
 

@@ -51,6 +51,18 @@ def test_the_header_of_gpt2_has_the_exponents_of_three_models_and_the_linear_one
     )
 
 
+OTHER_ARMS = [path for path in FILES if "training.output_dir=" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", OTHER_ARMS, ids=lambda path: path.stem)
+def test_the_other_arm_of_a_header_can_be_started(path):
+    header = re.sub(r"^# ?", "", path.read_text().split("model:")[0], flags=re.M)
+    words = re.search(r"'?head=.*? training\.output_dir=[\w/]+", header, re.S)[0]
+    run = load_run_config(path, shlex.split(words))
+    assert run.output_dir.name.startswith(path.stem.removesuffix("_dist"))
+    assert run.head != load_run_config(path).head
+
+
 def test_there_are_at_most_twenty_files():
     assert 0 < len(FILES) <= 20
 

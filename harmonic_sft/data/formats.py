@@ -81,7 +81,8 @@ def recognize(row: Mapping[str, Any]) -> Format:
     raise ValueError(
         "format: expected the columns text, prompt and completion, messages (role, content), "
         "conversations (from, value), instruction and output, or input_ids, got "
-        f"{found}. Name the column of text by `column`."
+        f"{found}. Name the column of text by `column` of the source, in Python by "
+        "`text_column`."
     )
 
 

@@ -127,7 +127,7 @@ def load_data(
         is_causal = task == "causal_lm"
         masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
     opened = [
-        _open(config, source, f"data.sources[{index}]", index, tokenizer=tokenizer, task=task)
+        _open(config, source, f"data.sources.{index}", index, tokenizer=tokenizer, task=task)
         for index, source in enumerate(config.sources)
     ]
     # Rows of all sources have the same columns.
@@ -348,7 +348,8 @@ def _open(
         row_format = _recognized(source, first, name)
     if row_format in ("text", *LABELED.values()):
         is_text = row_format != "labeled_words"
-        check_column(documents, first, source.column, name=f"{name}.column", is_text=is_text)
+        setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
+        check_column(documents, first, source.column, name=setting, is_text=is_text)
     read = reader(
         row_format,
         tokenizer=tokenizer,

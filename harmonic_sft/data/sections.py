@@ -88,7 +88,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """The `data:` part of a run's configuration."""
+    """The documents, how rows are made of them, and what is held out to evaluate on."""
 
     sources: list[Source] = Field(min_length=1, description="where the documents come from")
     context_length: int = Field(ge=1, description="longest row, in tokens, special ones included")

@@ -195,7 +195,7 @@ def check_column(
     features = documents.features or {}
     columns = [key for key in first if key != PLACE]  # a transform may make some
     if column not in columns:
-        nearest = did_you_mean(column, columns, cutoff=0.0)
+        nearest = did_you_mean(column, columns)
         raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")
     feature = features.get(column)
     has_text = isinstance(feature, Value) and "string" in feature.dtype

@@ -26,8 +26,16 @@ def nearest_prototypes(
         if len(ids) != 1:
             continue
         (found,) = nearest(prototypes, torch.tensor(ids), num_neighbors).tolist()
-        neighbors[word] = tokenizer.convert_ids_to_tokens(found)
+        neighbors[word] = _texts(tokenizer, found)
     return neighbors
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of every token; of white space and of parts of a character its name."""
+    texts = [tokenizer.decode([index]).strip() for index in ids]
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    pairs = zip(texts, names, strict=True)
+    return [text if text and "\ufffd" not in text else name for text, name in pairs]
 
 
 def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:
@@ -93,10 +101,10 @@ def explain(
     return [
         [
             {
-                "token": tokenizer.convert_ids_to_tokens(index),
+                "token": _texts(tokenizer, [index])[0],
                 "probability": float(probabilities[place, index]),
                 "distance": None if distances is None else float(distances[place, index]),
-                "neighbors": tokenizer.convert_ids_to_tokens(near),
+                "neighbors": _texts(tokenizer, near),
             }
             for index, near in zip(
                 chosen.tolist(), nearest(prototypes, chosen, num_neighbors).tolist(), strict=True

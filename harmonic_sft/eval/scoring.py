@@ -163,9 +163,10 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
     Returns:
         `loss` in nats at the current exponent, `accuracy` and `top_5_accuracy` from 0 to 1,
         `tokens`, `documents` with any, `error_cosine`, the mean cosine between the embeddings of
-        label and prediction where they differ, `ece`, the expected calibration error from 0 to 1,
-        and `brier`, from 0 to 2. With the prefix `post_hoc_` these are at the best temperature; the
-        best on all documents is `post_hoc_h_exp` or `post_hoc_inverse_temperature`.
+        label and prediction where they differ, if there is an error, `ece`, the expected
+        calibration error from 0 to 1, and `brier`, from 0 to 2. With the prefix `post_hoc_` these
+        are at the best temperature; the best on all documents is `post_hoc_h_exp` or
+        `post_hoc_inverse_temperature`.
 
     Raises:
         ValueError: No token is labelled, or scores are not finite.
@@ -198,13 +199,14 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
         "top_5_accuracy": float((scores.ranks < 5).mean()),
         "tokens": float(tokens),
         "documents": len(np.unique(documents[scores.rows])),
-        "error_cosine": float(scores.cosines.sum() / max(1, (~correct).sum())),
         "ece": calibration_error(confidences, correct),
         "brier": float(brier_score(scores.normalizers, scores.margins, 1.0).mean()),
         "post_hoc_loss": float(fitted[0].mean()),
         "post_hoc_ece": calibration_error(fitted[1], correct),
         "post_hoc_brier": float(fitted[2].mean()),
     }
+    if not correct.all():
+        metrics["error_cosine"] = float(scores.cosines.sum() / (~correct).sum())
     if head.scaled_by_h_exp and head.h_exp is not None:
         return {**metrics, "h_exp": head.h_exp, "post_hoc_h_exp": head.h_exp * best}
     return {**metrics, "post_hoc_inverse_temperature": best}

@@ -1,6 +1,7 @@
 """HarmonicTrainingArguments: transformers' arguments, with those of head, loss and data."""
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -56,6 +57,12 @@ KEYS = {  # where the arguments stand in a YAML file
 }
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
 RECIPE = "Source: NeoBERT recipe."
+ACCELERATE_PLUGINS = {  # why each is refused
+    "ACCELERATE_USE_FSDP": "evaluations would read shards of the head",
+    "ACCELERATE_USE_DEEPSPEED": "it keeps weights of its own, and prototypes would lose norm 1",
+    "ACCELERATE_USE_MEGATRON_LM": "it keeps weights of its own, and prototypes would lose norm 1",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "processes would share their rows, and count them twice",
+}
 
 
 def _ours(name: str, default: Any = None, more: str = "") -> Any:
@@ -150,9 +157,9 @@ class HarmonicTrainingArguments(TrainingArguments):
     )
     h_exp: float | str | dict[str, Any] | None = _ours(
         "h_exp",
-        more="A number holds it, {'start': -12, 'end': -4} anneals it. Default: that, or nothing "
-        "for a head without an exponent; a model that keeps its head keeps its exponent. "
-        "Source: Baek et al. 2025, arXiv:2502.01628, and NeoBERT recipe.",
+        more="Default: {'start': -12, 'end': -4}, or nothing for a head without an exponent; a "
+        "model that keeps its head keeps its exponent. Source: Baek et al. 2025, "
+        "arXiv:2502.01628, and NeoBERT recipe.",
     )
     loss: dict[str, Any] | str | None = _ours(
         "loss",
@@ -393,26 +400,75 @@ def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | No
     return settings.get("h_exp") or _exponent(settings.get("inner"))
 
 
-def check_parallelism(args: HarmonicTrainingArguments) -> None:
-    """Refuse what would cut a batch, and its `label_positions`, into pieces.
+def check_launch(args: HarmonicTrainingArguments) -> None:
+    """Refuse ways of starting that would train something else than the arguments say.
 
     Raises:
-        ValueError: Several GPUs in one process, one process that reads for all, or several with
-            batches laid out as one row.
+        ValueError: Another way of `accelerate launch` than plain data parallelism in the precision
+            of the model, several GPUs in one process, processes that do not know of each other, or
+            arguments that several processes cannot follow.
     """
+    for variable, reason in ACCELERATE_PLUGINS.items():
+        if os.environ.get(variable, "false").lower() in ("true", "1"):
+            plugin = variable.removeprefix("ACCELERATE_USE_")
+            raise ValueError(
+                f"accelerate launch: expected no {plugin}, got {variable}: {reason}. "
+                "Use plain data parallelism (--multi_gpu)"
+            )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no":
+        raise ValueError(
+            f"accelerate launch: expected --mixed_precision no, got {precision}. "
+            "model.dtype and model.unfreeze.dtype decide"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"launch: expected one GPU per process, got {args.n_gpu}. "
             "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
         )
-    if args.padding_free and args.world_size > 1:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and args.world_size == 1:
         raise ValueError(
-            f"data.padding_free: expected false with {args.world_size} processes, got true. They "
-            "could not leave out the rows that fill up their last batches. Use data.packing"
+            f"launch: expected {processes} processes that work together, got single ones. "
+            "Without GPUs set training.use_cpu=true and start with torchrun"
         )
+    _check_processes(args)
+
+
+def _check_processes(args: HarmonicTrainingArguments) -> None:
+    """Refuse what several processes would wait at for ever, or train otherwise than one."""
     accelerator_config: Any = args.accelerator_config
     if accelerator_config.dispatch_batches:
         raise ValueError(
             "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
             "reads its own rows"
         )
+    section = "training.accelerator_config"
+    needed = {  # the value, and why
+        "data.padding_free": (
+            args.padding_free,
+            False,
+            "They could not leave out the rows that fill up their last batches. Use data.packing",
+        ),
+        f"{section}.split_batches": (
+            accelerator_config.split_batches,
+            False,
+            "The rows of a step would be others",
+        ),
+        f"{section}.even_batches": (
+            accelerator_config.even_batches,
+            True,
+            "Those with a batch more would wait for the others",
+        ),
+        "training.average_tokens_across_devices": (
+            args.average_tokens_across_devices,
+            True,
+            "A token would weigh more where a process has fewer of them",
+        ),
+    }
+    for name, (value, expected, reason) in needed.items():
+        if args.world_size > 1 and value != expected:
+            raise ValueError(
+                f"{name}: expected {str(expected).lower()} with {args.world_size} processes, got "
+                f"{str(value).lower()}. {reason}"
+            )

@@ -147,7 +147,8 @@ def take_out_repeated_(
 ) -> None:
     """Leave out of the loss the rows that accelerate repeats, so that all processes have as many.
 
-    A batch that is laid out as one row keeps them.
+    A batch that is laid out as one row keeps them, and so does one whose labels are no classes, or
+    are shifted already.
     """
     if args.dataloader_drop_last:  # nothing is repeated
         return
@@ -155,7 +156,8 @@ def take_out_repeated_(
     first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps
     for number, batch in enumerate(batches, first):
         num_left = max(0, num_rows - (number * args.world_size + args.process_index) * size)
-        if num_left >= size or len(batch["labels"]) != size:
+        is_known = "label_positions" in batch and "shift_labels" not in batch
+        if num_left >= size or not is_known or len(batch["labels"]) != size:
             continue
         batch["labels"][num_left:] = IGNORE_INDEX
         own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}

@@ -210,8 +210,8 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
             )
             for found in tokens
         ]
-        place = "after the end" if task == "causal_lm" else f"mask {number}"
-        show_table(f"{text}: {place}", columns, rows)
+        place = "After" if task == "causal_lm" else f"Mask {number} of"
+        show_table(f"{place} {text!r}", columns, rows)
 
 
 @dataclass(frozen=True, kw_only=True)

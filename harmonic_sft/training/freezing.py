@@ -100,13 +100,13 @@ def parts(model: HarmonicHeadModel) -> list[Part]:
     path, blocks = find_blocks(backbone)
     groups: dict[str, list[nn.Parameter]] = {}
     embeddings = {id(p) for p in backbone.get_input_embeddings().parameters()}
-    trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+    states = [_state(block) for block in blocks]
     for name, parameter in backbone.named_parameters():
         if id(parameter) in embeddings:
             part = "token embeddings"
         elif name.startswith(f"{path}."):
             index = int(name.removeprefix(f"{path}.").split(".")[0])
-            part = _block_range(index, trained)
+            part = _block_range(index, states)
         else:
             part = "other (norms, positions)"
         groups.setdefault(part, []).append(parameter)
@@ -116,15 +116,23 @@ def parts(model: HarmonicHeadModel) -> list[Part]:
     return [_part(name, parameters) for name, parameters in groups.items()]
 
 
-def _block_range(index: int, trained: list[bool]) -> str:
+def _state(block: nn.Module) -> str:
+    """Say what of a block trains."""
+    trained = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
+    if not trained:
+        return "frozen"
+    return "frozen, LoRA" if all(".lora_" in name for name in trained) else "trained"
+
+
+def _block_range(index: int, states: list[str]) -> str:
     """Name the run of equally trained blocks that holds block `index`."""
     first = last = index
-    while first > 0 and trained[first - 1] == trained[index]:
+    while first > 0 and states[first - 1] == states[index]:
         first -= 1
-    while last < len(trained) - 1 and trained[last + 1] == trained[index]:
+    while last < len(states) - 1 and states[last + 1] == states[index]:
         last += 1
-    state = "trained" if trained[index] else "frozen"
-    return f"block {first}, {state}" if first == last else f"blocks {first}-{last}, {state}"
+    name = f"block {first}" if first == last else f"blocks {first}-{last}"
+    return f"{name}, {states[index]}"
 
 
 def _part(name: str, parameters: Iterable[nn.Parameter]) -> Part:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
@@ -92,7 +93,8 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
         config = config.text_config
     config = copy.deepcopy(config)
     config.dtype = getattr(torch, run.model.dtype)  # transformers builds what it says
-    with local_torch_dtype(config.dtype):
+    # No values, at which the initialization of ModernBERT, for one, would look.
+    with local_torch_dtype(config.dtype), no_init_weights():
         model = MODELS[run.model.task](
             HarmonicConfig(
                 text_config=config,
@@ -101,6 +103,7 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
                 is_causal=run.model.task == "causal_lm",
             )
         )
+    model.tie_weights()  # which the initialization would do
     unfreeze_(model, run.model.unfreeze)
     if run.peft is not None:
         add_lora_(model, run.peft)

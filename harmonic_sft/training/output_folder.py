@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
@@ -29,6 +30,7 @@ from harmonic_sft.training.schedules import phase_steps
 logger = logging.getLogger(__name__)
 CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
+SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
 REASONS = ("error*.txt", "bad_step_*.json")  # why a run ended
 MAX_STEPS = "training.max_steps"
@@ -80,7 +82,8 @@ def check_output_folder(run: RunConfig) -> None:
             return
         raise ValueError(
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
-            "run. Add resume=true to continue it, or choose another one"
+            "run. Add resume=true to continue it, in Python train(resume_from_checkpoint=True), or "
+            "choose another one"
         )
     old = _claimed(folder)
     different = changed_keys(old, run)
@@ -219,6 +222,33 @@ def claim_output_folder(run: RunConfig) -> None:
             if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
         write_whole(path, to_yaml(run))
+
+
+def check_shared(folder: Path) -> None:
+    """Make sure that all processes see the folder that the main one has claimed.
+
+    Raises:
+        ValueError: Some do not. Nodes with a folder each could train and save, but not resume.
+    """
+    state, path = PartialState(), folder / CONFIG_NAME
+    claim = broadcast_object_list([path.read_text() if state.is_main_process else None])[0]
+    elsewhere = gather_object([] if _shows(path, claim) else [state.process_index])
+    if elsewhere:
+        raise ValueError(
+            f"training.output_dir: expected one folder that all nodes share, got {str(folder)!r}, "
+            f"in which processes {elsewhere} do not see the run. Choose one on a drive that every "
+            "node has mounted"
+        )
+
+
+def _shows(path: Path, text: str) -> bool:
+    """Wait for a file; return whether it came."""
+    end = time.monotonic() + SHOWN_AFTER
+    while not path.is_file() or path.read_text() != text:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _start_again(folder: Path) -> None:

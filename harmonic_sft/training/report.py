@@ -2,17 +2,20 @@
 
 import json
 import logging
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.eval.calibration import BOUNDS
 from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.plots import plot_comparison
@@ -33,7 +36,8 @@ MIB = 2**20
 DEVICE_GIB = 24  # of the GPU that an estimate is compared with
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "
-    "beside it is that of each half of the documents at the value fitted on the other half. "
+    "beside it is that of each half of the documents at the value fitted on the other half; with "
+    "<= or >= the search ended there. "
     "(**) Mean cosine between the input embeddings of label and prediction where they differ; of "
     "classes, between their prototypes."
 )
@@ -337,14 +341,23 @@ def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
 
 
 def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]:
-    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature"))
     return (
         name,
         f"{metrics['loss']:.2f}",
         f"{100 * metrics['accuracy']:.1f}",
-        f"{metrics['error_cosine']:.3f}",
+        f"{metrics['error_cosine']:.3f}" if "error_cosine" in metrics else None,
         f"{100 * metrics['ece']:.1f}" if "ece" in metrics else None,
         f"{metrics['h_exp']:g}" if "h_exp" in metrics else None,
         f"{metrics['post_hoc_loss']:.2f}",
-        f"{best:.3g}",
+        _best(metrics),
     )
+
+
+def _best(metrics: dict[str, float]) -> str:
+    """Return the best exponent or inverse temperature; where the search ended, as a bound."""
+    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature", math.nan))
+    scale = best / metrics["h_exp"] if "post_hoc_h_exp" in metrics else best
+    low, high = np.exp(BOUNDS)
+    if not scale <= 1.001 * low and not scale >= 0.999 * high:
+        return f"{best:.3g}"
+    return f"{'<=' if (scale < 1) == (best > 0) else '>='} {best:.3g}"

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +28,7 @@ from harmonic_sft.results import (
     read_whole,
     write_results,
 )
-from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
+from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint, read_state
 from harmonic_sft.training.evaluation import fingerprint
@@ -68,10 +67,6 @@ from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
 EVAL_TOKENS = "the evaluation's tokens"
-DISTRIBUTED_PLUGINS = {  # why each is refused
-    "ACCELERATE_USE_FSDP": "evaluations would read shards of the head",
-    "ACCELERATE_USE_DEEPSPEED": "it keeps weights of its own, and prototypes would lose norm 1",
-}
 
 
 class Ready(NamedTuple):
@@ -127,7 +122,7 @@ def check_run(run: RunConfig) -> None:
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     for number, source in enumerate(run.data.sources):
-        check_path(source, f"data.sources[{number}]")
+        check_path(source, f"data.sources.{number}")
     if run.data.eval.source is not None:
         check_path(run.data.eval.source, "data.eval.source")
     args = run.training_arguments()
@@ -174,35 +169,6 @@ def _check_batch(data: LoadedData, args: TrainingArguments) -> None:
         raise ValueError(
             f"training.dataloader_drop_last: expected false, got true with {len(data.train)} rows "
             f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
-        )
-
-
-def check_launch(args: HarmonicTrainingArguments) -> None:
-    """Refuse ways of starting that would train something else than the file says.
-
-    Raises:
-        ValueError: FSDP, DeepSpeed, several GPUs in one process, or processes that do not know
-            of each other.
-    """
-    for variable, reason in DISTRIBUTED_PLUGINS.items():
-        if os.environ.get(variable, "false").lower() in ("true", "1"):
-            plugin = variable.removeprefix("ACCELERATE_USE_")
-            raise ValueError(
-                f"accelerate launch: expected no {plugin}, got {variable}: {reason}. "
-                "Use plain data parallelism (--multi_gpu)"
-            )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no":
-        raise ValueError(
-            f"accelerate launch: expected --mixed_precision no, got {precision}. "
-            "model.dtype and model.unfreeze.dtype decide"
-        )
-    check_parallelism(args)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1 and args.world_size == 1:
-        raise ValueError(
-            f"launch: expected {processes} processes that work together, got single ones. "
-            "Without GPUs set training.use_cpu=true and start with torchrun"
         )
 
 
@@ -317,7 +283,6 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
     """
     # Dropout starts alike, whether the evaluation before was made or remembered.
     set_seed(trainer.args.seed)
-    seconds, before = 0.0, 0
     try:
         folder = trainer.run_config.output_dir
         checkpoint, state = last_checkpoint(folder), TrainerState()
@@ -326,11 +291,7 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
         elif all_checkpoints(folder):
             logger.warning("No checkpoint is whole: the run starts again from its first step.")
         before = state.num_input_tokens_seen
-        is_done = state.global_step >= max(state.max_steps, trainer.args.max_steps)
-        if checkpoint is not None and is_done:
-            trainer.load_finished(checkpoint, state)
-        else:
-            seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
+        seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:
             raise StoppedError(
                 f"training: expected {trainer.state.max_steps} steps, got "

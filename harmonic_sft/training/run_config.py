@@ -87,10 +87,12 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "log in with `hf auth login`; a token in a file leaks": ("hub_token",),
     "use resume: true": ("resume_from_checkpoint",),
     "such a checkpoint cannot be resumed": ("save_only_model",),
+    "all nodes share one folder": ("save_on_each_node",),
+    "it fails with gradient accumulation": ("ddp_static_graph",),
     "a resumed run would read other rows": ("ignore_data_skip",),
     "dropout would not be that of a resumed run": ("dataloader_persistent_workers",),
     "training.seed decides": ("data_seed", "train_sampling_strategy"),
-    "it is not supported yet; use DDP": ("deepspeed", "fsdp", "fsdp_config"),
+    "it is not supported yet; use DDP": ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"),
     "use gradient_checkpointing": (
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
@@ -158,7 +160,7 @@ class ModelConfig:
 
 
 class HeadConfig(BaseModel):
-    """The output head: a name of `HEADS` beside the arguments of that head's constructor.
+    """The output head, {name: dist, ...}; `harmonic-sft config head.dist` explains its keys.
 
     A model, unlike the other sections, because only pydantic's models keep keys they do not name.
     """
@@ -288,7 +290,9 @@ class RunConfig:
     model: ModelConfig
     head: HeadConfig
     h_exp: HExpConfig | None = Field(
-        None, description="Exponent on the squared distance of dist heads, which need it"
+        None,
+        description="Exponent on the squared distance, for dist heads: a number holds it, "
+        "{start, end} moves it from one to the other",
     )
     peft: PeftConfig | None = Field(None, description="LoRA on the frozen blocks")
     loss: LossSection
@@ -393,7 +397,20 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     data = apply_overrides(read_yaml(path), overrides)
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
-    return parse(RunConfig, data)
+    return parse_run(data)
+
+
+def parse_run(data: Mapping[str, Any]) -> RunConfig:
+    """Check the settings of a run, of which `head` and `loss` may be a name.
+
+    Raises:
+        ValueError: As `parse`.
+    """
+    named = {key: {"name": data[key]} for key in ("head", "loss") if isinstance(data.get(key), str)}
+    model = data.get("model")
+    if "head" in named and isinstance(model, Mapping) and model.get("task") in CLASSIFICATION:
+        named["head"]["init"] = "class_means"
+    return parse(RunConfig, {**data, **named})
 
 
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -474,7 +491,12 @@ def _check_head(run: RunConfig) -> None:
     if head.h_exp is not None and run.h_exp is None:
         raise ValueError(f"h_exp: expected start and end for a {name} head, got nothing")
     if head.h_exp is None and run.h_exp is not None:
-        raise ValueError(f"h_exp: expected nothing for a {name} head, got a section. Remove it")
+        got = f"{run.h_exp.start:g}"
+        got += "" if run.h_exp.end == run.h_exp.start else f" to {run.h_exp.end:g}"
+        raise ValueError(
+            f"h_exp: expected nothing for a {name} head, got {got}. Remove it, on the command line "
+            "by h_exp=null"
+        )
     run.loss.check(head)
     if run.h_exp is not None and run.h_exp.calibrate and not head.scaled_by_h_exp:
         raise ValueError(
@@ -522,7 +544,7 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     for instead, keys in REFUSED.items():
         for key in keys:
             if training.get(key):
-                got = "a secret" if key == "hub_token" else repr(training[key])
+                got = "a secret" if key == "hub_token" else " ".join(repr(training[key]).split())
                 raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
     for key, value in FORCED.items():
         if training.get(key, value) != value:

@@ -7,14 +7,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import datasets
 import torch
 from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
@@ -44,7 +47,7 @@ from harmonic_sft.models import (
     LinearHead,
 )
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
-from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_parallelism
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
 from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
@@ -80,7 +83,12 @@ from harmonic_sft.training.master_weights import (
     low_precision_weights,
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
-from harmonic_sft.training.output_folder import FolderLock, check_output_folder, claim_output_folder
+from harmonic_sft.training.output_folder import (
+    FolderLock,
+    check_output_folder,
+    check_shared,
+    claim_output_folder,
+)
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
@@ -154,7 +162,7 @@ class HarmonicTrainer(Trainer):
                 f"args: expected HarmonicTrainingArguments, got {type(args).__name__}. They take "
                 "the same arguments"
             )
-        check_parallelism(args)
+        check_launch(args)
         _check_weights(args, compute_loss_func)
         self._preparation = Preparation(
             model,
@@ -222,7 +230,7 @@ class HarmonicTrainer(Trainer):
         """Write down what is trained, which makes the output folder this run's.
 
         Raises:
-            ValueError: It holds something else, or another run.
+            ValueError: It holds something else, or another run; or nodes do not share it.
         """
         state = PartialState()
         if state.is_main_process and not self.claimed:
@@ -230,6 +238,8 @@ class HarmonicTrainer(Trainer):
             check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
+        if state.num_processes > 1 and not self.claimed:
+            check_shared(Path(str(self.args.output_dir)))
         self.claimed = True
 
     def train(
@@ -266,8 +276,12 @@ class HarmonicTrainer(Trainer):
         if trial is None:
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
-            needs_best = self.args.load_best_model_at_end
-            self._best = read_state(checkpoint, needs_best=needs_best).best_model_checkpoint
+            state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
+            if self._is_done(checkpoint, state):  # transformers would train one more step
+                logger.warning("Finished: nothing is left to train after %s.", checkpoint)
+                self.load_finished(checkpoint, state)
+                return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+            self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
@@ -283,6 +297,22 @@ class HarmonicTrainer(Trainer):
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        """Wrap the model for all processes, also after an evaluation.
+
+        `evaluation_loop` of transformers 5.23 lets accelerate prepare it without
+        DistributedDataParallel, and accelerate prepares no model twice: every process would train
+        alone.
+        """
+        is_alone = self.args.world_size == 1
+        if not is_alone and not _is_distributed(self.model_wrapped):
+            self.model_wrapped = self.model
+            vars(self.model).pop("_is_accelerate_prepared", None)
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        name = type(model).__name__
+        assert is_alone or _is_distributed(model), f"expected DistributedDataParallel, got {name}"
+        return model, loader
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
@@ -314,9 +344,18 @@ class HarmonicTrainer(Trainer):
         """Anneal the exponent in another way than the arguments said, from the next step on."""
         self._head_callback.h_exp = h_exp
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        """Return batches from workers that outlive a SIGTERM to all processes of a job."""
-        return self._termination.keep_workers_(super()._get_dataloader(*args, **kwargs))
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """Return batches from workers that outlive a SIGTERM to all processes of a job.
+
+        What is not trained on is read to its last row: `dataloader_drop_last` is of the training.
+        """
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and is_training
+        try:
+            loader = super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+        return self._termination.keep_workers_(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches to evaluate on; text is tokenized and masked."""
@@ -347,7 +386,10 @@ class HarmonicTrainer(Trainer):
         if self._random_state is not None:  # only now has the loader of a stream drawn its own
             super()._load_rng_state(self._random_state)
             self._random_state = None
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))
+        if self.args.world_size > 1:
+            self._take_out_repeated_(batches)
+        batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
         num_tokens = sum(batch.pop("num_tokens") for batch in batches)
@@ -360,13 +402,15 @@ class HarmonicTrainer(Trainer):
             self.stream_place.take(batches)
         return batches, num_items
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        """Count the labels of a step without those of rows that fill up its last processes."""
-        if self.args.world_size > 1 and isinstance(self.train_dataset, MaskedRows):
-            num_rows, step = len(self.train_dataset), self.state.global_step
-            count = cast(CountingCollator, self.data_collator)
-            take_out_repeated_(batch_samples, self.args, count, num_rows=num_rows, step=step)
-        return super()._get_num_items_in_batch(batch_samples, device)
+    def _take_out_repeated_(self, batches: list) -> None:
+        """Leave the rows that fill up the last of several processes out of a step."""
+        loader: Any = self.callback_handler.train_dataloader
+        # A loss of the user may need a label in every batch.
+        is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
+        if is_ours and isinstance(loader.batch_sampler, BatchSamplerShard):
+            num_rows = len(loader.batch_sampler.batch_sampler.sampler)
+            count, step = cast(CountingCollator, self.data_collator), self.state.global_step
+            take_out_repeated_(batches, self.args, count, num_rows=num_rows, step=step)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
@@ -615,6 +659,14 @@ class HarmonicTrainer(Trainer):
             assert best.h_exp is not None, "it is annealed"
             self.model.h_exp = best.h_exp
 
+    def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
+        """Whether a checkpoint is the last one of these arguments."""
+        if self.args.max_steps > 0:
+            return state.global_step >= self.args.max_steps
+        # The epochs of a run in another folder may be others.
+        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
+        return is_own and state.global_step >= state.max_steps
+
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
@@ -640,6 +692,8 @@ class HarmonicTrainer(Trainer):
 
         A model with LoRA is saved merged, with what trains beside it in `adapter/`.
         """
+        if not self.args.should_save:
+            return
         folder = str(output_dir or self.args.output_dir)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if has_lora(model):
@@ -701,3 +755,8 @@ def _check_weights(args: HarmonicTrainingArguments, compute_loss_func: Any) -> N
             "weight_column: expected nothing with compute_loss_func, which gets no weights, got "
             f"{args.weight_column!r}. Leave one of them out"
         )
+
+
+def _is_distributed(model: Any) -> bool:
+    """Whether gradients of a model, or of what torch.compile has wrapped, are averaged."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())

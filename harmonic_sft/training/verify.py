@@ -31,10 +31,10 @@ from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
 from harmonic_sft.losses import refresh_intervals
 from harmonic_sft.models.backbones import set_dropout_
 from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data
 from harmonic_sft.training.output_folder import verify_path
-from harmonic_sft.training.run import check_launch
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -171,7 +171,7 @@ def _short_data(run: RunConfig) -> RunConfig:
 
 def _first_documents(run: RunConfig, index: int) -> GivenSource:
     source, label_column = run.data.sources[index], run.data.label_column
-    name = f"data.sources[{index}]"
+    name = f"data.sources.{index}"
     documents, _ = load_documents(source, name=name, skip=run.data.on_bad_row == "skip")
     rows: list[Row] = []
     counts: Counter[str] = Counter()

@@ -158,8 +158,8 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("odd.jsonl", '{"number": 1}\n', r"data\.sources\[0\]\.format: expected the columns"),
-        ("blank.txt", "\n \n\n", r"sources\[0\]\.path: expected documents with text"),
+        ("odd.jsonl", '{"number": 1}\n', r"data\.sources\.0\.format: expected the columns"),
+        ("blank.txt", "\n \n\n", r"sources\.0\.path: expected documents with text"),
         (
             "same.txt",
             "word1 word2\n" * 5,
@@ -235,7 +235,7 @@ def items(rows):
 
 
 def test_source_is_named_by_its_place(tokenizer, path):
-    with pytest.raises(ValueError, match=r"data\.sources\[1\]\.path: expected an existing file"):
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: expected an existing file"):
         load(tokenizer, Source(path=path), Source(path="missing.txt"))
 
 

@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from harmonic_sft.eval import explain, nearest_prototypes
 from harmonic_sft.models import DistLayer, HarmonicForCausalLM, HarmonicForMaskedLM
@@ -71,3 +75,20 @@ def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")  # like GPT-2's
     with pytest.raises(ValueError, match=r"^text: expected a text, got ''"):
         explain(model, tokenizer, "")
+
+
+def test_tokens_of_bytes_are_shown_as_text(tmp_path):
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "Ġs", "Ġst"])}
+    backend = Tokenizer(BPE(vocab, [("Ġ", "s"), ("Ġs", "t")]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    head = DistLayer(8, len(vocab))
+    with torch.no_grad():  # in a circle, so that each is near the ones before and after it
+        angles = torch.linspace(0, 3, len(vocab))
+        head.weight[:, 0], head.weight[:, 1], head.weight[:, 2:] = angles.cos(), angles.sin(), 0
+    found = nearest_prototypes(head, tokenizer, [" st", "!"], num_neighbors=1)
+    assert found[" st"] == ["s"]
+    last = tokenizer.convert_ids_to_tokens(vocab["Ġs"] - 1)  # a byte that is no character
+    found = nearest_prototypes(head, tokenizer, [" s"], num_neighbors=2)
+    assert set(found[" s"]) == {"st", last}

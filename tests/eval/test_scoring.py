@@ -117,6 +117,14 @@ def test_the_best_exponent_of_long_hidden_states_is_found():
     assert -48 * 16 < metrics_of(head, states, labels)["post_hoc_h_exp"] < -64
 
 
+def test_without_errors_there_is_no_error_cosine():
+    head = DistLayer(D, V)
+    labels = torch.arange(6).view(3, 2)
+    metrics = metrics_of(head, head.weight.detach()[labels], labels)
+    assert metrics["accuracy"] == 1
+    assert "error_cosine" not in metrics
+
+
 def test_a_linear_head_gets_the_same_freedom():
     states, labels = batch()
     metrics = metrics_of(LinearHead(D, V), states, labels)

@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
+from accelerate import ParallelismConfig
 from transformers import HfArgumentParser
 
 from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
 from harmonic_sft.losses import KNNLabelSmoothingLoss
 from harmonic_sft.training import load_run_config
-from harmonic_sft.training.arguments import check_parallelism
+from harmonic_sft.training.arguments import check_launch
 
 QUIET = {"report_to": "none", "use_cpu": True}
 
@@ -75,6 +75,12 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
     ("fields", "message"),
     [
         ({"bf16": True}, "training.bf16: expected nothing"),
+        (
+            {"parallelism_config": ParallelismConfig()},
+            "^training.parallelism_config: expected nothing, got Para.*; it is not supported",
+        ),
+        ({"save_on_each_node": True}, "save_on_each_node: .* all nodes share one folder"),
+        ({"ddp_static_graph": True}, "ddp_static_graph: .* it fails with gradient accumulation"),
         ({"head": "dits"}, "head.name: expected one of"),
         ({"head": 3}, "head: expected a name or a dictionary, got 3"),
         (
@@ -201,10 +207,63 @@ def test_every_field_has_a_help():
     assert [name for name in own if not fields[name].metadata.get("help")] == []
 
 
-def test_batches_of_one_row_are_refused_with_several_processes():
-    args = SimpleNamespace(n_gpu=1, world_size=2, padding_free=True)
-    with pytest.raises(ValueError, match=r"^data\.padding_free: expected false with 2 processes"):
-        check_parallelism(args)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"padding_free": True},
+            r"^data\.padding_free: expected false with 2 processes, got true\.",
+        ),
+        (
+            {"accelerator_config": {"split_batches": True, "dispatch_batches": False}},
+            r"accelerator_config\.split_batches: expected false with 2 processes, got true\.",
+        ),
+        (
+            {"accelerator_config": {"even_batches": False}},
+            r"accelerator_config\.even_batches: expected true with 2 processes, got false\.",
+        ),
+        (
+            {"average_tokens_across_devices": False},
+            r"average_tokens_across_devices: expected true with 2 processes, got false\.",
+        ),
+    ],
+)
+def test_what_several_processes_cannot_follow_is_refused(fields, message, monkeypatch):
+    args = HarmonicTrainingArguments("out", **QUIET, **fields)
+    check_launch(args)
+    monkeypatch.setattr(HarmonicTrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match=message):
+        check_launch(args)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", r"expected no FSDP.*shards of the head"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", r"no DEEPSPEED.*prototypes would lose norm 1"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "no MEGATRON_LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "no PARALLELISM_CONFIG.*share their rows"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "expected --mixed_precision no, got bf16"),
+        ("WORLD_SIZE", "2", "launch: expected 2 processes that work together"),
+    ],
+)
+def test_launches_that_would_not_do_what_they_say_are_refused(
+    variable, value, message, make, arguments, monkeypatch
+):
+    args = arguments()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        make(args)
+
+
+def test_several_gpus_in_one_process_are_refused(arguments, monkeypatch):
+    args = arguments()
+    monkeypatch.setattr(args, "_n_gpu", 2)
+    with pytest.raises(ValueError, match="launch: expected one GPU per process, got 2"):
+        check_launch(args)
+    args = arguments(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
+        check_launch(args)
 
 
 def test_the_settings_of_accelerate_are_kept_as_they_were_given(tmp_path):

@@ -292,7 +292,7 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
 def test_explain_prints_tokens_distances_and_neighbors(run_copy, capsys, tmp_path):
     assert main(["explain", str(run_copy), "aa [MASK] ac", "--top", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "aa [MASK] ac: mask 1" in printed
+    assert "Mask 1 of 'aa [MASK] ac'" in printed
     assert all(word in printed for word in ("probability", "distance", "nearest"))
     assert main(["explain", str(tmp_path), "aa [MASK]"]) == 1
     assert "explain: expected a folder with a trained model" in capsys.readouterr().err
@@ -388,6 +388,15 @@ def test_a_damaged_file_is_an_error_with_its_place(run_copy, tmp_path, name, con
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: {run_copy}")
         assert ": expected it as it was saved, got an error: " in error
+
+
+def test_an_export_says_how_it_is_loaded(run_copy, tmp_path, capsys, caplog):
+    target = tmp_path / "linear"
+    assert main(["export", str(run_copy), "--output", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    call = f"AutoModelForMaskedLM.from_pretrained({str(target)!r}, trust_remote_code=True)"
+    said = f"Load:      from transformers import AutoModelForMaskedLM; model = {call}"
+    assert caplog.messages[-1] == said
 
 
 def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys):

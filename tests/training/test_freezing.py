@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import parts, unfreeze_
-from harmonic_sft.training.run_config import UnfreezeConfig
+from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig
 
 
 @pytest.fixture
@@ -36,6 +37,13 @@ def test_patterns_name_parameters(model):
     assert "model.backbone.embeddings.LayerNorm.weight" in names
     assert "model.backbone.encoder.layer.0.output.dense.bias" in names
     assert all("LayerNorm" in name or name.endswith("dense.bias") for name in names)
+
+
+def test_blocks_beside_which_adapters_train_are_named_so(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=1))
+    add_lora_(model, PeftConfig(layers_to_transform=[0, 1]))
+    names = [row.name for row in parts(model)]
+    assert names[2:4] == ["blocks 0-1, frozen, LoRA", "block 2, trained"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -41,6 +41,9 @@ def test_sections_heads_and_losses_are_there():
         ("data.mask.policy", "(one of mask_only, 80_10_10; default mask_only)"),
         ("data.sources.0.path", "owner/name on the Hub"),
         ("loss.wasserstein.top_k", "(whole number or null; default null)"),
+        ("h_exp", "dist heads: a number holds it, {start, end} moves it"),
+        ("data", "The documents, how rows are made of them"),
+        ("head", "{name: dist, ...}; `harmonic-sft config head.dist` explains its keys."),
         ("h_exp.end", "h_exp after the last step (number)"),  # has to be given
     ],
 )

@@ -7,6 +7,7 @@ from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import LiveBytes, estimate_step
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
+from tests.encoders import FAMILIES, save_encoder
 
 
 def test_live_bytes_count_what_is_alive():
@@ -46,6 +47,18 @@ def peak_of(make_yaml, checkpointing):
         model(input_ids=torch.full((8, 64), 9), labels=labels).loss.backward()
     assert estimate.activations == pytest.approx(live.peak, rel=0.15)
     return estimate.activations
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_estimated(make_yaml, tmp_path, family):
+    base = save_encoder(family, tmp_path / "base")
+    run = load_run_config(make_yaml(model={"base": str(base)}))
+    rows, estimate = estimate_step(run, load_base_config(run.model), batch_size=2)
+    assert [row.parameters for row in rows if "head" in row.name or "token" in row.name] == [
+        120 * 32,
+        120 * 32,
+    ]
+    assert estimate.activations > 0
 
 
 def test_a_teacher_is_counted(make_causal_yaml):

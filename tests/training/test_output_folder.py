@@ -9,6 +9,7 @@ import pytest
 from harmonic_sft.training import output_folder
 from harmonic_sft.training.output_folder import (
     check_output_folder,
+    check_shared,
     claim_output_folder,
     locked,
 )
@@ -47,6 +48,17 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
             with pytest.raises(ValueError, match=message):
                 train(load_run_config(make_yaml(), words))
     assert train(load_run_config(make_yaml(), ["resume=true"]))["steps"] == 6
+
+
+def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkeypatch):
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    check_shared(run.output_dir)
+    monkeypatch.setattr(output_folder, "SHOWN_AFTER", 0)
+    monkeypatch.setattr(output_folder, "broadcast_object_list", lambda objects: ["of another"])
+    message = r"expected one folder that all nodes share, got '.*run', in which processes \[0\]"
+    with pytest.raises(ValueError, match=message):
+        check_shared(run.output_dir)
 
 
 def test_a_link_to_nothing_is_refused_at_once(make_yaml, tmp_path):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from tests.elsewhere import run_python
+from tests.training import python_session
 
 ROOT = Path(__file__).parents[2]
 HEAD = ("dist_head.weight", "bert.embeddings.word_embeddings.weight")  # where the first starts
@@ -54,6 +56,20 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
             before = start[key.replace("model.backbone", "bert").replace(*HEAD)]
             moved = (first[key] - before).float().norm()
             assert (second[key] - first[key]).float().norm() < 2 * tolerance * moved, key
+
+
+def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file):
+    """After an evaluation of the logits, and on rows with a collator of the user."""
+    one = python_session.train(tiny_base, text_file, tmp_path / "one")
+    folder = tmp_path / "two"
+    folder.mkdir()
+    words = ("-m", "tests.training.python_session", tiny_base, text_file, folder)
+    run_python(*words, OMP_NUM_THREADS="1")
+    two, other = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for name, expected in one.items():
+        assert two[name]["weights"] == other[name]["weights"], name
+        assert two[name]["labels"] == expected["labels"], name
+        assert two[name]["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
 
+from pathlib import Path
+
 import numpy as np
 import optuna
 import pandas as pd
@@ -22,6 +24,7 @@ from harmonic_sft import (
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicTrainer,
+    HarmonicTrainingArguments,
     train,
 )
 from harmonic_sft.training import load_run_config
@@ -64,6 +67,24 @@ def test_nothing_is_held_out_and_evaluation_is_asked_for(texts, make):
     found = trainer.evaluate(texts.select(range(10)))
     assert found["eval_tokens"] > 10
     assert found == {**trainer.evaluate(texts.select(range(10))), **_times(found)}
+
+
+def test_what_is_not_trained_on_is_read_to_its_last_row(texts, arguments, make):
+    trainer = make(arguments(dataloader_drop_last=True, per_device_eval_batch_size=4))
+    assert len(trainer.get_train_dataloader()) == len(trainer.train_dataset) // 8
+    held_out = texts.select(range(6))
+    num_rows = len(trainer.get_eval_dataloader(held_out).dataset)
+    assert num_rows % 4
+    assert trainer.evaluate(held_out)["eval_documents"] == 6
+    assert len(trainer.predict(held_out).label_ids) == num_rows
+    assert trainer.args.dataloader_drop_last
+
+
+def test_one_process_saves(make, tmp_path, monkeypatch):
+    trainer = make()
+    monkeypatch.setattr(HarmonicTrainingArguments, "should_save", False)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
 
 
 def _times(metrics):
@@ -379,7 +400,7 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     whole = make(arguments("run", **saving))
     whole.train()
     resumed = make(arguments("run", **saving))
-    with pytest.raises(ValueError, match=r"training.output_dir: expected an empty folder"):
+    with pytest.raises(ValueError, match=r"in Python train\(resume_from_checkpoint=True\)"):
         resumed.train()
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
     assert losses(resumed) == losses(whole)
@@ -388,6 +409,24 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     fresh = make(arguments("fresh"))
     with pytest.raises(ValueError, match="resume_from_checkpoint: expected a whole checkpoint"):
         fresh.train(resume_from_checkpoint=True)
+
+
+LENGTHS = {"steps": {"max_steps": 4}, "epochs": {"max_steps": -1, "num_train_epochs": 0.2}}
+
+
+def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    for name, length in LENGTHS.items():
+        whole = make(arguments(name, **saving, **length))
+        steps = whole.train().global_step
+        again = make(arguments(name, **saving, **length))
+        output = again.train(resume_from_checkpoint=True)
+        assert output.global_step == again.state.global_step == steps
+        expected = weights(whole)
+        assert all(torch.equal(weight, expected[n]) for n, weight in weights(again).items())
+        last = sorted(Path(again.args.output_dir).glob("checkpoint-*"))[-1]
+        assert last.name == f"checkpoint-{steps}"
+        assert caplog.messages[-1] == f"Finished: nothing is left to train after {last}."
 
 
 def test_a_search_loads_the_model_again_for_every_trial(
@@ -476,7 +515,7 @@ REFUSED = {  # arguments, and what else the trainer is given
         {"neftune_noise_alpha": 5.0},
         {},
     ),
-    r"train_dataset\.column: expected one of": ({"text_column": "txt"}, {}),
+    r"text_column of train_dataset: expected one of": ({"text_column": "txt"}, {}),
     "train_dataset: expected a data set with a column of la": (
         {"task": "sequence_classification"},
         {"data_collator": list},

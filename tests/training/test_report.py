@@ -29,6 +29,29 @@ def run(name, fingerprint, end=-12.0):
     }
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"h_exp": -8.0, "post_hoc_h_exp": -127.99}, "<= -128"),
+        ({"h_exp": -8.0, "post_hoc_h_exp": -0.50001}, ">= -0.5"),
+        ({"post_hoc_inverse_temperature": 0.0625}, "<= 0.0625"),
+        ({"post_hoc_inverse_temperature": 15.9999}, ">= 16"),
+        ({"post_hoc_inverse_temperature": 0.93}, "4.00 0.93"),
+    ],
+)
+def test_a_best_value_at_the_end_of_its_search_is_marked(metrics, shown, capsys):
+    without = {key: value for key, value in METRICS.items() if "h_exp" not in key}
+    both = {"final": without | metrics, "before": without | metrics}
+    compare_runs([run("one", "a") | both], None)
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_cosine_without_errors_is_left_out(capsys):
+    perfect = {key: value for key, value in METRICS.items() if key != "error_cosine"}
+    compare_runs([run("one", "a") | {"before": perfect, "final": perfect}], None)
+    assert "4.25 25.0 - 5.0" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_annealed_run_is_said_to_have_another_loss(caplog):
     caplog.set_level("INFO", logger="harmonic_sft")
     compare_runs([run("held", "a"), run("annealed", "a", end=-4.0)], None)

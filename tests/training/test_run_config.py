@@ -107,6 +107,12 @@ REFUSED = [
     (["training.output_dir="], "training.output_dir: expected a folder, got nothing"),
     (["training.ignore_data_skip=true"], "ignore_data_skip: .* resumed run would read other rows"),
     (["training.dataloader_persistent_workers=true"], "persistent_workers: .* dropout would not"),
+    (
+        ["training.lr=5"],
+        r"^training\.lr: .* known keys, got 'lr'\. Did you mean 'learning_rate'\?$",
+    ),
+    (["training.batch_size=5"], "Did you mean 'per_device_train_batch_size'"),
+    (["training.foo=5"], r"^training\.foo: expected one of the known keys, got 'foo'$"),
     (["training.max_stepz=5"], r"training.max_stepz: .*got 'max_stepz'. Did you mean 'max_steps'"),
     # The exponent.
     (["h_exp=null"], "h_exp: expected start and end for a dist head, got nothing"),
@@ -126,7 +132,10 @@ REFUSED = [
         ["head={name: rotation, inner: {name: multi_head, inner: {name: dist, eps: a}}}"],
         r"head\.inner\.inner\.eps: expected a number, got 'a'",
     ),
-    (["head={name: linear}"], "h_exp: expected nothing for a linear head, got a section"),
+    (
+        ["head={name: linear}"],
+        "h_exp: expected nothing for a linear head, got -12 to -4. .* by h_exp=null",
+    ),
     (["head={name: cosine}", "h_exp=null"], "loss harmonic: expected a dist head, got cosine"),
     (["loss={name: arcface}"], "loss arcface: expected a cosine head, got dist"),
     (["head.tie=true", "model.dtype=bfloat16"], "head.tie: expected false with model.dtype bfl"),
@@ -218,6 +227,15 @@ REFUSED = [
 def test_bad_settings_are_refused_before_anything_is_loaded(make_yaml, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_run_config(make_yaml(), overrides)
+
+
+def test_a_head_and_a_loss_may_be_a_name(make_yaml):
+    words = ["head=cosine", "h_exp=null", "loss=cross_entropy"]
+    run = load_run_config(make_yaml(), words)
+    named = ["head={name: cosine}", "h_exp=null", "loss={name: cross_entropy}"]
+    assert run == load_run_config(make_yaml(), named)
+    with pytest.raises(ValueError, match=r"^head\.name: expected one of .*got 'cosin'\. Did you"):
+        load_run_config(make_yaml(), ["head=cosin"])
 
 
 def test_sections_of_ours_are_checked_before_those_of_transformers(make_yaml):

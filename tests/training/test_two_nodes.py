@@ -15,6 +15,42 @@ from harmonic_sft.training.run_config import load_run_config
 ROOT = Path(__file__).parents[2]
 
 
+# A network drive is waited for.
+IMPATIENT = """
+import sys
+from harmonic_sft.training import output_folder
+from harmonic_sft_cli import main
+
+output_folder.SHOWN_AFTER = 1
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def run_nodes(program, words, folders):
+    """Run a program on a node in each folder; return exit statuses and what they wrote."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
+                *("--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"),
+                *(f"--master-port={port}", str(program), *map(str, words)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for rank, folder in enumerate(folders)
+    ]
+    written = [node.communicate()[0] for node in nodes]
+    return [node.returncode for node in nodes], written
+
+
 @pytest.mark.slow
 def test_two_nodes_train_what_one_process_trains(make_yaml, tmp_path):
     path = make_yaml(training={"learning_rate": 1e-3, "max_steps": 3})
@@ -27,34 +63,31 @@ def test_two_nodes_train_what_one_process_trains(make_yaml, tmp_path):
             ],
         )
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = [
-        str(path),
+        path,
         f"training.output_dir={tmp_path / 'two'}",
         "training.per_device_train_batch_size=2",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    nodes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
-                *("--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"),
-                *(f"--master-port={port}", str(ROOT / "scripts" / "sft.py"), *words),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    written = [node.communicate()[0] for node in nodes]
-    for node, text in zip(nodes, written, strict=True):
-        assert node.returncode == 0, text[-4000:]
+    codes, written = run_nodes(ROOT / "scripts" / "sft.py", words, [ROOT, ROOT])
+    assert codes == [0, 0], "".join(text[-4000:] for text in written)
     two = json.loads((tmp_path / "two" / "results" / "train.json").read_text())
     assert two["final"]["loss"] == pytest.approx(one["final"]["loss"], rel=1e-5)
     logged = [[e["loss"] for e in run["history"] if "loss" in e] for run in (one, two)]
     assert logged[1] == pytest.approx(logged[0], rel=1e-4)
     assert len(logged[0]) == 3
+
+
+@pytest.mark.slow
+def test_nodes_with_a_folder_each_are_refused(make_yaml, tmp_path):
+    program = tmp_path / "impatient.py"
+    program.write_text(IMPATIENT)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    words = [make_yaml(), "training.output_dir=run", "training.max_steps=2"]
+    codes, written = run_nodes(program, words, folders)
+    assert 0 not in codes
+    message = "output_dir: expected one folder that all nodes share, got 'run', in which processes"
+    for text in written:
+        assert f"{message} [1] do not see the run" in text, text[-4000:]
+    assert not (folders[0] / "run" / "results").exists()

@@ -1,0 +1,105 @@
+"""Trainings of `HarmonicTrainer` without a YAML file, in each of several processes."""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from harmonic_sft import HarmonicTrainer, HarmonicTrainingArguments
+
+ROWS = 12  # of a step; an epoch has 17
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A collator of the user."""
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def column(name: str, fill: int) -> Tensor:
+        return torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
+
+    ids = column("input_ids", -1)
+    mask = (ids >= 0).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": column("labels", -100)}
+
+
+def own_rows(tokenizer, texts) -> list[dict[str, list[int]]]:
+    """Every second token is masked."""
+    rows = []
+    for text in texts["text"]:
+        ids = tokenizer(text)["input_ids"][:24]
+        labels = [token if place % 2 else -100 for place, token in enumerate(ids)]
+        masked = [tokenizer.mask_token_id if place % 2 else ids[place] for place in range(len(ids))]
+        rows.append({"input_ids": masked, "labels": labels})
+    return rows
+
+
+def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict:
+    """Train after an evaluation, then on rows of the user, which others follow in an epoch.
+
+    Returns:
+        Of each training its losses, how many labels its evaluations saw, and the sums of weights.
+    """
+    texts = load_dataset("text", data_files=str(text_file), split="train").select(range(17))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    rows = own_rows(tokenizer, texts)
+    ways = {
+        "evaluated": {"train_dataset": texts, "eval_dataset": texts},
+        "rows": {"train_dataset": rows, "eval_dataset": rows, "data_collator": padded},
+    }
+    found = {}
+    for name, data in ways.items():
+        args = HarmonicTrainingArguments(
+            str(folder / name),
+            max_steps=4,
+            learning_rate=1e-3,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            context_length=24,
+            per_device_train_batch_size=ROWS // processes,
+            per_device_eval_batch_size=ROWS // processes,
+            disable_tqdm=True,
+            use_cpu=True,
+            report_to="none",
+        )
+        trainer = HarmonicTrainer(
+            str(base),
+            args,
+            processing_class=tokenizer,
+            compute_metrics=lambda p: {"labels": float((p.label_ids != -100).sum())},
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+            **data,
+        )
+        if name == "evaluated":
+            trainer.evaluate()
+        trainer.train()
+        log = trainer.state.log_history
+        found[name] = {
+            "losses": [entry["loss"] for entry in log if "loss" in entry],
+            "labels": [entry["eval_labels"] for entry in log if "eval_labels" in entry],
+            "weights": [p.double().sum().item() for p in trainer.model.parameters()],
+        }
+    return found
+
+
+if __name__ == "__main__":  # imports once, then forks
+    base, text_file, folder = map(Path, sys.argv[1:])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    children = []
+    for rank in ("0", "1"):
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        (folder / f"{rank}.json").write_text(json.dumps(train(base, text_file, folder, 2)))
+        sys.exit()
+    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
