@@ -413,7 +413,10 @@ def run_cells(
     Returns:
         By the cell in which they were chosen, learning rates by arm.
     """
-    load = functools.cache(lambda task: load_parts(data, task, store.path.parent, base))
+
+    @functools.lru_cache(maxsize=1)
+    def load(task: str) -> tuple[Parts, Any]:
+        return load_parts(data, task, store.path.parent, base)
 
     def kept(cell: Cell, arm: str, rate: float, seed: int) -> dict[str, Any] | None:
         key = {"regime": regime.name, **cell._asdict(), "arm": arm, "rate": rate, "seed": seed}

@@ -193,7 +193,7 @@ def check_column(
     `name` is the setting that names the column, for error messages.
     """
     features = documents.features or {}
-    columns = [key for key in first if key != PLACE]  # a transform may make some
+    columns = list(first)  # not those of the features: a transform makes others
     if column not in columns:
         nearest = did_you_mean(column, columns)
         raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")

@@ -255,14 +255,13 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
 
 
 def _metadata(folder: Path, config: HarmonicConfig) -> str:
-    """Return the metadata of the card: the base, and the license that the card of a push names."""
-    base, run = config.base_model, folder / "run.yaml"
-    if (folder / "README.md").is_file():  # of a download
-        license = license_in(folder / "README.md")
-    elif run.is_file() and (named := (read_yaml(run).get("hub") or {}).get("license")):
-        license = {"license": named}
-    else:
-        license = base_license(config)
+    """Return the metadata of the card: the base, and the license of a download, run or base."""
+    base, license = config.base_model, license_in(folder / "README.md")
+    run = (folder.parent if folder.name.startswith("checkpoint-") else folder) / "run.yaml"
+    if not license and run.is_file():
+        named = (read_yaml(run).get("hub") or {}).get("license")
+        license = {"license": named} if named else {}
+    license = license or base_license(config)
     metadata = ModelCardData(
         license=license.get("license"),
         license_name=license.get("license_name"),

@@ -4,7 +4,6 @@ import json
 import logging
 import shlex
 import tempfile
-import textwrap
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -222,9 +221,10 @@ def _operations(
     added = {path.relative_to(staged).as_posix(): path for path in paths}
     patterns = (*OURS, *FOREIGN) if to.force else OURS
     stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
-    if LICENSE in _names(info):  # the owner's own stays, and ours as long as there is code
-        has_code = added.pop(LICENSE, None) is not None
-        if not has_code and _download(info, LICENSE).read_bytes() == license_of_code().encode():
+    if LICENSE in _names(info):  # the owner's own stays; ours leaves with our code
+        added.pop(LICENSE, None)
+        leaves = any(name in CODE for name in stale) and not any(name in CODE for name in added)
+        if leaves and _download(info, LICENSE).read_bytes() == license_of_code().encode():
             stale.append(LICENSE)
     return [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
@@ -317,4 +317,4 @@ def _said(error: BaseException) -> str:
     line, token = words.split("\n")[0].rstrip("."), get_token()
     if not line or SECRET.search(line) or (token is not None and token in line):
         return ""
-    return f": {textwrap.shorten(line, MAX_WORDS, placeholder='...')}"
+    return f": {line if len(line) <= MAX_WORDS else f'{line[:MAX_WORDS]}...'}"

@@ -103,8 +103,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         ValueError: They are.
     """
-    weight_files(folder)
-    check_whole(folder)
+    check_whole(weight_files(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from huggingface_hub import get_token, hf_hub_download, metadata_load
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
@@ -185,7 +186,7 @@ def license_in(card: Path) -> dict[str, str]:
     """Return what a card says of the license, nothing where its metadata are no YAML."""
     try:
         fields = metadata_load(card) or {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     names = ("license", "license_name", "license_link")
     return {name: fields[name] for name in names if isinstance(fields.get(name), str)}

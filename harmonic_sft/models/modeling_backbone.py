@@ -4,6 +4,7 @@ import functools
 import os
 import re
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -97,7 +98,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
         folder = os.path.join(name, kwargs.get("subfolder", ""))
         check_not_partial(folder)
-        check_whole(folder)
+        named = [Path(folder, file) for file in (HEAD_FILE, BLOCKS_FILE)]
+        check_whole([*Path(folder).glob("model*.safetensors"), *named])
         where = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
         if fields is None:

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
@@ -211,6 +212,8 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
 def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     """Save what training changes, and the configuration: enough to continue, and no model."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("model*.safetensors*"):  # saved otherwise before
+        path.unlink()
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
     state = {name: value.contiguous() for name, value in _trained_state(model).items()}
@@ -224,11 +227,18 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
     saved = load_file(folder / RESUME_FILE)
-    load_exactly_(model, saved, folder, names=_trained_state(model))
+    with safe_open(folder / RESUME_FILE, "pt") as file:  # where an earlier version wrote it
+        frozen = (file.metadata() or {}).get("frozen_sha256")
+    load_exactly_(model, saved, folder, names=_trained_state(model), frozen=frozen)
 
 
 def load_exactly_(
-    model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
+    model: HarmonicHeadModel,
+    saved: dict[str, Tensor],
+    folder: Path,
+    *,
+    names: Collection[str],
+    frozen: str | None = None,
 ) -> None:
     """Lay what a checkpoint trained over the weights of its base, and over no others.
 
@@ -237,6 +247,7 @@ def load_exactly_(
         saved: What was trained.
         folder: Of the checkpoint, whose manifest knows the frozen weights.
         names: Of the tensors that the model trains.
+        frozen: Checksum of the frozen weights where the manifest has none.
 
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
@@ -247,7 +258,7 @@ def load_exactly_(
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    frozen = (_read_manifest(folder) or {}).get("frozen_sha256")
+    frozen = (_read_manifest(folder) or {}).get("frozen_sha256") or frozen
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
             f"resume: expected the frozen weights that {str(folder)!r} was trained on, got others. "

@@ -46,6 +46,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
+from harmonic_sft.models.modeling_backbone import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
 from harmonic_sft.training.batches import (
@@ -695,6 +696,7 @@ class HarmonicTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = str(output_dir or self.args.output_dir)
+        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if has_lora(model):
             save_adapter(model, Path(folder))

@@ -233,6 +233,7 @@ def test_an_export_has_metadata_and_names_no_code_of_the_base(
             (None, None, "mit"),
             ("run.yaml", "hub: {license: cc0-1.0}", "cc0-1.0"),
             ("run.yaml", "hub: {}", "mit"),
+            ("README.md", "---\nlicense: [\n---\n", "mit"),
             ("README.md", "---\nlicense: apache-2.0\n---\n", "apache-2.0"),
         )
     ):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from harmonic_sft.hub.push import _reason
+from harmonic_sft.hub.staging import license_of_code
 from harmonic_sft.models import HarmonicForMaskedLM
 
 TEXT = "aa ab [MASK] ad ba"
@@ -277,6 +278,9 @@ def test_an_adapter_needs_no_license_of_code(hub, client, pushed):
     hub.add_repo("alice/forms", {**hub.files("alice/forms"), "LICENSE": b"\xffmine"})
     client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
     assert hub.files("alice/forms")["LICENSE"] == b"\xffmine"
+    hub.add_repo("alice/own", {"LICENSE": license_of_code().encode()})  # of the owner's notes
+    client("push", pushed, "--repo-id", "alice/own", "--form", "peft")
+    assert "LICENSE" in hub.files("alice/own")
 
 
 def test_the_push_says_where_the_card_is_that_it_replaced(hub, client, pushed):
@@ -307,7 +311,7 @@ def test_the_words_of_the_hub_are_shown(hub, client, pushed):
     ("words", "shown"),
     [
         ("One.\nTwo", ": One"),
-        ("a, " * 200, f": {'a, ' * 65}a,..."),
+        ("https://" + "a" * 200, f": https://{'a' * 192}..."),
         ("", ""),
         ("hf_test_of_words may not", ""),
         ("See https://x.org/?token=1", ""),

@@ -200,6 +200,12 @@ def test_damaged_weights_are_an_error_that_names_the_file(bases, tmp_path, damag
             load(str(tmp_path / name))
 
 
+def test_a_damaged_file_that_is_not_read_stops_nothing(bases, tmp_path):
+    folder = shutil.copytree(bases / "bert", tmp_path / "bert")
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    HarmonicForMaskedLM.from_base(str(folder))
+
+
 def test_one_of_our_checkpoints_is_a_base_too(bases, tmp_path):
     first = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"}, tie=True)
     with torch.no_grad():
