@@ -467,7 +467,7 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
     """
     names = [] if isinstance(model, str) else [one.__name__ for one in type(model).__mro__]
     names += config.architectures or []
-    # Of start and end.
+    # An answer has two labelled tokens, its start and its end.
     ours = {**TASKS, "HarmonicForQuestionAnswering": "token_classification"}
     for name in names:
         if name in ours and (label_column is None or ours[name] in CLASSIFIERS):
