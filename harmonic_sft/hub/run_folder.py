@@ -13,7 +13,7 @@ from torch import Tensor
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.models.backbones import check_whole
-from harmonic_sft.models.modeling_backbone import COMMIT, HUB_NAME, check_not_partial
+from harmonic_sft.models.partial_checkpoint import COMMIT, HUB_NAME, check_not_partial
 from harmonic_sft.results import read_results, reading
 
 WEIGHTS = "model.safetensors"

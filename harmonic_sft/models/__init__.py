@@ -22,13 +22,7 @@ from .head import (
 )
 from .heads import HEADS, MultiHead, RotationHead, build_head
 from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
-from .modeling_backbone import (
-    BLOCKS_FILE,
-    HEAD_FILE,
-    HarmonicHeadModel,
-    HarmonicModel,
-    HarmonicPreTrainedModel,
-)
+from .modeling_backbone import HarmonicHeadModel, HarmonicModel, HarmonicPreTrainedModel
 from .modeling_harmonic import (
     HarmonicClassifier,
     HarmonicForCausalLM,
@@ -45,6 +39,7 @@ from .objective import (
     negative_log_likelihood,
     scored_positions,
 )
+from .partial_checkpoint import BLOCKS_FILE, HEAD_FILE
 
 __all__ = [
     "BLOCKS_FILE",

@@ -28,7 +28,7 @@ from harmonic_sft.hub.run_folder import ADAPTER_FOLDER
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.checkpoints import load_exactly_, load_trained_
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig

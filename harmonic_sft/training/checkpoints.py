@@ -18,7 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harmonic_sft.models import HarmonicHeadModel
-from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.results import write_whole
 
 logger = logging.getLogger(__name__)

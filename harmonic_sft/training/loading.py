@@ -24,7 +24,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
-from harmonic_sft.models.modeling_backbone import check_not_partial
+from harmonic_sft.models.partial_checkpoint import check_not_partial
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
 logger = logging.getLogger(__name__)

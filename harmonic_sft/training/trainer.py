@@ -46,7 +46,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
-from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
 from harmonic_sft.training.batches import (

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCal
 from harmonic_sft.config import to_yaml
 from harmonic_sft.hub import read_trained
 from harmonic_sft.models import HarmonicForMaskedLM
-from harmonic_sft.models.modeling_backbone import RESUME_FILE
+from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     check_whole,

@@ -1,0 +1,108 @@
+"""Partial checkpoints, which hold what was trained; the rest of a model comes from its base."""
+
+import os
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+from .backbones import cast_parameters_, load_backbone
+from .configuration_harmonic import HarmonicConfig
+
+# The files of a partial checkpoint, which holds only what was trained.
+HEAD_FILE = "dist_head.safetensors"
+BLOCKS_FILE = "trained_blocks.safetensors"  # left out where only the head was trained
+RESUME_FILE = "trained_weights.safetensors"  # from which a run continues, and nothing else can
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old ones have no owner
+COMMIT = re.compile(r"[0-9a-f]{40}")
+BACKBONE = "model.backbone."  # of parameter names
+# What says where and how to fetch files, as `from_pretrained` takes it.
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+PLACE_OPTIONS = ("revision", "subfolder")
+
+
+def check_not_partial(folder: str | os.PathLike) -> None:
+    """Refuse a checkpoint from which only its run can continue.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if os.path.isfile(os.path.join(folder, RESUME_FILE)):
+        raise ValueError(
+            f"{folder}: expected a model, got a checkpoint that holds only what trains (save: "
+            "trainable). Continue its run with resume=true; the result is a whole model"
+        )
+
+
+def complete_state_dict(
+    name: str, config: HarmonicConfig, where: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return all weights of a partial checkpoint: the base's, under the trained ones.
+
+    Raises:
+        ValueError: The base cannot be fetched, or is not the model that was trained on.
+        OSError: The checkpoint's own files cannot be fetched.
+    """
+    base, revision = config.base_model or "", config.base_revision or ""
+    if not HUB_NAME.fullmatch(base) or not COMMIT.fullmatch(revision):
+        raise ValueError(
+            f"{name} holds only what was trained. base_model: expected a name on the Hub at a "
+            f"commit, got {base!r} at {revision!r}. Use a repo of the form `full`"
+        )
+    if os.path.exists(base):  # which transformers would load
+        raise ValueError(
+            f"{name} holds only what was trained. base: expected {base} on the Hub, got "
+            f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "
+            "current folder, or rename that one"
+        )
+    if (base, revision) == (name, where["revision"]):
+        raise ValueError(
+            f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
+        )
+    trained: dict[str, Tensor] = {}
+    for file in (HEAD_FILE, BLOCKS_FILE):
+        must_exist = file == HEAD_FILE
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **where)
+        if path is not None:
+            trained |= load_state_dict(path)
+    missing = sorted(set(config.trained_parameters or ()) - trained.keys())
+    if missing:
+        raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
+    try:
+        hub = {key: where[key] for key in HUB_OPTIONS if key in where}
+        backbone = _load_base_of(config, hub)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{name} holds only what was trained. base: expected {config.base_model} at revision "
+            f"{config.base_revision}, whose weights it completes, got an error: {reason}. "
+            "Check the network and your access to the base, or use a repo of the form `full`"
+        ) from error
+    state_dict = {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
+    for key, value in sorted(trained.items()):
+        if key.startswith(BACKBONE) and (
+            key not in state_dict or state_dict[key].shape != value.shape
+        ):
+            raise ValueError(
+                f"base {config.base_model}: expected a weight {key} of shape "
+                f"{list(value.shape)}, got none. It is not the model trained on"
+            )
+    return state_dict | trained
+
+
+def _load_base_of(config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
+    """Load the backbone of a checkpoint's base in the precision that the run held it in."""
+    name, revision = config.base_model or "", config.base_revision or ""
+    fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+    base_config = config.text_config
+    if fields.get("model_type") == "harmonic":
+        base_config = HarmonicConfig.from_pretrained(name, revision=revision, **hub)
+    # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
+    dtype = getattr(torch, config.base_dtype or "float32")
+    backbone = load_backbone(name, base_config, revision=revision, dtype=dtype, **hub)
+    cast_parameters_(backbone, dtype)
+    return backbone
