@@ -39,17 +39,17 @@ OWN = {
 FAMILIES = tuple(OWN)
 
 
-def decoder_config(family: str):
+def decoder_config(family: str, **own):
     sizes = dict(SIZES)
     if family == "gpt2":
         del sizes["num_key_value_heads"], sizes["intermediate_size"]
-    return CONFIG_MAPPING[family](**sizes, **OWN[family])
+    return CONFIG_MAPPING[family](**sizes, **OWN[family], **own)
 
 
-def save_decoder(family: str, folder: Path) -> Path:
+def save_decoder(family: str, folder: Path, **own) -> Path:
     """Save one with weights so large that anything that leaks shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(decoder_config(family))
+    model = AutoModelForCausalLM.from_config(decoder_config(family, **own))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)

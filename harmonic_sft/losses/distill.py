@@ -117,20 +117,22 @@ class Distillation:
         if self.weight == 0:
             return CrossEntropyLoss()(head, hidden_states, labels)
         states = self._taken(hidden_states)
-        self.teacher.to(hidden_states.device)
+        if self.teacher.weight.device != hidden_states.device:  # under torch.func `to` breaks it
+            self.teacher.to(hidden_states.device)
         logits, taught = head.lazy_logits(hidden_states), self.teacher.lazy_logits(states)
         if isinstance(logits, AffineLogits | DistanceLogits) and isinstance(taught, AffineLogits):
             second = (taught.weight.detach(), taught.hidden_states.detach(), taught.bias)
             mix = (1 - self.weight, self.weight)
             return chunked_loss(logits, labels, stage="distillation", second=second, mix=mix).loss
         rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
+        widths = [hidden_states.shape[1], states.shape[1]]
 
-        def dense(head: Head, hidden_states: Tensor, tokens: Tensor) -> Tensor:
-            return self._dense(head, hidden_states, labels[tokens], states[tokens])
+        def dense(head: Head, both: Tensor, labels: Tensor) -> Tensor:
+            hidden_states, states = both.split(widths, -1)
+            return self._dense(head, hidden_states, labels, states)
 
-        return by_chunks(
-            dense, head, hidden_states, torch.arange(len(labels), device=labels.device), rows=rows
-        )
+        # Side by side, so that both are cut into the same chunks.
+        return by_chunks(dense, head, torch.cat([hidden_states, states], -1), labels, rows=rows)
 
     def _taken(self, hidden_states: Tensor) -> Tensor:
         """Return what the teacher reads `[N, E]`, and forget what the old body made."""

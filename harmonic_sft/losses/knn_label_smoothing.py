@@ -114,10 +114,12 @@ class NeighborSmoothing:
         Returns:
             `[N]`, in nats; the entropy of the target where it is met, not 0.
         """
-        logits = head.lazy_logits(hidden_states)
-        if logits is None or isinstance(logits, MixtureLogits) or self.loss.impl == "reference":
-            return by_chunks(self._dense, head, hidden_states, labels)
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
+        if self.loss.impl == "reference":
+            return self._dense(head, hidden_states, labels)
+        logits = head.lazy_logits(hidden_states)
+        if logits is None or isinstance(logits, MixtureLogits):
+            return by_chunks(self._dense, head, hidden_states, labels)
         targets, weights = self._targets(labels)
         options = LossOptions(target_weights=weights)
         return chunked_loss(logits, targets, options=options, impl=self.loss.impl).loss

@@ -39,6 +39,7 @@ def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tens
     change, points = policy - reference, prototypes.detach().to(wide)
     gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
     moved = gained.sum(-1)  # [N], the total variation
+    points = points - points.mean(0)  # only differences count, and a common mean takes their digits
     squares = points.square().sum(-1)  # [V]
     # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
     inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()

@@ -277,6 +277,11 @@ def base_of(
     if is_causal:
         if model.base_model is not model:
             head, generation_config = old_head(model), model.generation_config
+        elif model.get_output_embeddings() is not None:
+            raise ValueError(
+                f"base {name}: expected a decoder whose body stands apart from its head, got a "
+                f"{type(model).__name__}"
+            )
         weight = next(model.parameters())
         if weight.device.type != "meta" and not isinstance(weight, FakeTensor):
             _try(model, head, name)

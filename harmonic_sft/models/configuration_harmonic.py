@@ -78,6 +78,11 @@ class HarmonicConfig(PreTrainedConfig):
         self.text_config.num_hidden_layers = value
 
     @property
+    def max_position_embeddings(self) -> int:
+        """The backbone's, which sentence-transformers looks for here; none where it has none."""
+        return self.text_config.max_position_embeddings
+
+    @property
     def h_exp(self) -> float | None:
         """The exponent reached, None for heads without one."""
         head = self.head

@@ -97,6 +97,10 @@ class MultiHead(OuterHead, SphereHead):
             )
         if inner.get("metric", "euclidean") != "euclidean":
             raise ValueError(f"multi_head inner metric: expected euclidean, got {inner['metric']}")
+        if inner.get("softcap") is not None:
+            raise ValueError(
+                f"multi_head inner softcap: expected none, got {inner['softcap']}. Leave it out"
+            )
         self.num_heads = num_heads
         self.inner = build_head(inner, hidden_size=hidden_size, vocab_size=vocab_size)
         self.scaled_by_h_exp = self.inner.scaled_by_h_exp and num_heads == 1

@@ -78,10 +78,10 @@ class LinearHead(Head):
 
 
 class L2Head(ScaledHead):
-    """Softmax of negative squared distances: logits -scale * |hidden_states - prototypes| ** 2.
+    """Softmax of negative squared distances, -scale * |hidden_states - prototypes| ** 2.
 
-    Up to a constant per token they are 2 * scale * hidden_states @ weight.T with the bias
-    -scale * |weight| ** 2, so it costs what a linear layer costs.
+    The logits are that up to a constant per token: 2 * scale * hidden_states @ weight.T with the
+    bias -scale * |weight| ** 2, so it costs what a linear layer costs. A z-loss is of these.
 
     Args:
         hidden_size: D.

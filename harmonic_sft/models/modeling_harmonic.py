@@ -200,6 +200,37 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         vars(self.config).pop("use_cache", None)
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of the next step of `generate`, as in transformers.
+
+        Long rope (Phi-3) turns every position in another way once a text is longer than the model
+        was at first: the cached keys are then forgotten, and computed again.
+        """
+        rope = getattr(self.config.text_config, "rope_parameters", None) or {}
+        if past_key_values is not None and rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
+            if 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
+                past_key_values = next_sequence_length = None
+        mixin: Any = super()  # whose types are narrower
+        return mixin.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
     @can_return_tuple
     def forward(  # noqa: PLR0913 - transformers looks for these names when it generates
         self,
@@ -509,6 +540,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             )
         problem, target = self.config.problem_type, labels.to(logits).reshape(logits.shape)
         is_number = problem == "regression" or (problem is None and logits.shape[-1] == 1)
+        # Saved, as transformers does: a pipeline goes by it.
+        self.config.problem_type = "regression" if is_number else "multi_label_classification"
         loss_fn = F.mse_loss if is_number else F.binary_cross_entropy_with_logits
         losses = loss_fn(logits, target, reduction="none")
         if weights is not None:

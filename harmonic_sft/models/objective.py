@@ -103,13 +103,24 @@ def mean_token_loss(
         A scalar in nats; 0, still attached to the graph, if nothing is labelled anywhere.
 
     Raises:
-        ValueError: A label is not a class of the head, or there is not one for each position.
+        ValueError: A label is not a class of the head, or there is not one label, or weight if
+            there are any, for each position.
     """
     places = hidden_states.shape[:2]
     if not torch.compiler.is_compiling() and (labels.is_floating_point() or labels.shape != places):
         raise ValueError(
             f"labels: expected one class number for each of {list(places)}, got "
             f"{labels.dtype} of {list(labels.shape)}"
+        )
+    # Those of whole texts come as `[B]`, and places are `[B, 1]`.
+    if (
+        label_weights is not None
+        and not torch.compiler.is_compiling()
+        and (label_weights.shape[:1] != places[:1] or label_weights.numel() != labels.numel())
+    ):
+        raise ValueError(
+            f"label_weights: expected one for each of {list(places)}, "
+            f"got {list(label_weights.shape)}"
         )
     if label_positions is None:
         label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)

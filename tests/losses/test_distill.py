@@ -181,6 +181,33 @@ def test_tiles_in_float32_against_float64(name):
         assert errors.median() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "settings", [{"name": "power"}, {"name": "multi_head", "num_heads": 2}], ids=["power", "multi"]
+)
+def test_a_batch_may_have_more_tokens_than_there_are_classes(parts, settings):
+    old = parts[0]
+    head = build_head(settings, hidden_size=D, vocab_size=V).double()
+    hidden_states, labels = torch.randn(40, D).double(), torch.randint(V, (40,))
+    loss = DistillLoss().prepare(old)
+    loss.anneal(0.2)
+    found = loss(head, hidden_states, labels)
+    torch.testing.assert_close(found, loop(old, head, hidden_states, labels, loss.weight))
+    labels[0] = V
+    with pytest.raises(ValueError, match=f"labels: expected values from 0 to {V - 1}"):
+        loss(head, hidden_states, labels)
+
+
+def test_a_failed_transform_of_torch_func_leaves_the_teacher_as_it_was(parts):
+    old, head, hidden_states, labels = parts
+    loss = DistillLoss().prepare(old)
+    before, weight = loss(head, hidden_states, labels), loss.teacher.weight
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda states: loss(head, states, labels).sum())(hidden_states)
+    assert loss.teacher.weight is weight
+    assert type(weight.data) is torch.Tensor
+    assert torch.equal(loss(head, hidden_states, labels), before)
+
+
 def test_a_second_backward_pass_gives_the_same():
     old, head, hidden_states, labels = large_parts(HEADS["sphere"])
     loss = DistillLoss().prepare(old)

@@ -107,8 +107,21 @@ def test_more_neighbors_than_prototypes_are_refused():
         KNNLabelSmoothingLoss(num_neighbors=30).prepare(head)
 
 
-def test_labels_that_are_no_classes_are_refused():
+@pytest.mark.parametrize("name", ["dist", "linear", "power"])
+def test_the_reference_has_a_second_derivative(name):
+    head = build({"name": name}).double()
+    states, labels = torch.randn(3, D, dtype=torch.float64), torch.randint(V, (3,))
+    loss = KNNLabelSmoothingLoss(num_neighbors=4, impl="reference").prepare(head)
+    fused = KNNLabelSmoothingLoss(num_neighbors=4).prepare(head)
+    torch.testing.assert_close(loss(head, states, labels), fused(head, states, labels))
+    assert torch.autograd.gradgradcheck(
+        lambda rows: loss(head, rows, labels), states.requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_labels_that_are_no_classes_are_refused(impl):
     head = build_head({"name": "dist"}, hidden_size=8, vocab_size=20)
-    loss = KNNLabelSmoothingLoss(num_neighbors=3).prepare(head)
+    loss = KNNLabelSmoothingLoss(num_neighbors=3, impl=impl).prepare(head)
     with pytest.raises(ValueError, match=r"^labels: expected values from 0 to 19, got -1 to 5"):
         loss(head, torch.randn(3, 8), torch.tensor([1, -1, 5]))

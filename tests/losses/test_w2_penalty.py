@@ -66,6 +66,15 @@ def test_agreement_costs_nothing_and_has_no_gradient(parts):
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
+def test_a_mean_of_all_prototypes_costs_no_digits():
+    torch.manual_seed(0)
+    prototypes = torch.randn(64) + 0.05 * torch.randn(500, 64)
+    policy = 2 * torch.randn(5, 500)
+    inputs = policy, policy + 1e-4 * torch.randn(5, 500), prototypes
+    expected = w2_penalty(*(tensor.double() for tensor in inputs))
+    torch.testing.assert_close(w2_penalty(*inputs).double(), expected, rtol=1e-2, atol=0)
+
+
 def test_gradients(parts):
     policy_logits, reference_logits, prototypes = parts
     assert torch.autograd.gradcheck(

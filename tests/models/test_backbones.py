@@ -55,6 +55,7 @@ def test_an_encoder_of_images_is_no_decoder(tmp_path):
     ("model_type", "message"),
     [
         ("bert", "whose tokens see those behind them"),
+        ("llama4_text", "expected a decoder whose body stands apart from its head, got a Llama4F"),
         ("mamba", "expected a decoder with a cache of keys and values"),
         ("modernbert-decoder", "expected logits of one linear layer"),
     ],

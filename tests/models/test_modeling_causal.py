@@ -85,6 +85,25 @@ def test_caches_and_left_padding_change_no_token(bases, family):
     assert torch.equal(tokens[0, 10:], alone[0, 6:])
 
 
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_caches_change_no_token_where_the_factors_of_long_rope_change(tmp_path, family):
+    limit = ROWS.shape[1] + 6
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": limit,
+    }
+    own = {"rope_parameters": rope, "original_max_position_embeddings": limit}
+    model = make({family: save_decoder(family, tmp_path, **own)}, family)
+    options = {**LENGTH, "max_new_tokens": 24, "attention_mask": PADDED}
+    embeddings = model.get_input_embeddings()(ROWS)
+    for given in ({}, {"num_beams": 3}, {"inputs_embeds": embeddings}):
+        tokens = model.generate(ROWS, **{**options, **given})
+        assert torch.equal(tokens, model.generate(ROWS, use_cache=False, **{**options, **given}))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral"])
 def test_three_steps_lower_the_loss_and_frozen_blocks_hold_no_graph(bases, family):
     model = make(bases, family)

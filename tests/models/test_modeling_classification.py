@@ -366,13 +366,14 @@ def test_a_single_output_learns_numbers_and_floating_labels_several_classes(publ
     torch.testing.assert_close(halved.loss, found.loss / 2)
     doubled = score(**inputs, labels=numbers, label_weights=torch.full((3,), 2.0))
     torch.testing.assert_close(doubled.loss, found.loss * 2)
+    assert score.config.problem_type == "regression"
     several = sequence.from_pretrained(published, num_labels=2)
     hot = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     found = several(**inputs, labels=hot)
     odds = found.logits.double().sigmoid()
     expected = -(hot * odds.log() + (1 - hot) * (1 - odds).log()).mean()
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    several.config.problem_type = "multi_label_classification"
+    assert several.config.problem_type == "multi_label_classification"
     assert several(**inputs, labels=hot.long()).loss == found.loss
     with pytest.raises(ValueError, match=r"labels: expected one number for each of \[3, 2\], got"):
         several(**inputs, labels=torch.zeros(3))
@@ -380,6 +381,7 @@ def test_a_single_output_learns_numbers_and_floating_labels_several_classes(publ
     found = one_of_two(**inputs, labels=torch.tensor([0, 1, 1]))
     expected = torch.nn.functional.cross_entropy(found.logits, torch.tensor([0, 1, 1]))
     torch.testing.assert_close(found.loss, expected)
+    assert one_of_two.config.problem_type is None
 
 
 def test_answers_are_scored_as_transformers_does(published):

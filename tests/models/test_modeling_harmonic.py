@@ -340,6 +340,8 @@ def test_positions_of_a_row():
     assert max_positions(BertConfig(max_position_embeddings=512)) == 512
     with pytest.raises(ValueError, match="expected a model with max_position_embeddings"):
         max_positions(T5Config())
+    assert HarmonicConfig(text_config=BertConfig()).max_position_embeddings == 512
+    assert not hasattr(HarmonicConfig(text_config=T5Config()), "max_position_embeddings")
 
 
 def test_a_shift_moves_logits_and_no_probability(bases, tmp_path):

@@ -178,6 +178,10 @@ def test_the_order_of_columns_matters_so_that_a_rotation_does():
             {"inner": {"name": "dist", "metric": "mahalanobis"}},
             "multi_head inner metric: expected euclidean, got mahalanobis",
         ),
+        (
+            {"inner": {"name": "linear", "softcap": 30.0}},
+            "multi_head inner softcap: expected none, got 30.0. Leave it out",
+        ),
     ],
 )
 def test_bad_fields_are_refused(fields, message):

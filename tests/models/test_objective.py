@@ -133,6 +133,28 @@ def test_labels_of_another_shape_or_kind_are_refused(batch, labels):
         mean_token_loss(negative_log_likelihood, head, states, labels)
 
 
+@pytest.mark.parametrize("shape", [(B, T + 1), (B,), (T, B), (B * T,), ()], ids=str)
+def test_label_weights_of_another_shape_are_refused(batch, shape):
+    head, states, labels = batch
+    message = rf"^label_weights: expected one for each of \[{B}, {T}\], got \["
+    with pytest.raises(ValueError, match=message):
+        mean_token_loss(
+            negative_log_likelihood, head, states, labels, label_weights=torch.ones(shape)
+        )
+
+
+def test_the_weights_of_whole_texts_may_be_a_row_or_a_column(batch):
+    head, states, labels = batch
+    weights = torch.rand(B)
+    row, column = (
+        mean_token_loss(
+            negative_log_likelihood, head, states[:, :1], labels[:, :1], label_weights=each
+        )
+        for each in (weights, weights.unsqueeze(1))
+    )
+    assert row == column
+
+
 def test_labels_of_32_bits_are_those_of_64(batch):
     head, states, labels = batch
     found = mean_token_loss(negative_log_likelihood, head, states, labels.int())
