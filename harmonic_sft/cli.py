@@ -129,24 +129,26 @@ def _train(options: argparse.Namespace) -> None:
     else:
         from harmonic_sft.training.run import train
 
-        options.folder = run.output_dir
         if options.config is not None:
-            _make_base(run, options.shipped)
+            _make_base(run, options)
+        options.folder = run.output_dir
         train(run)
 
 
-def _make_base(run: "RunConfig", shipped: dict[str, Path]) -> None:
+def _make_base(run: "RunConfig", options: argparse.Namespace) -> None:
     """Train the base of a shipped configuration first, where another shipped one makes it."""
     from harmonic_sft.training.output_folder import check_output_folder
     from harmonic_sft.training.run import train
     from harmonic_sft.training.run_config import load_run_config
 
-    base = Path(run.model.base)
+    base, shipped = Path(run.model.base), options.shipped
     if base.parent != Path("runs") or base.name not in shipped or (base / "config.json").is_file():
         return
     check_output_folder(run)  # now, not after the minutes that the base takes
     logger.info("The base %s does not exist yet. The shipped %s makes it first.", base, base.name)
-    train(load_run_config(shipped[base.name], ["resume=true"]))
+    base_run = load_run_config(shipped[base.name], ["resume=true"] if base.exists() else [])
+    options.folder = base_run.output_dir
+    train(base_run)
 
 
 def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
@@ -158,6 +160,8 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
 
     model = apply_overrides({"model": {"base": options.model}}, options.overrides)["model"]
+    if not isinstance(model, dict) or not isinstance(model.get("base"), str):
+        raise ValueError(f"model: expected a base beside --model, got {model!r}. Leave it out")
     config = load_base_config(ModelConfig(base=model["base"], revision=model.get("revision")))
     task = options.task or model.get("task")
     try:
@@ -255,13 +259,14 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from harmonic_sft.results import read_results
-    from harmonic_sft.training.report import compare_runs
+    from harmonic_sft.training.report import compare_runs, names_of
 
     paths = [folder / "results" / "train.json" for folder in options.folders]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")
-    compare_runs([read_results(path) for path in paths], options.figure)
+    named = zip(names_of(options.folders), paths, strict=True)
+    compare_runs([{**read_results(path), "run": name} for name, path in named], options.figure)
 
 
 def _push(options: argparse.Namespace) -> None:

@@ -72,15 +72,16 @@ def plot_comparison(results: Sequence[dict[str, Any]], out_png: Path) -> Path:
     losses, accuracies = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     paired = [row for row, final in enumerate(finals) if final.get("post_hoc_loss") is not None]
     rows = [row - 0.2 if row in paired else row for row in range(len(names))]
-    _draw_bars(losses, rows, [final["loss"] for final in finals], CURRENT, "{:.2f}")
+    labels = LABELS if any("h_exp" in final for final in finals) else WITHOUT_H_EXP
+    _draw_bars(losses, rows, [final["loss"] for final in finals], CURRENT, labels, "{:.2f}")
     if paired:
         post_hoc = [finals[row]["post_hoc_loss"] for row in paired]
-        _draw_bars(losses, [row + 0.2 for row in paired], post_hoc, POST_HOC, "{:.2f}")
+        _draw_bars(losses, [row + 0.2 for row in paired], post_hoc, POST_HOC, labels, "{:.2f}")
     _draw_unigram(losses.axvline, results)
     percents = [100 * final["accuracy"] for final in finals]
-    _draw_bars(accuracies, list(range(len(names))), percents, CURRENT, "{:.1f}")
-    losses.set_xlabel("evaluation loss (nats per token)")
-    accuracies.set_xlabel("accuracy (% of labeled tokens)")
+    _draw_bars(accuracies, list(range(len(names))), percents, CURRENT, labels, "{:.1f}")
+    losses.set_xlabel("evaluation loss, nats")
+    accuracies.set_xlabel("accuracy, %")
     losses.set_yticks(range(len(names)), names)
     losses.set_ylim(len(names) - 0.5, -0.5)
     figure.legend(
@@ -131,7 +132,7 @@ def _draw_losses(axes: "Axes", results: dict[str, Any]) -> None:
         if values:
             axes.plot(steps, values, f"{marker}-", color=color, ms=5, linewidth=0.8, label=label)
     _draw_unigram(axes.axhline, [results])
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss, nats")
     axes.legend(fontsize="small", framealpha=0.9, edgecolor="none")
 
 
@@ -143,10 +144,15 @@ def _draw_unigram(line_fn: Callable[..., Any], results: Sequence[dict[str, Any]]
 
 
 def _draw_bars(
-    axes: "Axes", rows: list[float], values: list[float], color: str, number: str
+    axes: "Axes",
+    rows: list[float],
+    values: list[float],
+    color: str,
+    labels: dict[str, str],
+    number: str,
 ) -> None:
     """Draw one bar per run with its number, which stays readable where a line crosses it."""
-    bars = axes.barh(rows, values, height=0.36, color=color, label=LABELS[color])
+    bars = axes.barh(rows, values, height=0.36, color=color, label=labels[color])
     texts = [number.format(value) for value in values]
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     axes.bar_label(bars, texts, padding=4, fontsize="small", bbox=background)

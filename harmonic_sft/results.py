@@ -104,22 +104,25 @@ def write_whole(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_whole(path: Path) -> dict[str, Any] | None:
-    """Read a file that `write_results` wrote; None if there is none or, as the log says, damage."""
+def read_whole(path: Path, *keys: str) -> dict[str, Any] | None:
+    """Read a file that `write_results` wrote; None if there is none or, as the log says, damage.
+
+    A file without one of the keys is damaged.
+    """
     if not path.is_file():
         return None
     try:
-        return read_results(path)
+        return read_results(path, *keys)
     except ValueError as error:
         logger.warning("Damaged, and left out: %s", error)
         return None
 
 
-def read_results(path: str | Path) -> dict[str, Any]:
+def read_results(path: str | Path, *keys: str) -> dict[str, Any]:
     """Read a file that `write_results` wrote.
 
     Raises:
-        ValueError: No such file, or not a JSON object.
+        ValueError: No such file, or not a JSON object with these keys.
     """
     if not Path(path).is_file():
         raise ValueError(f"results: expected an existing JSON file, got {str(path)!r}")
@@ -129,6 +132,8 @@ def read_results(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected JSON, got an error: {error}") from error
     if not isinstance(payload, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(payload).__name__}")
+    if missing := [key for key in keys if key not in payload]:
+        raise ValueError(f"{path}: expected {', '.join(keys)}, got no {missing[0]}")
     return payload
 
 

@@ -242,6 +242,10 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
         ("train", *flags, "--head", "dits"): "error: head.name: expected",
         ("train", *flags, "--task", "mlm"): "error: model.task: expected",
+        ("train", *flags, "model=x"): "error: model: expected a base beside --model, got 'x'",
+        ("train", str(DEMO), "training.output_dir=~nobody9/x"): (
+            "error: training.output_dir: expected a home that exists, got '~nobody9/x'"
+        ),
         ("eval", str(tmp_path)): "error: eval: expected a folder with a trained model",
     }
     for arguments, message in cases.items():
@@ -397,6 +401,9 @@ def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patches:
         patches.setattr("harmonic_sft.training.run.train", interrupted)
+        (tmp_path / "runs" / "demo_base" / "checkpoint-2").mkdir(parents=True)
+        assert main(["train", "demo"]) == 130  # while its base is made
+        assert "Interrupted. Add resume=true to continue." in capsys.readouterr().err
         assert main(["train", str(DEMO)]) == 130
         assert "Interrupted. Nothing was saved." in capsys.readouterr().err
         (tmp_path / "runs" / "demo" / "checkpoint-2").mkdir(parents=True)
@@ -441,6 +448,12 @@ def test_no_signature_is_in_an_error(monkeypatch, capsys, tmp_path):
     traceback = (tmp_path / "error.txt").read_text()
     assert shown in traceback
     assert "secret" not in traceback
+    monkeypatch.chdir(tmp_path)
+    for address in ("https://files.org/a b.txt?token=secret", "https://me:secret@files.org/a.txt"):
+        assert main(["train", str(DEMO), "--dry-run", f'data.sources=[{{path: "{address}"}}]']) == 1
+        printed = capsys.readouterr()
+        assert "error: data.sources.0.path: expected an address without " in printed.err
+        assert "secret" not in printed.out + printed.err
 
 
 def test_the_error_is_the_last_line_below_progress_bars(monkeypatch, capsys):

@@ -57,7 +57,7 @@ def test_a_run_is_drawn_in_three_panels_over_its_steps(tmp_path, figures):
     assert list(lines["evaluation at the best post-hoc h_exp"].get_ydata()) == [4.7, 4.6]
     assert list(rates.get_lines()[0].get_ydata()) == [2e-5, 2e-4, 0.0]
     assert list(h_exps.get_lines()[0].get_ydata()) == [-12.0, -8.0, -4.0]
-    assert losses.get_ylabel() == "loss (nats per token)"
+    assert losses.get_ylabel() == "loss, nats"
     assert h_exps.get_xlabel() == "optimizer step"
 
 
@@ -93,6 +93,17 @@ def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
     assert [text.get_text() for text in losses.get_yticklabels()] == ["demo", "linear"]
     assert {text.get_text() for text in losses.texts} == {"6.26", "5.13", "4.15"}
     assert [line.get_label() for line in losses.get_lines()] == ["unigram baseline"]
+    assert losses.get_xlabel() == "evaluation loss, nats"
+    assert accuracies.get_xlabel() == "accuracy, %"
+
+
+@pytest.mark.parametrize("h_exp", [{}, {"h_exp": -12.0}])
+def test_a_comparison_speaks_of_h_exp_where_a_run_has_one(h_exp, tmp_path, figures):
+    runs = [FINALS[1], {"run": "dist", "final": FINALS[0]["final"] | h_exp}]
+    plot_comparison(runs, tmp_path / "comparison.png")
+    names = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    wanted = ["at the current h_exp", "at the best post-hoc h_exp"]
+    assert names == ["unigram baseline", *(wanted if h_exp else ["at the best temperature"])]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -16,8 +16,7 @@ from sklearn.metrics import f1_score
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from experiments.evidence import correct, paired_difference, spread
 from experiments.harmonic_loss import gpt
@@ -106,7 +105,7 @@ def probe(
     return found
 
 
-def probe_model(body: nn.Module, tokenizer: Any, task: Task) -> list[dict[str, Any]]:
+def probe_model(body: PreTrainedModel, tokenizer: Any, task: Task) -> list[dict[str, Any]]:
     """Return a line for each layer and probe: `accuracy` and `f1`, a list over probe seeds."""
     texts = [text for part in (task.pool, task.test) for text, _ in part]
     labels = np.array([label for part in (task.pool, task.test) for _, label in part])

@@ -89,12 +89,17 @@ class ConversationWriter:
         self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, is_causal: bool = False
     ):
         self.tokenizer, self.loss_on, self.is_causal = tokenizer, loss_on, is_causal
-        added = tokenizer.added_tokens_decoder.values()
-        texts = {token.content for token in added if token.special}
-        longest_first = sorted(texts, key=lambda text: (-len(text), text))
-        alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
-        # A special token, unless it was broken by `_broken`.
-        self._special = re.compile(f"(?:{alternatives})(?!{BREAK})")
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        added.sort(key=lambda token: (-len(token.content), token.content))  # longest first
+        # A special token, unless it was broken by `_broken`; (?!) never matches.
+        texts = [f"{re.escape(token.content)}(?!{BREAK})" for token in added]
+        self._special = re.compile("|".join(texts) or "(?!)")
+        # The same with the whitespace that the token takes from its neighbors.
+        wide = [
+            r"(?:(?<!\s)\s+)?" * token.lstrip + text + r"\s*" * token.rstrip
+            for token, text in zip(added, texts, strict=True)
+        ]
+        self._cuts = re.compile("|".join(wide) or "(?!)")
 
     def __call__(self, conversation: Conversation) -> list[Piece]:
         """Write one conversation.
@@ -229,7 +234,7 @@ class ConversationWriter:
         """Keep the text whole, or cut it at the template's special tokens if messages spell any."""
         if BREAK not in text:
             return [Piece(text, True, list(spans))]
-        matches = self._special.finditer(text)
+        matches = self._cuts.finditer(text)
         edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
         pieces = []
         for index, (start, end) in enumerate(itertools.pairwise(edges)):
@@ -239,7 +244,8 @@ class ConversationWriter:
                 for first, last in clipped
                 if first < last
             ]
-            pieces.append(Piece(_unbroken(text[start:end]), index % 2 == 1, local))
+            plain = _unbroken(text[start:end])
+            pieces.append(Piece(plain, index % 2 == 1, local, follows=start > 0))
         return pieces
 
 

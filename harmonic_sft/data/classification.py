@@ -18,6 +18,7 @@ def class_labels(
     *,
     names: Sequence[str] | None,
     order: Sequence[str] | None,
+    has_numbers: bool,
     of_tokens: bool,
     seed: int,
 ) -> ClassLabels:
@@ -29,6 +30,7 @@ def class_labels(
         names: Those of a trained model, in its order. Integers that are none of them are their
             numbers. None takes the classes of the training rows.
         order: The order of these classes; None sorts them.
+        has_numbers: Whether integers may be numbers of `names`, and not of another data set.
         of_tokens: Whether a row has a label for each word.
         seed: Of the order of the rows.
 
@@ -37,11 +39,12 @@ def class_labels(
     """
     trained, evaluated = _labels(train), _labels(held_out)
     classes = _class_names(trained, order) if names is None else list(names)
-    places: dict[str | int, int] = {name: number for number, name in enumerate(classes)}
+    places = {name: number for number, name in enumerate(classes)}
     labels = trained | evaluated
-    if names is not None and places.keys().isdisjoint(str(n) for n in labels if isinstance(n, int)):
-        places |= {number: number for number in range(len(classes))}
-    found = {label: places.get(label, places.get(str(label))) for label in labels}
+    may_be_numbers = names is not None and has_numbers and _are_integers(labels)
+    if may_be_numbers and places.keys().isdisjoint(map(str, labels)):
+        places = {str(number): number for number in range(len(classes))}
+    found = {label: places.get(str(label)) for label in labels}
     others = sorted(str(label) for label, number in found.items() if number is None)
     if others and names is None:
         raise ValueError(
@@ -83,12 +86,19 @@ def _labels(rows: datasets.Dataset) -> set[str | int]:
     return {json.loads(label) for label in _count_labels(rows)}
 
 
+def _are_integers(labels: set[str | int]) -> bool:
+    """Whether labels are integers, which a CSV file writes as strings."""
+    return all(str(label).removeprefix("-").isdecimal() for label in labels)
+
+
 def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[str]:
     if len({isinstance(label, str) for label in labels}) > 1:
         raise ValueError(
             "data.label_column: expected strings or integers, got both. Write all of one kind"
         )
     ordered = sorted(labels) if order is None else [name for name in order if name in labels]
+    if order is None and _are_integers(labels):
+        ordered = sorted(ordered, key=int)
     names = [str(label) for label in ordered]
     if len(names) < 2:
         raise ValueError(

@@ -35,6 +35,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PLACE = "__place__"  # column that says where a row was read: file and line or row
 BAD = "__bad__"  # column of a row that cannot be read: the reason and how many rows are lost
+NUMBER = "__document__"  # column that numbers a source's documents
 READ_ERRORS = (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException)
 
 Row = dict[str, Any]
@@ -162,16 +163,26 @@ def _csv_rows(file: str) -> Iterator[Row]:
     reader = csv.reader(lines, strict=True)
     names: list[str] = []
     while True:
-        place = f"{shown(file)}, line {reader.line_num + 1}"
+        first = reader.line_num + 1
+        place = f"{shown(file)}, line {first}"
         try:
             values = next(reader, None)
-            if values is None:
-                return
+        except csv.Error as error:  # a quote that is never closed takes all lines after it along
+            last = reader.line_num
+            place = place if first == last else f"{shown(file)}, lines {first} to {last}"
+            yield _bad_row(place, _reason(error), rows=last - first + 1)
+            values = [] if names else None
+        except READ_ERRORS as error:
+            yield _bad_row(f"{shown(file)}, from line {first} on", _reason(error))
+            values = None
+        if values is None:
+            return
+        try:
             "".join(values).encode()  # fails for bytes that were not UTF-8
             if names and values:  # a blank line has none
                 yield {**_record(names, values), PLACE: place}
-            elif len(set(values)) < len(values):
-                raise BadRow(f"expected columns of different names, got {values}")
+            elif not names:
+                _check_names(values)
             names = names or values
         except READ_ERRORS as error:
             yield _bad_row(place, _reason(error))
@@ -227,11 +238,17 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
 
 def _features(schema: pa.Schema) -> datasets.Features:
     """Describe columns; dictionaries (categories of pandas), unknown there, are spelled out."""
+    _check_names(schema.names)
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in schema
     ]
     return datasets.Features.from_arrow_schema(pa.schema(fields, metadata=schema.metadata))
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise BadRow(f"expected columns of different names, got {names}")
 
 
 def _row(place: str, parse: Callable[[Any], Row], content: Any) -> Row:
@@ -258,8 +275,8 @@ def _reason(error: Exception) -> str:
         return f"expected readable content, got: {one_line(error)}"
     if isinstance(error, OSError):
         raise error
-    kind = "CSV" if isinstance(error, csv.Error) else "JSON"
-    return f"expected {kind}, got: {one_line(error)}"
+    kinds = {csv.Error: "CSV", json.JSONDecodeError: "JSON", RecursionError: "JSON"}
+    return f"expected {kinds.get(type(error), 'readable content')}, got: {one_line(error)}"
 
 
 def _parse_text(line: bytes) -> Row:

@@ -1,7 +1,9 @@
 """Formats of data: recognizing one from a row, and turning its rows into tokens."""
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -215,15 +217,17 @@ def _read_labeled_words(
 
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
     """Return a label, or the name that a data set has for its number, as JSON."""
+    with suppress(TypeError):  # integers of NumPy and torch too
+        value = value if isinstance(value, str | bool) else operator.index(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
         hint = " (write it as a string)" if isinstance(value, bool) else ""
         raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
-    if value == IGNORE_INDEX:
-        raise BadRow(f"expected a class as label, got {IGNORE_INDEX}, which stands for none")
+    if value == IGNORE_INDEX or not str(value).strip():
+        raise BadRow(f"expected a class as label, got {value!r}, which stands for none")
     if class_names is not None:
-        if not 0 <= int(value) < len(class_names):
-            raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value}")
-        value = class_names[int(value)]
+        if not isinstance(value, int) or not 0 <= value < len(class_names):
+            raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value!r}")
+        value = class_names[value]
     return json.dumps(value)
 
 

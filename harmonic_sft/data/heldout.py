@@ -203,7 +203,7 @@ def record(
 
 def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str]:
     """Name what differs from what was recorded in a run's folder, as far as it is there."""
-    saved = read_whole(folder / "results" / f"{LIST}.json")
+    saved = read_whole(folder / "results" / f"{LIST}.json", "digest")
     if saved is None:
         return []
     known = saved.get("checksums", {})

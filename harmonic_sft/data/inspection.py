@@ -1,7 +1,7 @@
 """What a run trains on, printed: counts, lengths, fill rate and one row, without a model."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -9,16 +9,18 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowMasker, TokenLabels
 from harmonic_sft.data.row_maker import (
-    column_batches,
     document_names,
     row_lengths,
     rows_table,
+    unigram_counts,
 )
+from harmonic_sft.data.streams import Place
 from harmonic_sft.results import show_table
 
 STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
@@ -57,7 +59,7 @@ def inspect_data(
         raise ValueError(
             f"--row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
         )
-    rows, packs, epochs = _items(data)
+    rows, packs, epochs, places = _items(data)
     is_packed = any(len(pack) > 1 for pack in packs)
     kind = "packs" if is_packed else "rows"
     title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
@@ -67,11 +69,13 @@ def inspect_data(
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    lines = [f"Rows left out: {data.bad_rows.total}", *data.bad_rows.first]
-    console.print("\n  ".join(lines))
-    if not is_stream:
-        copies = "Copies of held-out documents: {} exact ones, left out, and {} near ones"
-        console.print(copies.format(*data.duplicates))
+    skipped = data.bad_rows.total + sum(place.skipped for place in places)
+    reasons = [reason for place in places for reason in place.snapshot["reasons"]]
+    reasons = dict.fromkeys([*data.bad_rows.first, *reasons])
+    console.print("\n  ".join([f"Rows left out: {skipped}", *list(reasons)[:SHOWN_REASONS]]))
+    exact, near = np.sum([data.duplicates, *(place.duplicates for place in places)], axis=0)
+    copies = f"{exact} exact ones, left out, and {near} near ones"
+    console.print(f"Copies of held-out documents: {copies}")
     lengths = row_lengths(rows)
     sizes = {"rows": lengths}
     if is_packed:
@@ -88,32 +92,31 @@ def inspect_data(
         console.print(sample_text(row, epochs[int(index)], masker=masker, tokenizer=tokenizer))
 
 
-def _items(data: LoadedData) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int]]:
-    """Return rows, the rows' numbers in every item, and their epochs."""
+def _items(
+    data: LoadedData,
+) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int], Collection[Place]]:
+    """Return rows, the rows' numbers in every item, their epochs, and every stream's last place."""
     if isinstance(data.train, MaskedRows):
         rows = data.train.rows
         packs = data.train.packs or list(np.arange(len(rows))[:, None])
-        return rows, packs, [0] * len(rows)
+        return rows, packs, [0] * len(rows), []
     in_turn = zip(*(logical.rows(None) for logical in data.train.streams), strict=True)
-    items = itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS)
+    items = list(itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS))
     members = [pack for pack, _ in items]
+    last = {place.stream: place for _, place in items}
     ends = np.cumsum([len(pack) for pack in members])
     rows, epochs = zip(*itertools.chain.from_iterable(members), strict=True)
     table = rows_table(rows).with_format("numpy")
-    return table, np.split(np.arange(len(rows)), ends[:-1]), epochs
+    return table, np.split(np.arange(len(rows)), ends[:-1]), epochs, last.values()
 
 
 def count_rows(rows: datasets.Dataset, masker: TokenLabels) -> tuple[int, int, int, int]:
     """Count documents, rows, tokens and those that can ever be predicted, in parts."""
-    tokens = scored = 0
-    names = [name for name in ("input_ids", "scored") if name in rows.column_names]
-    for batch in column_batches(rows, *names):
-        flat = (values.flatten().to_numpy(zero_copy_only=False) for values in batch)
-        columns = dict(zip(names, flat, strict=True))
-        tokens += len(columns["input_ids"])
-        scored += int(masker.maskable(columns).sum())
+    if not len(rows):  # there may be no columns either
+        return 0, 0, 0, 0
     documents = np.unique(document_names(rows), axis=1).shape[1]
-    return documents, len(rows), tokens, scored
+    scored = int(unigram_counts(rows, masker).sum())
+    return documents, len(rows), int(row_lengths(rows).sum()), scored
 
 
 def _show_sizes(

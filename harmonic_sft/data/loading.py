@@ -121,13 +121,16 @@ def load_data(
         max_positions=max_positions,
         context_length=config.context_length,
         needs_mask=task == "masked_lm",
+        pad_to_multiple_of=config.pad_to_multiple_of or 1,
     )
     masker = None
     if task not in LABELED:
         is_causal = task == "causal_lm"
         masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
+    unweighted = replace(config, weight_column=None)  # evaluations do not weigh
+    read = unweighted if eval_only else config
     opened = [
-        _open(config, source, f"data.sources.{index}", index, tokenizer=tokenizer, task=task)
+        _open(read, source, f"data.sources.{index}", index, tokenizer=tokenizer, task=task)
         for index, source in enumerate(config.sources)
     ]
     # Rows of all sources have the same columns.
@@ -146,7 +149,7 @@ def load_data(
     eval_rows = rows
     if not eval_only and config.eval.source is not None:
         place, index = "data.eval.source", len(config.sources)
-        other = _open(config, config.eval.source, place, index, tokenizer=tokenizer, task=task)
+        other = _open(unweighted, config.eval.source, place, index, tokenizer=tokenizer, task=task)
         eval_rows = _table_rows([other], config, bad_rows)
     elif not eval_only:
         count = config.eval.documents
@@ -164,11 +167,13 @@ def load_data(
             eval_rows,
             names=labels,
             order=orders.pop() if len(orders) == 1 else None,
+            # A stream of unknown columns may have lost its names, as `map` makes them.
+            has_numbers=all(documents.features is not None for documents, _ in opened),
             of_tokens=task == "token_classification",
             seed=seed,
         )
     return replace(
-        _table_data(rows, eval_rows, config, masker, collator, vocab_size),
+        _table_data(rows, eval_rows, config, masker, collator),
         bad_rows=bad_rows,
         held_out=held_out,
         duplicates=duplicates,
@@ -202,7 +207,6 @@ def _table_data(
     config: DataConfig,
     masker: RowLabels,
     collator: PaddingCollator | PaddingFreeCollator,
-    vocab_size: int,
 ) -> LoadedData:
     packs = rate = labels = None
     lengths = row_lengths(rows)
@@ -218,9 +222,7 @@ def _table_data(
                 level = logging.WARNING if masker.of_tokens else logging.INFO  # labels are lost
                 logger.log(level, message, num_cut, len(part), name)
     else:
-        counts = unigram_counts(rows, vocab_size)  # [V]
-        if isinstance(masker, RowMasker):  # special tokens are never predicted
-            counts = np.where(masker.special_tokens, 0, counts)
+        counts = unigram_counts(rows, masker)  # [V]
         num_tokens = int(counts.sum())
     return LoadedData(
         train=train,
@@ -395,11 +397,15 @@ def _table_rows(
     """Tokenize tables and join them."""
     tables = []
     for documents, maker in opened:
-        rows = tokenize_table(documents, maker, bad_rows, config.num_proc)
+        found = BadRows(skip=bad_rows.skip)
+        rows = tokenize_table(documents, maker, found, config.num_proc)
         if len(rows) == 0:
+            reasons = "".join(f" {reason}." for reason in found.first[:1])
             raise ValueError(
                 f"{maker.name}.path: expected documents with text, got only blank or bad ones."
+                f"{reasons}"
             )
+        bad_rows.merge(found)
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)

@@ -9,9 +9,12 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -25,12 +28,12 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens, batches_of, encode_pieces
-from harmonic_sft.data.files import BAD, PLACE, FileRows, Row
+from harmonic_sft.data.files import BAD, NUMBER, PLACE, Row
 from harmonic_sft.data.formats import LABELED, Draft, Format
 from harmonic_sft.data.heldout import fingerprint, word_hashes
-from harmonic_sft.data.masking import NO_WORD
+from harmonic_sft.data.masking import NO_WORD, TokenLabels
 from harmonic_sft.data.sections import LossOn
-from harmonic_sft.data.sources import document_name, numbered_rows
+from harmonic_sft.data.sources import Documents, document_name, numbered_rows
 
 logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 1000
@@ -59,6 +62,7 @@ def check_tokenizer(
     max_positions: int,
     context_length: int,
     needs_mask: bool = True,
+    pad_to_multiple_of: int = 1,
 ) -> None:
     """Refuse a tokenizer or a length, in tokens, that the model cannot take.
 
@@ -83,10 +87,12 @@ def check_tokenizer(
             f"tokenizer: expected ids below the model's vocab_size {vocab_size}, got {largest}. "
             "Use the tokenizer the model was trained with."
         )
-    if context_length > max_positions:
+    longest = -(-context_length // pad_to_multiple_of) * pad_to_multiple_of
+    if longest > max_positions:
+        rounded = f", which data.pad_to_multiple_of makes {longest}" * (longest > context_length)
         raise ValueError(
             f"data.context_length: expected at most the {max_positions} positions of the model, "
-            f"got {context_length}."
+            f"got {context_length}{rounded}."
         )
 
 
@@ -122,7 +128,7 @@ class RowMaker:
         return [name for name in FEATURES if optional.get(name, True)]
 
     def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
-        """Return the rows of documents, which have a `document` number; some may be bad rows.
+        """Return the rows of documents, which have a `NUMBER`; some may be bad rows.
 
         Raises:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
@@ -133,7 +139,7 @@ class RowMaker:
             with bad_rows.caught(self.name, self._place(document)):
                 if BAD in document:
                     raise BadRow(*document[BAD])
-                columns = {key: document[key] for key in document if key not in ("document", PLACE)}
+                columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
                 drafts.append(self.read(columns))
                 readable.append(document)
         special = SpecialTokens.of(self.tokenizer)
@@ -168,7 +174,7 @@ class RowMaker:
         return self.is_causal and self.row_format != "text" and is_written and not encoded.begins
 
     def _place(self, document: Row) -> str:
-        return document.get(PLACE) or f"{self.name}, {document_name(document['document'])}"
+        return document.get(PLACE) or f"{self.name}, {document_name(document[NUMBER])}"
 
     def _cut(
         self, encoded: Encoded, special: SpecialTokens, document: Row, bad_rows: BadRows
@@ -179,7 +185,7 @@ class RowMaker:
         if not any(encoded.scored):
             found = f"expected tokens to score, got none of {len(encoded.scored)}"
             raise BadRow(f"loss_on {self.loss_on}: {found}")
-        common = {"source": self.source, "document": document["document"]}
+        common = {"source": self.source, "document": document[NUMBER]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
         # What a column has at the special tokens of a row; a text may be predicted as a whole.
@@ -213,16 +219,19 @@ class RowMaker:
 
 
 def weight_of(row: Row, column: str) -> float:
-    """Return the weight of a row; a `BadRow` unless it is a finite number of 0 or more."""
+    """Return the weight of a row; a `BadRow` unless it is 0 or more and finite in float32."""
     value = row.get(column)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise BadRow(f"{column}: expected a weight of 0 or more, got {value!r}")
-    return float(value)
+    try:
+        weight = math.nan if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight <= float(np.finfo(np.float32).max):
+        raise BadRow(f"{column}: expected a weight from 0 to the largest float32, got {value!r}")
+    return weight
 
 
 def tokenize_table(
-    documents: datasets.Dataset | FileRows,
+    documents: Documents,
     maker: RowMaker,
     bad_rows: BadRows,
     num_proc: int | None = None,
@@ -230,7 +239,7 @@ def tokenize_table(
     """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
 
     Args:
-        documents: All rows of the source.
+        documents: All rows of the source; a stream's go to memory.
         maker: Makes its rows, and says which ValueError there may be.
         bad_rows: Where documents that make no row are reported; those of an earlier run too.
         num_proc: Processes to tokenize in; None is this one, best below some million words.
@@ -241,7 +250,12 @@ def tokenize_table(
     # A table that another version of these files has made must not be found.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
     versions = [tokenizers.__version__, transformers.__version__]
-    source = documents if isinstance(documents, FileRows) else documents._fingerprint
+    numbered: Iterable[Row] = numbered_rows(documents, maker.name)
+    source: Any = documents
+    if isinstance(documents, datasets.IterableDataset):  # it may have others next time
+        source = numbered = list(numbered)
+    elif isinstance(documents, datasets.Dataset):
+        source = documents._fingerprint
     key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
@@ -255,7 +269,7 @@ def tokenize_table(
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
                 batches = batches_of(
-                    numbered_rows(documents, maker.name),
+                    numbered,
                     _characters,
                     size=BATCH_CHARACTERS,
                     count=BATCH_DOCUMENTS,
@@ -300,10 +314,17 @@ def _made(
                 yield make(batch)
                 progress.update(len(batch))
             return
-        with multiprocessing.get_context("spawn").Pool(num_proc) as pool:
-            while group := list(itertools.islice(batches, 4 * num_proc)):
-                yield from pool.map(make, group, chunksize=1)
-                progress.update(sum(map(len, group)))
+        context = multiprocessing.get_context("spawn")
+        try:
+            with ProcessPoolExecutor(num_proc, mp_context=context) as pool:
+                while group := list(itertools.islice(batches, 4 * num_proc)):
+                    yield from pool.map(make, group)
+                    progress.update(sum(map(len, group)))
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "data.num_proc: expected processes that start and stay, got one that ended. Put "
+                "the script's code under if __name__ == '__main__':, or leave the setting out"
+            ) from error
 
 
 def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row], BadRows]:
@@ -374,9 +395,13 @@ def rows_digest(rows: datasets.Dataset) -> str:
     return digest.hexdigest()
 
 
-def unigram_counts(rows: datasets.Dataset, vocab_size: int) -> np.ndarray:
-    """Count how often every token occurs in rows, `[V]` int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for (input_ids,) in column_batches(rows, "input_ids"):
-        counts += np.bincount(input_ids.flatten().to_numpy(), minlength=vocab_size)
+def unigram_counts(rows: datasets.Dataset, masker: TokenLabels) -> np.ndarray:
+    """Count how often every token stands in rows where it can ever be predicted, `[V]` int64."""
+    counts = np.zeros(len(masker.special_tokens), dtype=np.int64)
+    names = [name for name in ("input_ids", "scored") if name in rows.column_names]
+    for batch in column_batches(rows, *names):
+        flat = (values.flatten().to_numpy(zero_copy_only=False) for values in batch)
+        columns = dict(zip(names, flat, strict=True))
+        predicted = columns["input_ids"][masker.maskable(columns)]
+        counts += np.bincount(predicted, minlength=len(counts))
     return counts

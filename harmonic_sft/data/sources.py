@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from datasets import (
     ClassLabel,
@@ -31,6 +32,7 @@ from harmonic_sft.data.files import (
     BAD,
     COMPRESSIONS,
     FILE_FORMATS,
+    NUMBER,
     PLACE,
     FileRows,
     Row,
@@ -126,7 +128,19 @@ def unformatted(documents: Any) -> Any:
 
 
 def check_path(source: Source, name: str) -> None:
-    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address."""
+    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address.
+
+    A space would end an address in messages, which then show the signature behind it.
+    """
+    if "://" in source.path and re.search(r"\s", source.path):
+        raise ValueError(
+            f"{name}.path: expected an address without spaces, got some. Write %20 for each"
+        )
+    if is_url(source.path) and "@" in urlsplit(source.path).netloc:
+        raise ValueError(
+            f"{name}.path: expected an address without user and password, got {shown(source.path)} "
+            "with them. Download the file, or give an address that is signed"
+        )
     known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
     here = Path(source.path).expanduser().exists() or glob.has_magic(source.path)
     if not (known or here or (HUB_NAME.fullmatch(source.path) and not _looks_local(source.path))):
@@ -158,7 +172,7 @@ def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None
 
 
 def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
-    """Yield rows with their `document` number, from `first`; bad ones have that of the next one.
+    """Yield rows with their `NUMBER`, counted from `first`; bad ones have that of the next one.
 
     Raises:
         ValueError: The disk, the network or a library fails, at the source called `name`.
@@ -175,7 +189,7 @@ def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Ro
             ) from error
         if row is None:
             return
-        yield {**row, "document": number}
+        yield {**row, NUMBER: number}
         number += BAD not in row
 
 
@@ -208,6 +222,8 @@ def check_column(
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
+    if isinstance(documents, Dataset) and documents.format["type"] == "custom":
+        return None  # a transform makes the labels
     feature: Any = (documents.features or {}).get(column or "")
     feature = feature.feature if isinstance(feature, List) else feature
     return tuple(feature.names) if isinstance(feature, ClassLabel) else None
@@ -271,7 +287,7 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
     left_out = [
         str(file)
         for file in sorted(path.rglob("*"))
-        if file_kind(file.name) is not None
+        if (file_kind(file.name) is not None or file.suffix.lower() == ".tsv")
         and file.name not in FILES_TO_IGNORE
         and not file.name.lower().startswith("readme")
         and not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
@@ -279,7 +295,7 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
         and file.resolve() not in read
     ]
     if left_out:
-        example = str(path / f"*{Path(left_out[0]).suffix}")
+        example = str(path / f"*{Path(next(iter(splits.values()))[0]).suffix}")
         raise ValueError(
             f"{name}.path: expected a folder of which every file is read, got {str(path)!r}, in "
             f"which {_names(left_out)} would be left out.{_split_files(splits)} Give a glob of "

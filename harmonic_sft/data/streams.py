@@ -235,7 +235,10 @@ class LogicalStream:
             windows += 1
         if not any(self._starts):
             names = ", ".join(maker.name for maker in self.make_rows)
-            raise ValueError(f"{names}: expected documents with text, got only blank or bad ones")
+            why = "".join(f". {reason}" for reason in reasons[:1])
+            raise ValueError(
+                f"{names}: expected documents with text, got only blank or bad ones{why}"
+            )
         raise ValueError(
             "data.sources: expected more documents than the evaluation split takes, got none "
             "after it. Lower data.eval.documents"

@@ -1,18 +1,19 @@
 """Do probabilities mean what they say: temperature, calibration error with its floor, Brier score.
 
 All of it is computed from the log-normalizers of `eval.scoring` at a few scales of the logits;
-between those scales they are interpolated by a cubic spline: the error of a mean stays below 1e-4
-nats, that of a token below 1e-3.
+between those scales they are interpolated by a spline of degree 5. On trained heads of 30,522
+classes a mean is 1e-4 nats off at most, a token 1e-3.
 """
 
 import numpy as np
-from scipy.interpolate import CubicSpline
+from scipy.interpolate import make_interp_spline
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr
 
 # Factors on the logits from 1/16 to 32; the search ends at 16, since the Brier score needs the
 # normalizers at twice the scale.
-PER_OCTAVE = 3
+PER_OCTAVE = 4
+DEGREE = 5  # of the spline
 LOG_SCALES = np.log(2.0) * np.arange(-4 * PER_OCTAVE, 5 * PER_OCTAVE + 1) / PER_OCTAVE
 BOUNDS = (LOG_SCALES[0], np.log(16.0))
 NUM_BINS = 15  # of equal width from 0 to 1
@@ -29,7 +30,8 @@ def normalizers_at(normalizers: np.ndarray, inverse_temperature: float) -> np.nd
     Returns:
         `[...]`.
     """
-    weights = CubicSpline(LOG_SCALES, np.eye(len(LOG_SCALES)))(np.log(inverse_temperature))  # [G]
+    spline = make_interp_spline(LOG_SCALES, np.eye(len(LOG_SCALES)), DEGREE)
+    weights = spline(np.log(inverse_temperature))  # [G]
     return np.maximum(normalizers @ weights, 0.0)
 
 
@@ -42,7 +44,7 @@ def fit_inverse_temperature(normalizers: np.ndarray, margins: np.ndarray) -> flo
     """
     if not len(margins):
         return 1.0
-    curve = CubicSpline(LOG_SCALES, normalizers.mean(0))
+    curve = make_interp_spline(LOG_SCALES, normalizers.mean(0), DEGREE)
     margin = margins.mean()
 
     def loss_at(log_scale: float) -> float:
@@ -97,7 +99,8 @@ def calibration_report(confidences: np.ndarray, correct: np.ndarray) -> dict[str
         the noise of a bin, whose expected size is computed here.
     """
     generator = np.random.default_rng(0)
-    draws = generator.random((NUM_SIMULATIONS, len(confidences)), dtype=np.float32)
+    count = len(confidences)
+    draws = (generator.random(count, dtype=np.float32) for _ in range(NUM_SIMULATIONS))
     floors = [calibration_error(confidences, draw < confidences) for draw in draws]
     bins = [tuple(point.values()) for point in reliability(confidences, correct)]
     means, accuracies, counts = np.array(bins).T

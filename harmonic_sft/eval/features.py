@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from harmonic_sft.models import max_positions
+
+MAX_TOKENS = 128
 NUM_NEIGHBORS = 5
 MLP_WIDTH, MLP_EPOCHS = 128, 200
 
 
 def encode(
-    body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
+    body: PreTrainedModel, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
 ) -> np.ndarray:
     """Return the last of `encode_layers`, `[N, D]` float32."""
     return encode_layers(body, tokenizer, texts, batch_size=batch_size, count=1)[0][1]
@@ -24,9 +28,16 @@ def encode(
 
 @torch.no_grad()
 def encode_layers(
-    body: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, count: int = 5
+    body: PreTrainedModel,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 32,
+    count: int = 5,
 ) -> list[tuple[str, np.ndarray]]:
-    """Return the mean hidden states of every text, cut to 128 tokens, after some of the layers.
+    """Return the mean hidden states of every text after some of the layers.
+
+    Texts are cut to 128 tokens, or to the positions that the body has.
 
     Args:
         body: A model without a head.
@@ -40,14 +51,16 @@ def encode_layers(
     """
     if not len(texts):
         raise ValueError("texts: expected at least one, got none")
-    encoded = tokenizer(list(texts), truncation=True, max_length=128)["input_ids"]
+    longest = min(MAX_TOKENS, max_positions(body.config.get_text_config()))
+    encoded = tokenizer(list(texts), truncation=True, max_length=longest)["input_ids"]
     order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
     device = next(body.parameters()).device
     found: list[tuple[str, np.ndarray]] = []
     for start in range(0, len(texts), batch_size):
         chosen = order[start : start + batch_size]
         rows = [{"input_ids": encoded[index]} for index in chosen]
-        batch = tokenizer.pad(rows, return_tensors="pt").to(device)
+        # Padding on the left would move the positions of a body that counts them.
+        batch = tokenizer.pad(rows, padding_side="right", return_tensors="pt").to(device)
         mask = batch["attention_mask"]
         output = body(
             input_ids=batch["input_ids"], attention_mask=mask, output_hidden_states=count > 1

@@ -23,12 +23,18 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
         principal components from 0 to 1; `effective_dimension`, the participation ratio of the
         covariance's eigenvalues; and `mean_cosine` of all pairs: 0 is isotropic.
 
+    Raises:
+        ValueError: Fewer than 2 rows, or values that are not finite.
+
     Source:
         Gao et al. 2017, arXiv:1706.05744 (participation ratio); Ethayarajh 2019, arXiv:1909.00512
         (mean cosine).
     """
     table = prototypes.double()
-    eigenvalues = torch.linalg.eigvalsh(torch.cov(table.T)).flip(0).clamp_min(0)
+    if len(table) < 2 or not (covariance := torch.cov(table.T)).isfinite().all():
+        got = f"{len(table)}" if len(table) < 2 else "others"
+        raise ValueError(f"spectrum: expected at least 2 rows of finite values, got {got}")
+    eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0)
     total = eigenvalues.sum()
     directions, count = F.normalize(table, dim=-1), len(table)
     pairs = (directions.sum(0).square().sum() - count) / (count * (count - 1))

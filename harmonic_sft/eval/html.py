@@ -28,5 +28,5 @@ def report_page(payload: dict[str, Any]) -> str:
         ],
         losses=[[(places[p["least"]], p["loss"]) for p in one["frequency"]] for one in figures],
         counts=[(place, f"{least:,}+") for least, place in places.items()],
-        highest_loss=1.1 * max(point["loss"] for point in points),
+        highest_loss=1.1 * max(point["loss"] for point in points) or 1.0,
     )

@@ -78,6 +78,15 @@ def first_token(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if start is None else start
 
 
+def word_ids(tokenizer: Any, word: str) -> list[int]:
+    """Return the tokens of a word after a space, or of the word alone where these are fewer.
+
+    To byte-level BPE the space before a word of a text is part of its first token.
+    """
+    cuts = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f" {word}", word))
+    return min(cuts, key=len)
+
+
 def check_length(model: HarmonicLanguageModel, length: int) -> None:
     """Refuse a text with more tokens than the model has positions.
 
@@ -104,7 +113,9 @@ def pseudo_log_likelihood(
     Source:
         Salazar et al. 2020, Masked Language Model Scoring, arXiv:1910.14659.
     """
-    numbers = tokenizer(sentence)["input_ids"]
+    # The mask marks what the tokenizer added, and not an unknown word, which is a special token.
+    encoded = tokenizer(sentence, return_special_tokens_mask=True)
+    numbers = encoded["input_ids"]
     if model.is_causal and numbers[:1] and numbers[0] not in tokenizer.all_special_ids:
         start = first_token(tokenizer)
         numbers = numbers if start is None else [start, *numbers]
@@ -113,8 +124,7 @@ def pseudo_log_likelihood(
     if model.is_causal:
         logits = model(input_ids=ids[None]).logits[0, :-1]
         return -float(F.cross_entropy(logits.float(), ids[1:], reduction="sum"))
-    special = tokenizer.get_special_tokens_mask(ids.tolist(), already_has_special_tokens=True)
-    places = [place for place, is_special in enumerate(special) if not is_special]
+    places = [place for place, added in enumerate(encoded["special_tokens_mask"]) if not added]
     total = 0.0
     for start in range(0, len(places), batch_size):
         chosen = places[start : start + batch_size]
@@ -130,11 +140,17 @@ def minimal_pairs(
 ) -> float:
     """Return the share of pairs whose acceptable sentence, the first, is the more likely one.
 
+    Raises:
+        ValueError: A sentence longer than the model's positions.
+
     Source:
         Warstadt et al. 2020, BLiMP, arXiv:1912.00582.
     """
-    likely = [
-        pseudo_log_likelihood(model, tokenizer, good) > pseudo_log_likelihood(model, tokenizer, bad)
-        for good, bad in pairs
-    ]
+    likely = []
+    for number, pair in enumerate(pairs, start=1):
+        try:
+            good, bad = (pseudo_log_likelihood(model, tokenizer, sentence) for sentence in pair)
+        except ValueError as error:
+            raise ValueError(f"pair {number}: {error}") from error
+        likely.append(good > bad)
     return float(np.mean(likely))

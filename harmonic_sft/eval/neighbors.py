@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmonic_sft.eval.language import check_length
+from harmonic_sft.eval.language import check_length, word_ids
 from harmonic_sft.models import DistanceLogits, HarmonicLanguageModel, Head
 from harmonic_sft.models.head import squared_distances
 
@@ -22,7 +22,7 @@ def nearest_prototypes(
     prototypes = head.prototypes.float()
     neighbors = {}
     for word in words:
-        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        ids = word_ids(tokenizer, word)
         if len(ids) != 1:
             continue
         (found,) = nearest(prototypes, torch.tensor(ids), num_neighbors).tolist()
@@ -31,11 +31,16 @@ def nearest_prototypes(
 
 
 def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of every token; of white space and of parts of a character its name."""
+    """Return the text of every token; of white space and of parts of a character its name.
+
+    Rows that pad the vocabulary have no name: of these it is the number.
+    """
     texts = [tokenizer.decode([index]).strip() for index in ids]
     names = tokenizer.convert_ids_to_tokens(list(ids))
-    pairs = zip(texts, names, strict=True)
-    return [text if text and "\ufffd" not in text else name for text, name in pairs]
+    return [
+        text if text and "\ufffd" not in text else name or f"[{index}]"
+        for index, text, name in zip(ids, texts, names, strict=True)
+    ]
 
 
 def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:

@@ -22,7 +22,12 @@ from harmonic_sft.eval.word_similarity import (
     word_similarity,
     word_table,
 )
-from harmonic_sft.models import HarmonicHeadModel, HarmonicLanguageModel
+from harmonic_sft.models import (
+    HarmonicHeadModel,
+    HarmonicLanguageModel,
+    RotationHead,
+    max_positions,
+)
 
 Rows = Iterator[dict[str, Any]]
 HELD_OUT = "held-out data"
@@ -180,6 +185,8 @@ def _readable(group: str, name: str, rows: Rows) -> Rows:
         yield {"group": group, "set": name, "missing": f"a column {error} in --data"}
     except ValueError as error:
         yield {"group": group, "set": name, "missing": f"other data: {error}"}
+    except (TypeError, AttributeError) as error:  # a missing cell, JSON of another form
+        yield {"group": group, "set": name, "missing": f"rows of another form: {error}"}
 
 
 def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
@@ -227,14 +234,18 @@ def _shape(subject: Subject) -> Rows:
 
     Where it is not known what the head started from, its drift is that from the input embeddings.
     """
-    prototypes = subject.model.dist_head.prototypes.detach()
-    found = geometry.spectrum(prototypes)
-    if len(prototypes) > 2 * geometry.NUM_NEIGHBORS:
-        found |= geometry.hubness(prototypes)
-    yield from _rows("geometry", "prototypes", found, n=len(prototypes))
-    value = geometry.class_center_alignment(*subject.states, prototypes)
-    count = len(subject.states[1])
-    yield _row("geometry", HELD_OUT, "class-center alignment", value, better="higher", n=count)
+    head, (states, labels) = subject.model.dist_head, subject.states
+    prototypes = head.prototypes.detach()
+    count = len(prototypes)
+    yield from _rows("geometry", "prototypes", geometry.spectrum(prototypes), n=count)
+    if count > 2 * geometry.NUM_NEIGHBORS:
+        hubs = geometry.hubness(prototypes)
+        yield from _rows("geometry", "prototypes", hubs, n=min(count, geometry.NUM_ROWS))
+    if isinstance(head, RotationHead):  # its prototypes lie in the frame of the rotated states
+        states = head.rotate(states).detach()
+    value = geometry.class_center_alignment(states, labels, prototypes)
+    more = {"better": "higher", "n": len(labels)}
+    yield _row("geometry", HELD_OUT, "class-center alignment", value, **more)
     base = None
     if subject.base is not None:
         base = subject.base.get_input_embeddings().weight.detach()
@@ -420,6 +431,11 @@ def _continuations(subject: Subject) -> Rows:
     """Yield repetition of sampled continuations of the first token, or of the end of text."""
     tokenizer = subject.tokenizer
     model: Any = subject.model  # measure has looked: a decoder
+    longest = max_positions(model.config.get_text_config())
+    if longest < NEW_TOKENS:
+        needed = f"a model of {NEW_TOKENS} positions, it has {longest}"
+        yield {"group": "language", "set": "samples", "missing": needed}
+        return
     start = language.first_token(tokenizer) or 0
     prompt = torch.full((CONTINUATIONS, 1), start, device=model.device)
     with torch.random.fork_rng():
@@ -428,6 +444,9 @@ def _continuations(subject: Subject) -> Rows:
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,
+            temperature=1.0,
+            top_k=0,  # not the 50 of transformers: from the whole distribution
+            top_p=1.0,
             min_new_tokens=NEW_TOKENS,
             max_new_tokens=NEW_TOKENS,
             pad_token_id=tokenizer.pad_token_id or 0,

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harmonic_sft.eval.language import word_ids
+
 HEADER = ["word1", "word2", "score"]
 MIN_PAIRS = 3
 
@@ -67,7 +69,7 @@ def word_table(
     """
     rows, unknown, vectors = {}, [], []
     for word in dict.fromkeys(word for pair in pairs for word in (pair.first, pair.second)):
-        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        ids = word_ids(tokenizer, word)
         if not ids or tokenizer.unk_token_id in ids or (pieces == "single" and len(ids) > 1):
             unknown.append(word)
             continue

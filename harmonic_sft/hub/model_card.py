@@ -107,6 +107,9 @@ def model_card(
     task, name, hub_name = TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
+    # The exponent of several heads is no factor on their logits.
+    has_factor = "post_hoc_inverse_temperature" in (results.get("final") or {})
+    fitted = "inverse temperature" if config.h_exp is None or has_factor else "h_exp"
     needs = [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())]
     if method := quantization_method(config):  # the package's name
         needs.append(method)
@@ -142,7 +145,8 @@ def model_card(
         "log": _log(results),
         "final": results.get("final") or {},
         "at_bound": _is_at_bound(results.get("final") or {}),
-        "evaluation": _evaluation(results, has_h_exp=config.h_exp is not None),
+        "fitted": fitted,
+        "evaluation": _evaluation(results, fitted),
         "figure": figure,
         "environment": results.get("environment") or {},
         "verified": results.get("verified") or {},
@@ -329,9 +333,8 @@ def _spread(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[round(index * last / max(count - 1, 1))] for index in range(count)]
 
 
-def _evaluation(results: dict[str, Any], *, has_h_exp: bool) -> str:
-    """Return the table of metrics before and after training."""
-    best = "h_exp" if has_h_exp else "inverse temperature"
+def _evaluation(results: dict[str, Any], best: str) -> str:
+    """Return the table of metrics before and after training, some of them at the `best` value."""
     columns = {  # metric: heading, factor and format
         "loss": ("loss, nats", 1, ".3f"),
         "accuracy": ("accuracy, %", 100, ".1f"),

@@ -62,8 +62,9 @@ def read_trained(folder: Path) -> TrainedFolder:
                 "folder. Replace it by what may be published, or delete it"
             )
     if not (folder / "config.json").is_file():
-        checkpoints = sorted(home.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-        hint = f" Give its last checkpoint, {checkpoints[-1]}" if checkpoints else ""
+        names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in home.iterdir()]
+        last = max((name for name in names if name), key=lambda name: int(name[1]), default=None)
+        hint = f" Give its last checkpoint, {home / last[0]}" if last else ""
         raise ValueError(f"RUN: expected a finished run, got no model in {str(folder)!r}.{hint}")
     if folder != home and not (folder / "trainer_state.json").is_file():
         raise ValueError(f"RUN: expected a whole checkpoint, got {str(folder)!r}, half written")

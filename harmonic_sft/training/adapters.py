@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from harmonic_sft.config import parse
 from harmonic_sft.hub.adapter import (
     BACKBONE,
     PREFIX,
@@ -34,6 +35,36 @@ from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
+OPTIONS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
+
+
+def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
+    """Return PEFT's configuration as ours; refuse what has no counterpart."""
+    if not isinstance(peft_config, LoraConfig):
+        return peft_config
+    given = {name: getattr(peft_config, name) for name in OPTIONS}
+    plain = LoraConfig(**given)
+    ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
+    if peft_config.modules_to_save == ["dist_head"]:  # which trains and is saved anyway
+        ignored.add("modules_to_save")
+    different = [
+        name
+        for name, value in peft_config.to_dict().items()
+        if name not in ignored and value != plain.to_dict()[name]
+    ]
+    if different:
+        raise ValueError(
+            f"peft_config: expected no more than {list(OPTIONS)}, got {different}. Leave them out"
+        )
+    targets = given["target_modules"]
+    if isinstance(targets, set):
+        given["target_modules"] = sorted(targets)
+    blocks = given["layers_to_transform"]
+    if isinstance(blocks, int):
+        given["layers_to_transform"] = [blocks]
+    if targets is None:
+        del given["target_modules"]
+    return parse(PeftConfig, given)
 
 
 def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:

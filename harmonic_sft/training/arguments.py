@@ -239,14 +239,16 @@ class HarmonicTrainingArguments(TrainingArguments):
         if self.task is not None or self.label_column is not None:
             self.config_for("model", task=self.task or "sequence_classification")
             return
-        errors = []
+        errors = {}
         for task in ("masked_lm", "causal_lm", "sequence_classification"):
             try:
                 self.config_for("model", task=task)
                 return
             except ValueError as error:
-                errors.append(error)
-        raise errors[0]
+                errors[task] = error
+        # One about the task itself is no news: which it is, the model will say.
+        others = [error for task, error in errors.items() if task not in str(error)]
+        raise (others or list(errors.values()))[0]
 
     def _check_theirs(self) -> None:
         """Settle or refuse what transformers would end at in a traceback, or let pass."""

@@ -179,9 +179,12 @@ def load_running_loss(folder: Path, args: TrainingArguments) -> tuple[float, int
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run by their steps, whole or not."""
+    """Return the checkpoints in the folder of a run by their steps, whole or not.
+
+    A copy, such as `checkpoint-3-best`, is the user's own.
+    """
     found = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")
-    steps = {path: path.name.split("-")[1] for path in found if path.is_dir()}
+    steps = {path: path.name.split("-", 1)[1] for path in found if path.is_dir()}
     return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
 
 
@@ -198,9 +201,9 @@ def last_checkpoint(folder: Path) -> Path | None:
 def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None:
     """Delete the checkpoints of the lowest steps, but not protected ones, until `keep` are left.
 
-    None and 0 keep all. The clock plays no part.
+    None and numbers below 1 keep all, as in transformers. The clock plays no part.
     """
-    if not keep:
+    if keep is None or keep < 1:
         return
     found = all_checkpoints(folder)
     others = [path for path in found if path not in set(protected)]

@@ -23,6 +23,7 @@ from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.row_maker import document_names
+from harmonic_sft.data.sections import check_label_settings
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
 from harmonic_sft.eval.calibration import calibration_report
 from harmonic_sft.eval.html import report_page
@@ -47,6 +48,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import environment, reading, show_table, without_secrets, write_results
+from harmonic_sft.training.arguments import TRAIN_NAME
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
@@ -57,7 +59,7 @@ from harmonic_sft.training.loading import (
     locate_base,
 )
 from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
-from harmonic_sft.training.report import show_metrics, show_suite
+from harmonic_sft.training.report import names_of, show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
 USED = {"data", "training"}
@@ -100,10 +102,10 @@ def evaluate_folder(
         "data": found.data_results(),
         "environment": environment(),
     }
+    show_metrics(str(folder), results, task=found.task)  # also where the folder is read-only
     write_results(folder / "results", "eval", results)
     if per_document is not None:
         _write_documents(per_document, found.data.eval, scores, found.data_config)
-    show_metrics(str(folder), results, task=found.task)
     return results
 
 
@@ -139,8 +141,10 @@ def evaluate_suite(
         )
     if sets is not None and not sets.is_dir():
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
+    for folder in folders[1:]:  # before the first one takes its minutes
+        _harmonic_config(folder, "--against")
     first = _open(folders[0], overrides)
-    names = _names(folders)
+    names = names_of(folders)
     table, judged = None if ruler is None else _read_ruler(ruler, first), []
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
@@ -179,8 +183,8 @@ def evaluate_suite(
         "data": first.data_results(),
         "environment": environment(),
     }
-    write_results(folders[0] / "results", "suite", payload)
     show_suite(payload)
+    write_results(folders[0] / "results", "suite", payload)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(report_page(payload), encoding="utf-8")
@@ -333,6 +337,13 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     config, task = _harmonic_config(folder, "eval")
     settings = _settings(folder, overrides, config)
     data_config = parse(DataConfig, settings["data"])
+    if data_config.sources[0].path == TRAIN_NAME and not Path(TRAIN_NAME).exists():
+        raise ValueError(
+            f"eval: expected data, got none, since the run in {str(folder)!r} was given its rows "
+            "in Python. Add data=file.txt"
+        )
+    if task in CLASSIFIERS:
+        check_label_settings(data_config)
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
     tokenizer = _tokenizer(folder)
     keys = [override.split("=")[0] for override in overrides]
@@ -418,15 +429,15 @@ def _like(first: Opened, folder: Path) -> Opened:
             f"--against: expected a model with the {differs} of {str(first.folder)!r}, got another "
             f"in {str(folder)!r}. Their losses cannot be compared"
         )
+    length, longest = first.data_config.context_length, max_positions(config.get_text_config())
+    if longest < length:
+        raise ValueError(
+            f"--against: expected a model of at least {length:,} positions, got {longest:,} in "
+            f"{str(folder)!r}. Add data.context_length={longest}, for all models"
+        )
     ancestors = check_unseen(folder, first.data, first.data_config)
     model = load_checked(MODELS[task], str(folder), config).to(first.model.device)
     return replace(first, folder=folder, model=model, tokenizer=tokenizer, ancestors=ancestors)
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of folders, their paths where two have one name."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def fingerprint(rows: MaskedRows) -> str:
@@ -453,9 +464,11 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
         )
     architecture = (config.architectures or ["HarmonicForMaskedLM"])[0]
     if architecture not in TASKS:
+        is_body = architecture == "HarmonicModel"
+        how = ", which has no head. Give the folder of the whole model" if is_body else ""
         raise ValueError(
             f"{argument}: expected one of {sorted(TASKS)}, got a {architecture} in "
-            f"{str(folder)!r}, which has no head. Give the folder of the whole model"
+            f"{str(folder)!r}{how}"
         )
     return config, TASKS[architecture]
 

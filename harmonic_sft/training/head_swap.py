@@ -19,6 +19,7 @@ from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
+from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.training.batches import batches_on, labelled_states
@@ -137,9 +138,12 @@ def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
 
     The end is as many times the start as the run says.
     """
-    h_exp = trainer.run_config.h_exp
+    h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
     trainer.model.dist_head.weight.mul_(fit.scale)
+    # A loss may hold a copy of the prototypes; that of distillation is of the old head.
+    if fit.scale != 1 and not isinstance(loss, DistillLoss):
+        trainer.model.loss_fn = loss.prepare(trainer.model.dist_head)
     trainer.model.h_exp = fit.h_exp
     if h_exp.schedule != "learned":
         end = fit.h_exp * h_exp.end / h_exp.start
@@ -177,7 +181,8 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
         return _fit_at(head, math.exp(log_scale), hidden_states, labels).loss
 
     scale = 1.0
-    if isinstance(head, SphereHead) and not head.unit_sphere and not is_tied:
+    is_free = any(isinstance(one, SphereHead) and not one.unit_sphere for one in head.modules())
+    if is_free and not is_tied:
         scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
     fit = _fit_at(head, scale, hidden_states, labels)
     if -fit.h_exp < 1.01 * STEEPNESS[0]:

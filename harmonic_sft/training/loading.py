@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
+from harmonic_sft.models.document_attention import PACKABLE, PACKABLE_DECODERS
 from harmonic_sft.models.partial_checkpoint import check_not_partial
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
@@ -134,7 +135,7 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
         ValueError: Something is missing or does not fit together.
     """
     base = load_base_config(run.model)
-    check_frozen(run, base)  # before anything is fetched
+    check_base_config(run, base)  # before anything is fetched
     tokenizer, task = load_tokenizer(run.model), run.model.task
     return tokenizer, load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
 
@@ -181,13 +182,29 @@ def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
     return max(num_embeddings, len(tokenizer)) if task == "causal_lm" else num_embeddings
 
 
-def check_frozen(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Refuse to train packed weights of a quantized base, or to save only what trains.
+def packs(run: RunConfig, config: PreTrainedConfig) -> bool:
+    """Whether the base of a run can keep the documents of a row apart."""
+    return config.get_text_config().model_type in _packable(run)
+
+
+def _packable(run: RunConfig) -> Collection[str]:
+    return PACKABLE_DECODERS if run.model.task == "causal_lm" else PACKABLE
+
+
+def check_base_config(run: RunConfig, config: PreTrainedConfig) -> None:
+    """Refuse what a run cannot do with its base: pack rows, or train its packed weights.
 
     Raises:
-        ValueError: Something else would train, checkpoints would not be whole, or the base is
-            quantized in another way.
+        ValueError: Documents of a row would see each other; or, of a quantized base, something else
+            would train, checkpoints would not be whole, or it is quantized in another way.
     """
+    for option in ("packing", "padding_free"):
+        if getattr(run.data, option) and not packs(run, config):
+            raise ValueError(
+                f"data.{option}: expected false on a base of type "
+                f"{config.get_text_config().model_type!r}, got true. Leave it out: only "
+                f"{', '.join(_packable(run))} keep the documents of a row apart"
+            )
     method = quantization_method(config)
     if method is None or run.model.from_scratch:
         return

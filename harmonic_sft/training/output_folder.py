@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import math
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_weights
-from harmonic_sft.results import read_whole, without_secrets, write_whole
+from harmonic_sft.results import read_results, read_whole, without_secrets, write_whole
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -32,7 +33,7 @@ CONFIG_NAME = "run.yaml"
 RESULTS_NAME = "train"
 SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
-REASONS = ("error*.txt", "bad_step_*.json")  # why a run ended
+REASONS = ("error.txt", "error-[0-9]*.txt", "bad_step_[0-9]*.json")  # why a run ended
 MAX_STEPS = "training.max_steps"
 RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
 BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
@@ -115,8 +116,8 @@ def read_run(folder: Path) -> dict[str, Any]:
                 f"{folder / CONFIG_NAME}: expected a section {name}, got a damaged file. {RESTORE}"
             )
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
-    gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which are refused now
-    training = {key: value for key, value in saved["training"].items() if key not in gone}
+    gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which must be false now
+    training = {k: value for k, value in saved["training"].items() if not value or k not in gone}
     return {**saved, "data": {**saved["data"], "eval": section}, "training": training}
 
 
@@ -136,7 +137,7 @@ def _claimed(folder: Path) -> RunConfig:
 def _last_step(run: RunConfig, folder: Path) -> int:
     """Return after which optimizer step a run ends; of epochs, once it has ended."""
     max_steps = run.training.get("max_steps", -1)
-    results = read_whole(results_path(folder)) or {"steps": max_steps}
+    results = read_whole(results_path(folder), "steps") or {"steps": max_steps}
     return max(results["steps"], max_steps)
 
 
@@ -144,8 +145,9 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     """Let a run train for more steps where what it did so far does not depend on their number."""
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
-    warmup = 0
-    if schedule is not None:
+    given = 0 if kind == "constant" else run.training.get("warmup_steps", 0)
+    warmup = int(given) if given >= 1 else math.ceil(max_steps * given)  # as transformers does
+    if schedule is not None and not warmup:
         warmup, _ = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0)
     reasons = {
         "an annealed h_exp": run.h_exp is not None and run.h_exp.start != run.h_exp.end,
@@ -191,10 +193,12 @@ def _leaves(node: Any, key: str = "") -> dict[str, Any]:
 def _leftovers(folder: Path) -> list[Path]:
     """Return all that is in a folder whose run never completed a checkpoint, the claim last.
 
-    Empty if it did, or if there is anything that no run writes before its first checkpoint.
+    Empty if it did, or if there is anything that no run writes before its first checkpoint, such
+    as a `run.yaml` of the user's own.
     """
     checkpoints = all_checkpoints(folder)
-    if any((path / n).exists() for path in checkpoints for n in (MANIFEST_NAME, STATE_NAME)):
+    is_saved = any((path / n).exists() for path in checkpoints for n in (MANIFEST_NAME, STATE_NAME))
+    if is_saved or not _is_claim(folder / CONFIG_NAME):
         return []
     results = folder / "results"
     reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
@@ -203,6 +207,14 @@ def _leftovers(folder: Path) -> list[Path]:
     written = [path for path in written if path.exists()] + [folder / CONFIG_NAME]
     found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
     return written if found == set(written) else []
+
+
+def _is_claim(path: Path) -> bool:
+    """Whether a `run.yaml` is as this version writes it, without a comment or a key left out."""
+    try:
+        return path.read_text() == to_yaml(_claimed(path.parent))
+    except ValueError:
+        return False
 
 
 def claim_output_folder(run: RunConfig) -> None:
@@ -331,17 +343,21 @@ def _flock(handle: int) -> bool:
 
 
 def is_finished(run: RunConfig) -> bool:
-    """Whether the folder holds a run that came to its end: results of all its steps, and weights.
+    """Whether the folder holds a run that came to its end: results of all its steps, and the model.
 
-    Weights that are missing or cut are made again, from the last checkpoint.
+    A model of which a file is missing or cut is made again, from the last checkpoint.
     """
-    results = read_whole(results_path(run.output_dir))
+    results = read_whole(results_path(run.output_dir), "steps", "before", "final")
     if results is None or results["steps"] < run.training.get("max_steps", -1):
         return False
     try:
         check_weights(run.output_dir)
+        read_results(run.output_dir / "config.json")
+        tokenizer = read_results(run.output_dir / "tokenizer_config.json")
+        if tokenizer.get("backend") == "tokenizers":  # others have other files, or none
+            read_results(run.output_dir / "tokenizer.json")
     except ValueError as error:
-        logger.warning("The weights are made again, from the last whole checkpoint. %s", error)
+        logger.warning("The model is made again, from the last whole checkpoint. %s", error)
         return False
     return True
 
@@ -358,7 +374,7 @@ def verify_path(output_dir: Path) -> Path:
 
 def read_verdicts(output_dir: Path) -> dict[str, str] | None:
     """Return the verdict of `verify` on every pair of ways to train, None where it was not run."""
-    results = read_whole(verify_path(output_dir))
+    results = read_whole(verify_path(output_dir), "pairs")
     if results is None:
         return None
     return {pair["name"]: pair["verdict"] for pair in results["pairs"]}

@@ -21,7 +21,6 @@ from transformers import (
     set_seed,
 )
 
-from harmonic_sft.config import parse
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import GivenSource, unformatted
@@ -39,7 +38,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.training.adapters import add_lora_
+from harmonic_sft.training.adapters import add_lora_, as_peft_config
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
 from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
@@ -48,7 +47,7 @@ from harmonic_sft.training.loading import (
     LANGUAGE_MODELS,
     MODELS,
     TASKS,
-    check_frozen,
+    check_base_config,
     check_weights,
     from_base,
     load_base_config,
@@ -68,7 +67,6 @@ CLASSIFIER_NAMES = (  # ends of transformers' names
     "ForQuestionAnswering",
     "ForMultipleChoice",
 )
-LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
 
 
 class Preparation:
@@ -95,27 +93,34 @@ class Preparation:
                 "model: expected a name, a folder or a model of transformers, got "
                 f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
             )
+        parts = [] if isinstance(model, str) else model.modules()
+        if any(getattr(part, "_hf_peft_config_loaded", False) for part in parts):
+            raise ValueError(
+                f"model: expected one without a PEFT adapter, got a {type(model).__name__} with "
+                "one. Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or give "
+                "peft_config"
+            )
         if isinstance(tokenizer, str | os.PathLike):
             raise ValueError(
                 f"processing_class: expected a tokenizer, got {str(tokenizer)!r}. Load it: "
                 f"AutoTokenizer.from_pretrained({str(tokenizer)!r})"
             )
         self.model, self.args, self._is_stream = model, args, is_stream
-        self._peft = _checked_lora(peft_config)
+        self._peft = as_peft_config(peft_config)
         self._format = formatting_func
         self._given_tokenizer = tokenizer
         self._makes_rows = collator is None
         self.collator = collator
         self._labels: list[str] | None = None  # of a classifier
-        if isinstance(model, HarmonicClassifier) and model.config.id2label is not None:
-            self._labels = [name for _, name in sorted(model.config.id2label.items())]
         if isinstance(model, str):
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
             self._base = model.config
         self.data = self.configure().data  # which says how rows are made
+        if self.config.model.task in CLASSIFIERS and self.config.head.init == "base_head":
+            self._labels = [name for _, name in sorted((self._base.id2label or {}).items())]
         if isinstance(model, HarmonicHeadModel):
-            _check_loaded(model, args.head, self.config)
+            _check_loaded(model, args, self.config)
 
     def configure(self) -> RunConfig:
         """Set `config` to what a YAML file would say of the arguments as they are; return it."""
@@ -126,8 +131,15 @@ class Preparation:
                 "label_column: expected an encoder for a classifier, got a decoder "
                 f"({self._base.model_type}). Take another base, or leave label_column and task out"
             )
+        if task in CLASSIFIERS and self._is_stream:
+            raise ValueError(
+                "train_dataset: expected a Dataset for a classifier, got a stream. Load it without "
+                "streaming"
+            )
         own_head = None
-        if self._base.model_type == "harmonic" and self.args.head is None:
+        # The head of a checkpoint for another task has other classes.
+        is_own = has_head or TASKS.get((self._base.architectures or [""])[0]) == task
+        if is_own and self.args.head is None:
             settings = self.model.dist_head.settings() if has_head else self._base.head
             own_head = {**settings, "tie": bool(self._base.tie_word_embeddings)}
         name = self._base.name_or_path or type(self.model).__name__
@@ -140,7 +152,7 @@ class Preparation:
             is_stream=self._is_stream,
             context_length=min(longest, DEFAULT_LENGTH),
         )
-        check_frozen(self.config, self._base)
+        check_base_config(self.config, self._base)
         return self.config
 
     def configure_trial(self) -> RunConfig:
@@ -200,8 +212,10 @@ class Preparation:
                 f"data[{next(iter(data))!r}]"
             )
         if self._makes_rows and isinstance(data, RAW):
+            if isinstance(data, datasets.IterableDataset):
+                _check_stream(data)
             data = self._loaded(data, TRAIN_NAME).train
-        if isinstance(data, MaskedRows) and self._labels is None:
+        if isinstance(data, MaskedRows) and data.class_names is not None:
             self._labels = data.class_names
         return data
 
@@ -216,7 +230,7 @@ class Preparation:
             return {name: self.eval_rows(part) for name, part in data.items()}
         if not self._makes_rows or not isinstance(data, RAW):
             return data
-        return self._loaded(_table(data), EVAL_NAME).eval
+        return self._loaded(data, EVAL_NAME).eval
 
     def test_rows(self, data: Any) -> Any:
         """Tokenize a data set to predict: as `eval_rows`, but a classifier's may have no labels.
@@ -227,15 +241,18 @@ class Preparation:
         column = self.data.label_column
         if column is None or not self._makes_rows or not isinstance(data, RAW):
             return self.eval_rows(data)
-        data = _table(data)
-        has_labels = column in (data.format["columns"] or data.column_names)
-        rows = self._loaded(data, EVAL_NAME, has_labels=has_labels).eval
-        if len(rows) != len(data):
+        # A test split without labels may hold None, or -1, in their place.
+        missing = {"-1"}.difference(self._labels or ())
+        labels = (row.get(column) for row in unformatted(data))
+        has_labels = any(label is not None and str(label) not in missing for label in labels)
+        found = self._loaded(data, EVAL_NAME, has_labels=has_labels)
+        if found.bad_rows.total:
+            readable = len(found.eval)
             raise ValueError(
-                f"test_dataset: expected all of {len(data)} rows with a text, got only {len(rows)} "
-                "that can be read. Take the others out"
+                f"test_dataset: expected all of {readable + found.bad_rows.total} rows with a "
+                f"text, got only {readable} that can be read. Take the others out"
             )
-        return rows
+        return found.eval
 
     def _check_data(self, data: Any, name: str) -> None:
         """Refuse what has no columns, unless a collator of the user's reads it."""
@@ -263,14 +280,24 @@ class Preparation:
     ) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
         settings, column = self.data, self.args.text_column
+        columns = data.column_names or []
+        has_text = self._format is not None or column in columns
+        if self.config.model.task in CLASSIFIERS and "input_ids" in columns and not has_text:
+            raise ValueError(
+                f"{name}: expected rows of text for a classifier, got rows of input_ids. Pass "
+                "data_collator=DataCollatorWithPadding(tokenizer)"
+            )
         if not has_labels:
-            settings = replace(settings, label_column=None, weight_column=None)
+            settings = replace(settings, label_column=None)
         if (text_of := self._format) is not None:
             data = unformatted(data)
             kept, column = (settings.label_column, settings.weight_column), "text"
-            columns = [name for name in data.column_names or [] if name not in kept]
+            columns = [name for name in columns if name not in kept]
+            # A classifier's text has the special tokens that it spells.
+            for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
+                _check_plain(text_of(dict(row)), self.tokenizer())
             data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
-        streaming = isinstance(data, datasets.IterableDataset)
+        streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
         row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
@@ -305,8 +332,7 @@ class Preparation:
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
-        has_classes = isinstance(train, MaskedRows) and train.class_names is not None
-        if task in CLASSIFIERS and not has_classes:
+        if task in CLASSIFIERS and self._labels is None:
             raise ValueError(
                 "train_dataset: expected a data set with a column of labels, which name the "
                 "classes of a new head, got none. To bring rows and a collator of your own, make "
@@ -337,6 +363,12 @@ class Preparation:
                     "model: expected a name with from_scratch or dropout, got a loaded "
                     f"{type(self.model).__name__}. Set them when you build it"
                 )
+            if self.model.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+                logger.warning(
+                    "The loaded model is in %s and becomes float32; dtype='bfloat16' keeps it in "
+                    "16 bits.",
+                    str(self.model.dtype).removeprefix("torch."),
+                )
             return base_of(self.model, dtype=dtype, is_causal=model_class.is_causal)
         if model.from_scratch:
             return from_base(random_base, model, dtype=dtype, dropout=dropout)
@@ -352,13 +384,13 @@ class Preparation:
         )
 
     def _classifier(self, base: Base, train: MaskedRows) -> HarmonicClassifier:
-        """Put a head over the classes of the training rows, its prototypes where the run says."""
+        """Put a head over the classes, its prototypes where the run says."""
         run = self.config
-        assert train.class_names is not None, "build has looked"
+        assert self._labels is not None, "build has looked"
         from_means = run.head.init == "class_means"
         model = CLASSIFIERS[run.model.task].on_base(
             base,
-            labels=train.class_names,
+            labels=self._labels,
             head=run.head_settings(),
             init="random" if from_means else run.head.init,
             pooling=run.model.pooling or "mean",
@@ -390,10 +422,31 @@ class Preparation:
         return False
 
 
-def _table(data: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset:
-    if isinstance(data, datasets.Dataset):
-        return data
-    return datasets.Dataset.from_list(list(unformatted(data)))
+def _check_plain(text: Any, tokenizer: Any) -> None:
+    """Refuse text with special tokens, which a chat template may have written."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Texts are about masks, and corpora spell unknown words so.
+    special -= {tokenizer.mask_token, tokenizer.unk_token} - {tokenizer.eos_token}
+    found = [token for token in special if isinstance(text, str) and token in text]
+    if found:
+        raise ValueError(
+            "formatting_func: expected text without special tokens, got "
+            f"{min(found, key=text.index)!r}, which would be tokenized as text. Leave it out of "
+            "the text; `messages` without a formatting_func are written with the chat template"
+        )
+
+
+def _check_stream(data: datasets.IterableDataset) -> None:
+    """Refuse a stream whose place the library cannot restore."""
+    parts: list[Any] = [data._ex_iterable]
+    for part in parts:  # the list grows by what each is made of
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            raise ValueError(
+                "train_dataset: expected a stream without a shuffle buffer, which a resumed run "
+                "cannot refill, got shuffle(). Leave it out: rows are shuffled in windows"
+            )
+        parts += getattr(part, "ex_iterables", [])
+        parts += [part.ex_iterable] if hasattr(part, "ex_iterable") else []
 
 
 @torch.no_grad()
@@ -501,13 +554,17 @@ def _kind(config: PreTrainedConfig) -> str | None:
     return "causal_lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
-def _check_loaded(model: HarmonicHeadModel, head: Any, run: RunConfig) -> None:
+def _check_loaded(
+    model: HarmonicHeadModel, args: HarmonicTrainingArguments, run: RunConfig
+) -> None:
     """Refuse what only a model that the trainer loads by its name can follow."""
-    asked = run.model
+    asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
     dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}
     ignored = {
-        "head": (head, head is not None),
+        "head": (args.head, args.head is not None),
+        "task": (args.task, args.task not in (None, task)),
+        "label_column": (args.label_column, asked.task != task),
         "dropout": (asked.dropout, asked.dropout is not None),
         "from_scratch": (True, asked.from_scratch),
         "pooling": (asked.pooling, asked.pooling not in (None, model.config.pooling)),
@@ -520,31 +577,3 @@ def _check_loaded(model: HarmonicHeadModel, head: Any, run: RunConfig) -> None:
                 f"{name}: expected nothing with a {type(model).__name__} that is loaded, got "
                 f"{value!r}. Give the name of its base or folder, or change the model before"
             )
-
-
-def _checked_lora(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
-    """Return PEFT's configuration as ours; refuse what has no counterpart."""
-    if not isinstance(peft_config, LoraConfig):
-        return peft_config
-    given = {name: getattr(peft_config, name) for name in LORA}
-    plain = LoraConfig(**given)
-    ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
-    different = [
-        name
-        for name, value in peft_config.to_dict().items()
-        if name not in ignored and value != plain.to_dict()[name]
-    ]
-    if different:
-        raise ValueError(
-            f"peft_config: expected no more than {list(LORA)}, got {different}. They could not be "
-            "merged into the published weights"
-        )
-    targets = given["target_modules"]
-    if isinstance(targets, set):
-        given["target_modules"] = sorted(targets)
-    blocks = given["layers_to_transform"]
-    if isinstance(blocks, int):
-        given["layers_to_transform"] = [blocks]
-    if targets is None:
-        del given["target_modules"]
-    return parse(PeftConfig, given)

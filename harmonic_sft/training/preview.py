@@ -9,7 +9,7 @@ from harmonic_sft.config import to_yaml
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
-from harmonic_sft.training.loading import check_frozen, load_base_config, load_run_data
+from harmonic_sft.training.loading import check_base_config, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.report import show_classes, show_estimate, show_parts
 from harmonic_sft.training.run import check_run
@@ -27,7 +27,7 @@ def dry_run(run: RunConfig) -> None:
     """
     check_run(run)
     config = _base_config(run)
-    check_frozen(run, config)
+    check_base_config(run, config)
     longest = max_positions(config.get_text_config())
     if run.data.context_length > longest:
         raise ValueError(

@@ -188,8 +188,16 @@ def show_next_steps(folder: Path, task: str) -> None:
     )
 
 
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, their paths where two have one name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
 def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
     """Print the results of several runs side by side, and draw them if a path is given.
+
+    Each run has its own name in `run`.
 
     Raises:
         ValueError: They were evaluated on different held-out data.

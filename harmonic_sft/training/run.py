@@ -43,6 +43,7 @@ from harmonic_sft.training.head_swap import (
 )
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
+    CONFIG_NAME,
     RESULTS_NAME,
     check_output_folder,
     is_finished,
@@ -129,6 +130,9 @@ def check_run(run: RunConfig) -> None:
     check_launch(args)
     check_reporters(args.report_to or [])
     check_output_folder(run)
+    is_new = not (run.output_dir / CONFIG_NAME).is_file()
+    if run.resume and is_new and PartialState().is_main_process:
+        logger.warning("No run in %s yet: a new one starts.", run.output_dir)
 
 
 def prepare(run: RunConfig) -> Ready:
@@ -229,7 +233,7 @@ def _measure_before(ready: Ready, checksums: dict[str, str], *, again: bool) -> 
     """Evaluate the model as loaded; a resumed run remembers what that was, unless `again`."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
-    before = None if again else read_whole(path)
+    before = None if again else read_whole(path, "before", "unigram_loss", "neighbors_before")
     if before is not None:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))

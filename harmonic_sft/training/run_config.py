@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -540,7 +541,10 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     )
     if not training.get("output_dir"):
         raise ValueError("training.output_dir: expected a folder, got nothing")
-    training["output_dir"] = str(Path(training["output_dir"]).expanduser())
+    output_dir = os.path.expanduser(training["output_dir"])
+    if output_dir.startswith("~"):
+        raise ValueError(f"training.output_dir: expected a home that exists, got {output_dir!r}")
+    training["output_dir"] = str(Path(output_dir))
     for instead, keys in REFUSED.items():
         for key in keys:
             if training.get(key):

@@ -275,6 +275,8 @@ class HarmonicTrainer(Trainer):
         """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
         self.old_head = None  # as large as the new one
         if trial is None:
+            if self.model_init is not None:  # a search has changed the arguments
+                self.run_config = self._preparation.configure_trial()
             self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is not None:
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
@@ -325,10 +327,7 @@ class HarmonicTrainer(Trainer):
         if not isinstance(self._preparation.model, str):
             raise ValueError("model: expected a name for a hyper-parameter search, got a model")
         self.model_init = self._load_again
-        try:
-            return super().hyperparameter_search(*args, **kwargs)
-        finally:
-            self.model_init = None
+        return super().hyperparameter_search(*args, **kwargs)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
@@ -470,6 +469,13 @@ class HarmonicTrainer(Trainer):
             write_manifest(folder, rows_per_step=rows, frozen_sha256=frozen)
             best = self.state.best_model_checkpoint
             rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Note a new best; with `save_strategy="best"` also save what a callback asked for.
+
+        transformers would save the best alone, and lose the steps before a SIGTERM.
+        """
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

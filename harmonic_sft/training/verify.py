@@ -24,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.batches import MaskedRows, pack
 from harmonic_sft.data.encoding import SpecialTokens
-from harmonic_sft.data.files import BAD, PLACE, Row
+from harmonic_sft.data.files import BAD, NUMBER, PLACE, Row
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
@@ -33,7 +33,7 @@ from harmonic_sft.models.backbones import set_dropout_
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
-from harmonic_sft.training.loading import load_base_config, load_run_data
+from harmonic_sft.training.loading import load_base_config, load_run_data, packs
 from harmonic_sft.training.output_folder import verify_path
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -182,7 +182,7 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
         # Rows may be sorted by class; some of every class are taken, then.
         if BAD not in row and (label_column is None or counts[label] < PER_CLASS):
             counts[label] += 1
-            rows.append({key: row[key] for key in row if key not in ("document", PLACE)})
+            rows.append({key: row[key] for key in row if key not in (NUMBER, PLACE)})
     table = Dataset.from_list(rows, features=documents.features or None)
     return GivenSource(
         path=source.path, format=source.format, column=source.column, documents=table
@@ -242,7 +242,7 @@ def _compared(run: RunConfig, material: Material, folder: Path) -> list[dict[str
     taken: dict[Way, list[dict[str, float]]] = {}
     results: list[dict[str, Any]] = []
     for name, (first, second) in PAIRS.items():
-        if reason := _why_not(second, material, on_cpu=on_cpu):
+        if reason := _why_not(run, second, material, on_cpu=on_cpu):
             results.append({"name": name, "verdict": "skipped", "reason": reason})
             continue
         for way in {first, second} - taken.keys():
@@ -274,10 +274,12 @@ def residuals(
     return {"largest": max(map(abs, found)), "mean_signed": fmean(found)}
 
 
-def _why_not(way: Way, material: Material, *, on_cpu: bool) -> str | None:
+def _why_not(run: RunConfig, way: Way, material: Material, *, on_cpu: bool) -> str | None:
     """Say why a way cannot be taken here."""
     if (way.packing or way.streaming) and isinstance(material.rows, MaskedRows):
         return "a classifier's rows are neither packed nor streamed"
+    if way.packing and not packs(run, load_base_config(run.model)):
+        return "the base cannot keep the documents of a row apart"
     if way.num_processes > 1 and not on_cpu:
         return "two processes need two GPUs; training.use_cpu=true compares them"
     return None

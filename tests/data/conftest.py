@@ -30,12 +30,13 @@ def encode_rows(rows, row_format, *, tokenizer, loss_on="all", word_ids=False, c
     return [draft if isinstance(draft, str) else next(encoded) for draft in found]
 
 
-def load(tokenizer, *sources, seed=0, task="masked_lm", labels=None, **settings):
+def load(tokenizer, *sources, seed=0, task="masked_lm", labels=None, eval_only=False, **settings):
     """The data of a run, in rows of 8 tokens and with 5 documents held out if nothing is said."""
     defaults = {"context_length": 8, "eval": {"documents": 5, "seed": 0}}
     config = DataConfig(**{"sources": list(sources), **defaults, **settings})
     model = {"vocab_size": len(tokenizer), "max_positions": 16}
-    return load_data(config, tokenizer=tokenizer, seed=seed, task=task, labels=labels, **model)
+    options = {"task": task, "labels": labels, "eval_only": eval_only}
+    return load_data(config, tokenizer=tokenizer, seed=seed, **options, **model)
 
 
 def bert_like(pieces, **settings):

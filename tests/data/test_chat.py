@@ -1,16 +1,18 @@
 import copy
 import re
 import signal
+import string
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
 from harmonic_sft.data.bad_rows import BadRow, BadRows
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
+from harmonic_sft.data.files import NUMBER
 from harmonic_sft.data.formats import reader
 from harmonic_sft.data.row_maker import RowMaker
 from tests.data.conftest import bert_like, encode_rows
@@ -232,6 +234,25 @@ def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
     assert specials == [start, end, start, end]
 
 
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
+def test_what_messages_spell_changes_no_other_token(strips):
+    vocab = {one: index for index, one in enumerate(sorted({*string.printable, "\u2581"}))}
+    backend = Tokenizer(models.BPE(vocab, []))  # of characters
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    names = ("<|im_start|>", "<|im_end|>")
+    marks = [AddedToken(name, special=True, normalized=False, **strips) for name in names]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", additional_special_tokens=marks
+    )
+    tokenizer.chat_template = "a " + CHATML
+    chat = [CHAT[0], {"role": "assistant", "content": "a Q b  "}, *CHAT[2:]]
+    spelled = [*chat[:1], {"role": "assistant", "content": "a <s> b  "}, *CHAT[2:]]
+    expected = starred(tokenizer, encode_one(tokenizer, chat, "assistant"))
+    found = starred(tokenizer, encode_one(tokenizer, spelled, "assistant"))
+    assert found == expected.replace("*Q", "*< *s *>")
+    assert backend.pre_tokenizer.prepend_scheme == "first"
+
+
 def test_own_form_takes_special_tokens_in_a_message_as_text(bert):
     chat = [{"role": "user", "content": "hi [SEP]"}, {"role": "assistant", "content": "[SEP] hi"}]
     assert starred(bert, encode_one(bert, chat, "assistant")) == (
@@ -325,7 +346,7 @@ def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(
     with pytest.raises(
         ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
     ):
-        maker([{"messages": CHAT[:2], "document": 0}], BadRows(skip=False))
+        maker([{"messages": CHAT[:2], NUMBER: 0}], BadRows(skip=False))
 
 
 def test_tokenizer_that_cannot_end_a_turn_is_refused(bert):

@@ -51,10 +51,13 @@ def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
     assert [int(row["labels"]) for row in again.eval] == [int(row["labels"]) for row in data.eval]
 
 
-def test_integers_are_sorted_as_numbers_and_named(write, tokenizer):
+def test_integers_are_sorted_as_numbers_and_named(write, tokenizer, tmp_path):
     labels = [10, 2, 2, 10, 2, 10]
     rows = [{"text": text, "label": n} for text, n in zip(TEXTS, labels, strict=False)]
-    assert load(write(rows), tokenizer).labels == ["2", "10"]
+    table = tmp_path / "rows.csv"  # whose values are strings
+    datasets.Dataset.from_list(rows).to_csv(table)
+    for path in (write(rows), str(table)):
+        assert load(path, tokenizer).labels == ["2", "10"]
 
 
 def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
@@ -145,7 +148,9 @@ def test_a_trained_model_keeps_its_classes(write, tokenizer):
         load(path, tokenizer, labels=["a", "b"])
 
 
-def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(write, tokenizer):
+def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(
+    write, tokenizer, tmp_path
+):
     rows = [{"text": text, "label": i % 2 + 1} for i, text in enumerate(TEXTS[:6])]
     path = write(rows)
     for names, numbers in ((["a", "b", "c"], {1, 2}), (["2", "0", "1"], {0, 2})):
@@ -154,6 +159,23 @@ def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(write
         assert data.train[0]["labels"] == (1 if names[0] == "a" else 2)
     with pytest.raises(ValueError, match=r"expected the model's classes, .* got '1'"):
         load(path, tokenizer, labels=["x", "2"])
+    datasets.Dataset.from_list(rows).to_csv(table := tmp_path / "rows.csv")
+    data = load(str(table), tokenizer, labels=["a", "b", "c"])
+    assert data.train[0]["labels"] == 1
+    mixed = write([*rows, {"text": "red gray red", "label": "a"}], "mixed.jsonl")
+    with pytest.raises(ValueError, match=r"expected the model's classes, .* got '1', '2'"):
+        load(mixed, tokenizer, labels=["a", "b", "c"])
+
+
+def test_evaluations_need_no_weights(tmp_path, write, tokenizer):
+    held_out = write(ROWS, "eval.jsonl")
+    weighted = [{**row, "text": row["text"][::-1], "weight": i / 2} for i, row in enumerate(ROWS)]
+    datasets.Dataset.from_list(weighted).to_csv(table := tmp_path / "train.csv")
+    settings = {"weight_column": "weight", "eval": {"source": {"path": held_out}}}
+    data = load(str(table), tokenizer, **settings)
+    assert data.train[3]["label_weights"] == 1.5
+    assert "label_weights" not in data.eval[0]
+    assert len(load(held_out, tokenizer, eval_only=True, weight_column="weight").eval) == len(ROWS)
 
 
 def test_columns_that_are_not_there_are_named(write, tokenizer):

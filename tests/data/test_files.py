@@ -151,13 +151,20 @@ def test_bad_line_of_json_is_named(tmp_path, line, reason):
         ("a.csv", b'text,b\n1,2\n1,"2"3\n3,4\n', "line 3", "expected CSV, got: ", ["1", "3"]),
         ("a.csv", b"text\n1\n\xff\n3\n", "line 3", r"expected UTF-8, got '\\udcff'", ["1", "3"]),
         ("a.csv", b"text,text\n1,2\n", "line 1", "expected columns of different names", []),
-        ("a.csv", b'text\n1\n"2\n3\n', "line 3", "expected CSV, got: unexpected end", ["1"]),
+        ("a.csv", b'text\n1\n"2\n3\n', "lines 3 to 4", "expected CSV, got: unexpected end", ["1"]),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, where, reason, texts):
     (tmp_path / name).write_bytes(content)
     rows = only_bad(tmp_path / name, where, reason)
     assert [row["text"] for row in rows] == texts
+
+
+def test_all_lines_that_an_open_quote_takes_along_are_counted(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n1\n"2\n3\n"x"y\n4\n')
+    rows, bad_rows = read(tmp_path / "a.csv")
+    assert [row["text"] for row in rows] == ["1", "4"]
+    assert bad_rows.total == 3  # lines 3 to 5
 
 
 def test_records_of_csv_may_be_long_and_have_several_lines(tmp_path):
@@ -192,7 +199,7 @@ def test_cut_compressed_file_is_named_where_it_breaks(tmp_path, ending):
     [
         ("a.txt.gz", "", "MAX_LINE", ", from line 2 on"),
         ("a.jsonl.gz", '"}', "MAX_LINE", ", from line 2 on"),
-        ("a.csv.gz", "", "MAX_LINE", ", line 2"),
+        ("a.csv.gz", "", "MAX_LINE", ", from line 2 on"),
         ("a.json.gz", '"]', "MAX_LIST", ""),
     ],
 )
@@ -233,6 +240,22 @@ def test_string_of_a_parquet_file_that_is_not_utf8_is_named(tmp_path):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     rows = only_bad(tmp_path / "a.parquet", "row 1", r"expected UTF-8, got b'\\xe9'")
     assert rows == [{"text": "one"}, {"text": "three"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ([("text", ["one"]), ("text", ["two"])], "expected columns of different names, got "),
+        (
+            [("text", ["one"]), ("x", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())))],
+            "expected readable content, got: ",
+        ),
+    ],
+)
+def test_columns_of_a_parquet_file_that_cannot_be_read_are_named(tmp_path, columns, reason):
+    names, arrays = zip(*columns, strict=True)
+    pq.write_table(pa.table([*map(pa.array, arrays)], names), tmp_path / "a.parquet")
+    only_bad(tmp_path / "a.parquet", "rows 0 to 0 (row group 0)", reason)
 
 
 def test_json_and_categories_of_a_parquet_file_are_decoded(tmp_path):

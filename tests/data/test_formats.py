@@ -3,6 +3,7 @@ from functools import partial
 import datasets
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BadRow
@@ -325,8 +326,27 @@ def test_a_word_labeled_minus_100_has_no_label(tokenizer):
     assert [piece.label for piece in pieces] == [None, "1"]
     with pytest.raises(BadRow, match="expected a label for one of 2 words, got -100 for all"):
         read("labeled_words")({"w": ["a", "b"], "l": [-100, -100]})
-    with pytest.raises(BadRow, match="expected a class as label, got -100"):
-        read("labeled_text")({"w": "a", "l": -100})
+    for nothing in (-100, "", " "):
+        with pytest.raises(BadRow, match=f"expected a class as label, got {nothing!r}, which"):
+            read("labeled_text")({"w": "a", "l": nothing})
+
+
+@pytest.mark.parametrize("label", [2, -1, "yes"])
+def test_a_label_of_named_classes_is_the_number_of_one(tokenizer, label):
+    read = reader(
+        "labeled_text", tokenizer=tokenizer, loss_on="all", label_column="l", class_names=("a", "b")
+    )
+    assert read({"text": "a", "l": 1}).content[0].label == '"b"'
+    with pytest.raises(BadRow, match=f"expected the number of one of 2 classes, got {label!r}"):
+        read({"text": "a", "l": label})
+
+
+@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)], ids=["numpy", "torch"])
+def test_a_label_may_be_an_integer_of_another_library(tokenizer, number):
+    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
+    assert read("labeled_text")({"w": "a", "l": number}).content[0].label == "1"
+    with pytest.raises(BadRow, match="expected a string or an integer as label, got"):
+        read("labeled_text")({"w": "a", "l": number / 2})
 
 
 def test_words_are_apart_where_the_tokenizer_keeps_spaces(tokenizer, byte_tokenizer):

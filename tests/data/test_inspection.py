@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 import re
 import statistics
 from dataclasses import dataclass
@@ -215,6 +216,20 @@ def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, toke
     (_, word, _), (_, label, _) = third["input_ids"], third["labels"]
     expected = f"word{word - 5}" if label == IGNORE_INDEX else f"[word{label - 5}]"
     assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
+
+
+def test_what_a_stream_leaves_out_is_counted(tokenizer, tmp_path, capsys):
+    words = [f"word{index}" for index in (*range(20), 0)]
+    lines = [line for word in words for line in (json.dumps({"text": word}), "{broken")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for held_out, copies in ((5, 1), (0, 0)):
+        source = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
+        settings = {"on_bad_row": "skip", "window": 4, "eval": {"documents": held_out}, **MASKED}
+        output = show(load(tokenizer, source, **settings), tokenizer, capsys)
+        reason = f"'{tmp_path}/a.jsonl', line 2: expected JSON, got: "
+        assert f"Rows left out: 21\n  {reason}" in output
+        assert f"documents: {copies} exact ones, left out, and 0 near ones" in output
+        assert cells(output, "evaluation")[1:3] == [str(held_out)] * 2
 
 
 def test_packs_of_a_stream_are_shown(make_stream, tokenizer, capsys):

@@ -45,6 +45,31 @@ def test_counts_are_those_of_the_ordinary_tokens_trained_on(tokenizer, path):
     assert data.duplicates == (0, 0)
 
 
+def test_counts_are_those_of_the_tokens_that_the_loss_is_on(tokenizer, tmp_path):
+    rows = [{"prompt": "word1 word2 ", "completion": f"word{index}"} for index in range(9, 19)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {"loss_on": "completion", "context_length": 16}
+    data = load(tokenizer, Source(path=f"{tmp_path}/rows.jsonl"), **settings)
+    counted = tokenizer.convert_ids_to_tokens(np.flatnonzero(data.unigram_counts))
+    assert len(counted) == data.num_tokens == 5
+    assert {"word1", "word2"}.isdisjoint(counted)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_called_document_is_read(tokenizer, tmp_path, streaming):
+    settings = {"path": f"{tmp_path}/a.jsonl", "streaming": streaming}
+    cases = (
+        ({"document": "word9"}, {"column": "document"}, {}, [1.0]),
+        ({"text": "word9", "document": 2.5}, {}, {"weight_column": "document"}, [2.5]),
+    )
+    for row, source, fields, weights in cases:
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        data = load(tokenizer, Source(**settings, **source), eval={"documents": 0}, **fields)
+        found = next(iter(items(data.train)))
+        assert tokenizer.decode(originals([found])[0][1:-1]) == "word9"
+        assert found.get("label_weights", [1.0])[:1] == weights
+
+
 def key(row):
     return row["input_ids"].tobytes(), row["labels"].tobytes()
 
@@ -173,6 +198,18 @@ def test_files_that_leave_nothing_to_train_on_are_refused(
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load(tokenizer, Source(path=str(tmp_path / name)), eval=EvalConfig(documents=1))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(
+    tokenizer, tmp_path, streaming
+):
+    (tmp_path / "bad.jsonl").write_text('{"text": " "}\n{"text": 5}\n')
+    source = Source(path=str(tmp_path / "bad.jsonl"), streaming=streaming)
+    settings = {"on_bad_row": "skip", "eval": {"documents": 0}}
+    message = "got only blank or bad ones. '{}', line 2: text: expected text, got int 5"
+    with pytest.raises(ValueError, match=re.escape(message.format(source.path))):
+        next(iter(items(load(tokenizer, source, **settings).train)))
 
 
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):

@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
-from harmonic_sft.data.files import BAD, PLACE, FileRows, file_shards
+from harmonic_sft.data.files import BAD, NUMBER, PLACE, FileRows, file_shards
 from harmonic_sft.data.formats import reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
+from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
+from tests.elsewhere import run_python
 
 TEXTS = [
     " ".join(f"word{(7 * index + length) % 200}" for index in range(length))
@@ -22,7 +24,7 @@ TEXTS = [
 
 
 def documents(texts):
-    return [{"text": text, "document": index} for index, text in enumerate(texts)]
+    return [{"text": text, NUMBER: index} for index, text in enumerate(texts)]
 
 
 def row_maker(tokenizer, **settings):
@@ -110,15 +112,15 @@ def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
     with pytest.raises(ValueError, match=message.format("document 1")):
         make(maker, documents(["a", None]))
     with pytest.raises(ValueError, match=message.format("document 3 of logical stream 2")):
-        make(maker, [{"text": None, "document": (2 << 40) + 3}])
+        make(maker, [{"text": None, NUMBER: (2 << 40) + 3}])
     row = {"text": None, PLACE: "'a.jsonl', line 7"}
     with pytest.raises(ValueError, match=message.format(r"'a\.jsonl', line 7")):
-        make(maker, [{**row, "document": 2}])
+        make(maker, [{**row, NUMBER: 2}])
     with pytest.raises(ValueError, match=message.format(r"'a\.jsonl', line 7")):
         make_table(maker, Dataset.from_list([row]))
     with pytest.raises(ValueError, match=r"a column of that name, got \['txet'\] in"):
-        make(maker, [{"txet": "a", PLACE: "'a.jsonl', line 7", "document": 0}])
-    unread = {PLACE: "'a.jsonl', line 8", BAD: ("expected JSON, got NaN", 1), "document": 2}
+        make(maker, [{"txet": "a", PLACE: "'a.jsonl', line 7", NUMBER: 0}])
+    unread = {PLACE: "'a.jsonl', line 8", BAD: ("expected JSON, got NaN", 1), NUMBER: 2}
     with pytest.raises(ValueError, match=r"expected JSON, got NaN in 'a\.jsonl', line 8\."):
         make(maker, [unread])
 
@@ -217,13 +219,13 @@ def test_rows_know_their_words_if_asked(tokenizer):
 
 
 def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
-    row = {"prompt": TEXTS[3], "completion": "word1 word2", "document": 0}
+    row = {"prompt": TEXTS[3], "completion": "word1 word2", NUMBER: 0}
     settings = {"row_format": "prompt_completion", "loss_on": "completion", "scored": True}
     rows, bad_rows = make(row_maker(tokenizer, **settings), [row])
     (whole,), all_scored = make(row_maker(tokenizer, context_length=512, **settings), [row])
     expected = len(whole["input_ids"]) - 2 - sum(len(row["input_ids"]) - 2 for row in rows)
     assert bad_rows.unscored_tokens == expected > 0
-    table = Dataset.from_list([row]).remove_columns("document")
+    table = Dataset.from_list([row]).remove_columns(NUMBER)
     assert make_table(row_maker(tokenizer, **settings), table) == (rows, bad_rows)
     assert bad_rows.total == all_scored.total == all_scored.unscored_tokens == 0
 
@@ -233,7 +235,7 @@ def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
     input_ids = tokenizer.convert_tokens_to_ids(words)
     labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
     maker = row_maker(tokenizer, row_format="tokens", scored=True)
-    rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, "document": 5}])
+    rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, NUMBER: 5}])
     assert rows == [
         {
             "input_ids": [tokenizer.cls_token_id, *input_ids[6:12], tokenizer.sep_token_id],
@@ -258,15 +260,32 @@ def test_table_and_stream_give_the_same_rows(tokenizer, num_proc, word_ids):
     assert sorted(expected[0][0]) == sorted(maker.columns)
 
 
+UNGUARDED = """
+from tests.data.conftest import bert_like, load
+load(bert_like(["a"]), {"path": __file__, "format": "text"}, num_proc=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_its_processes_would_run_again_ends_with_a_reason(tmp_path):
+    (tmp_path / "script.txt").write_text(UNGUARDED)
+    done = run_python(tmp_path / "script.txt", status=1, HF_DATASETS_CACHE=str(tmp_path))
+    assert "ValueError: data.num_proc: expected processes that start" in done.stderr
+    assert done.stderr.rstrip().endswith("or leave the setting out")
+
+
 def test_table_goes_by_the_settings_of_its_maker(tokenizer, datasets_cache):
     for context_length in (8, 8, 9):
         make_table(row_maker(tokenizer, context_length=context_length), texts_table(TEXTS))
     assert len(list((datasets_cache / "harmonic_sft").glob("*.arrow"))) == 2
 
 
-def test_unigrams_are_counted_over_all_rows():
+def test_unigrams_are_counted_over_all_rows_where_they_are_predicted():
     rows = Dataset.from_dict({"input_ids": [[1, 2, 2], [5, 1]]}).select([1, 0])
-    np.testing.assert_array_equal(unigram_counts(rows, 7), [0, 2, 2, 0, 0, 1, 0])
+    masker = NextTokenLabels(seed=0, special_tokens=np.zeros(7, dtype=bool))
+    np.testing.assert_array_equal(unigram_counts(rows, masker), [0, 2, 2, 0, 0, 1, 0])
+    rows = rows.add_column("scored", [[False, True], [True, True, False]])
+    np.testing.assert_array_equal(unigram_counts(rows, masker), [0, 2, 1, 0, 0, 0, 0])
 
 
 def check(tokenizer, **settings):
@@ -279,6 +298,7 @@ def check(tokenizer, **settings):
     [
         ({"vocab_size": 100}, "tokenizer: expected ids below the model's vocab_size 100, got "),
         ({"max_positions": 32}, "data.context_length: expected at most the 32 positions of the "),
+        ({"pad_to_multiple_of": 48}, "got 64, which data.pad_to_multiple_of makes 96."),
     ],
 )
 def test_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer, settings, message):

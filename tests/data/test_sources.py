@@ -7,18 +7,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict, Features
 from datasets.exceptions import DatasetNotFoundError
 from pydantic import TypeAdapter, ValidationError
 
 from harmonic_sft.data import sources
-from harmonic_sft.data.files import BAD, PLACE
+from harmonic_sft.data.files import BAD, NUMBER, PLACE
 from harmonic_sft.data.sections import Source
 from harmonic_sft.data.sources import (
     GivenSource,
     check_column,
     document_name,
     load_documents,
+    names_of_classes,
     numbered_rows,
 )
 
@@ -193,6 +194,7 @@ def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
     [
         (["a.txt", "b.jsonl"], "a.txt", "train: b.jsonl"),
         (["a.TXT", "b.txt"], "a.TXT", "train: b.txt"),
+        (["a.tsv", "b.txt"], "a.tsv", "train: b.txt"),
         (["1.txt", "sub/2.txt", "test_of_faith.txt"], "1.txt, 2.txt", "test: test_of_faith.txt"),
         (
             [*(f"{number}.csv" for number in range(6)), *(f"{n}.txt" for n in range(7))],
@@ -206,7 +208,7 @@ def test_a_folder_of_which_files_would_be_left_out_is_refused(tmp_path, names, l
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "one"}\n')
     message = refused(f"in which {left_out} would be left out. Split {read}", path=str(tmp_path))
-    assert f"such as '{tmp_path}/*{left_out.split(',')[0][1:]}', or name the files" in message
+    assert f"such as '{tmp_path}/*{Path(names[-1]).suffix}', or name the files" in message
     assert texts(load(path=str(tmp_path), data_files=names[-1]))
 
 
@@ -249,7 +251,7 @@ def test_shards_of_a_stream_can_be_read_apart(tmp_path):
 def test_rows_of_a_table_are_numbered_but_bad_ones(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n[]\n{"text": "three"}\n')
     rows = numbered_rows(load(skip=True, path=f"{tmp_path}/a.jsonl"), "s")
-    assert [(row["document"], BAD in row) for row in rows] == [(0, False), (1, True), (1, False)]
+    assert [(row[NUMBER], BAD in row) for row in rows] == [(0, False), (1, True), (1, False)]
 
 
 def test_failure_of_a_library_is_named_by_source_and_place():
@@ -312,3 +314,11 @@ def test_the_columns_are_those_that_a_transform_makes():
     check_column(documents, first, "text", name="x.column", is_text=True)
     with pytest.raises(ValueError, match=r"x\.column: expected one of \['text'\], got 'other'"):
         check_column(documents, first, "other", name="x.column")
+
+
+def test_a_transform_may_give_the_numbers_of_labels_another_meaning():
+    features = Features({"label": ClassLabel(names=["1 star", "2 stars", "3 stars"])})
+    data = Dataset.from_dict({"label": [0, 2]}, features=features)
+    assert names_of_classes(data, "label") == ("1 star", "2 stars", "3 stars")
+    other = data.with_transform(lambda batch: {"label": [label > 1 for label in batch["label"]]})
+    assert names_of_classes(other, "label") is None

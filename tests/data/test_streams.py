@@ -9,6 +9,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from harmonic_sft.data.bad_rows import BLANK, BadRows
+from harmonic_sft.data.files import NUMBER
 from harmonic_sft.data.loading import split_streams
 from harmonic_sft.data.streams import (
     DataError,
@@ -66,7 +67,7 @@ class Maker:
             for chunk, start in enumerate(range(0, size, CHUNK)):
                 name = {"source": self.source, "chunk": chunk}
                 tokens = [1] * min(CHUNK, size - start)
-                rows.append({**document, **name, "input_ids": tokens})
+                rows.append({**document, **name, "document": document[NUMBER], "input_ids": tokens})
         return rows
 
 

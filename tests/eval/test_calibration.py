@@ -1,5 +1,7 @@
 """Calibration against dense logits, simulated models and torchmetrics."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torchmetrics.functional.classification import binary_calibration_error
 
 from harmonic_sft.eval.calibration import (
     LOG_SCALES,
+    NUM_SIMULATIONS,
     brier_score,
     calibration_error,
     calibration_report,
@@ -33,9 +36,14 @@ def table(logits):
     return torch.stack([(below * s).logsumexp(-1) for s in np.exp(LOG_SCALES)], -1).numpy(), below
 
 
-def test_between_the_scales_the_spline_is_close_to_exact(logits):
-    normalizers, below = table(logits[0])
-    for scale in (0.07, 0.5, 0.9, 1.0, 1.7, 15.0):
+@pytest.mark.parametrize("kind", ["drawn", "trained"])
+def test_between_the_scales_the_spline_is_close_to_exact(logits, kind):
+    drawn = logits[0]
+    if kind == "trained":  # a large vocabulary, and for each token a few logits above all others
+        drawn = 4 * torch.randn(N // 8, 30_000, generator=torch.Generator().manual_seed(1)).double()
+        drawn[:, :4] += torch.tensor([14.0, 9.0, 7.0, 5.0])
+    normalizers, below = table(drawn)
+    for scale in (0.07, 0.5, 0.8, 0.9, 1.0, 1.15, 1.7, 15.0):
         exact = (below * scale).logsumexp(-1).numpy()
         assert np.abs(normalizers_at(normalizers, scale) - exact).max() < 1e-3
         assert normalizers_at(normalizers, scale).mean() == pytest.approx(exact.mean(), abs=1e-4)
@@ -81,6 +89,20 @@ def test_an_overconfident_model_keeps_its_error():
     assert report["ece"] == pytest.approx(0.2, abs=0.01)
     assert report["ece_debiased"] == pytest.approx(0.2, abs=0.01)
     assert report["ece_floor"] < 0.01
+
+
+def test_the_floor_holds_one_simulation_at_a_time():
+    generator = np.random.default_rng(3)
+    confidences = generator.random(101)
+    draws = np.random.default_rng(0).random((NUM_SIMULATIONS, 101), dtype=np.float32)
+    floor = np.mean([calibration_error(confidences, draw < confidences) for draw in draws])
+    assert calibration_report(confidences, draws[0] < confidences)["ece_floor"] == floor
+    confidences = generator.random(100_000)
+    tracemalloc.start()
+    calibration_report(confidences, confidences > 0.5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40e6
 
 
 def test_the_error_is_that_of_torchmetrics():

@@ -33,12 +33,21 @@ def test_features_do_not_depend_on_batches_and_order(tiny_base):
     whole = encode(model.model, tokenizer, texts)
     one = encode(model.model, tokenizer, texts[::-1], batch_size=1)[::-1]
     np.testing.assert_allclose(whole, one, atol=1e-6)
+    tokenizer.padding_side = "left"  # in vain, since it would move positions
+    np.testing.assert_allclose(encode(model.model, tokenizer, texts), whole, atol=1e-6)
     with torch.no_grad():
         batch = tokenizer(texts[2], return_tensors="pt")
         states = model.model(batch["input_ids"]).last_hidden_state[0]
     np.testing.assert_allclose(whole[2], states.mean(0), atol=1e-6)
     with pytest.raises(ValueError, match="texts: expected at least one, got none"):
         encode(model.model, tokenizer, [])
+
+
+def test_texts_are_cut_to_the_positions_of_the_body(tiny_base):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    body = AutoModel.from_pretrained(tiny_base)
+    cut, whole = (encode(body, tokenizer, ["aa " * count]) for count in (200, 62))
+    np.testing.assert_allclose(cut, whole, atol=1e-6)
 
 
 def test_hidden_layers_are_those_of_the_body(tiny_base):

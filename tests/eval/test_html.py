@@ -73,6 +73,12 @@ def test_the_page_asks_for_nothing_and_names_are_text():
     assert '<meta name="viewport" content="width=device-width' in page
 
 
+def test_a_loss_of_zero_is_drawn():
+    figures = payload()["figures"]["mine"]
+    figures["frequency"] = [{"least": 1, "loss": 0.0, "accuracy": 1.0, "tokens": 5}]
+    assert report_page(payload(figures={"mine": figures})).count("<svg") == 2
+
+
 def test_one_model_is_not_compared():
     rows = [{**row, "values": row["values"][:1]} for row in payload()["rows"]]
     figures = {"mine": payload()["figures"]["mine"]}

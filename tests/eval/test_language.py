@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from harmonic_sft.eval import TokenScores, score
 from harmonic_sft.eval.calibration import LOG_SCALES
@@ -50,6 +51,20 @@ def test_every_token_is_predicted_from_all_others(model, tokenizer):
     share = minimal_pairs(model, tokenizer, [(sentence, other)])
     assert share == first_wins
     assert minimal_pairs(model, tokenizer, [(other, sentence)]) == 1 - share
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_unknown_words_are_predicted_too(model, tokenizer, tiny_base, is_fast):
+    tokenizer = tokenizer if is_fast else BertTokenizerLegacy(str(tiny_base / "vocab.txt"))
+    ids = tokenizer("aa zzzz")["input_ids"]
+    assert ids[2] == tokenizer.unk_token_id
+    expected = 0.0
+    for place in (1, 2):
+        masked = torch.tensor([ids])
+        masked[0, place] = tokenizer.mask_token_id
+        with torch.no_grad():
+            expected += float(model(masked).logits[0, place].log_softmax(-1)[ids[place]])
+    assert pseudo_log_likelihood(model, tokenizer, "aa zzzz") == pytest.approx(expected, rel=1e-5)
 
 
 def test_bits_per_byte_and_losses_by_frequency(model, tokenizer):
@@ -127,3 +142,5 @@ def test_the_first_token_of_a_text_is_predicted_too(tokenizer, tmp_path):
 def test_sentences_longer_than_the_positions_are_refused(model, tokenizer):
     with pytest.raises(ValueError, match=r"text: expected at most 64 tokens, got 72. Shorten it"):
         pseudo_log_likelihood(model, tokenizer, "aa " * 70)
+    with pytest.raises(ValueError, match=r"^pair 2: text: expected at most 64 tokens, got 72"):
+        minimal_pairs(model, tokenizer, [("aa", "bb"), ("aa", "aa " * 70)])

@@ -3,12 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from harmonic_sft.eval import explain, nearest_prototypes
 from harmonic_sft.models import DistLayer, HarmonicForCausalLM, HarmonicForMaskedLM
@@ -34,6 +30,16 @@ def test_minilm_knows_what_a_king_is(minilm_path):
     found = nearest_prototypes(model.dist_head, tokenizer, ["king", "monday"])
     assert {"kings", "queen", "monarch"} <= set(found["king"])
     assert {"tuesday", "sunday", "wednesday"} <= set(found["monday"])
+
+
+def test_rows_that_pad_the_vocabulary_are_named_by_their_numbers(tiny_base):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    head = DistLayer(8, len(tokenizer) + 1)
+    near = tokenizer.convert_tokens_to_ids("aa")
+    with torch.no_grad():
+        head.weight[-1] = head.weight[near]
+    found = nearest_prototypes(head, tokenizer, ["aa"], num_neighbors=1)
+    assert found == {"aa": [f"[{len(tokenizer)}]"]}
 
 
 def test_predictions_are_explained_by_distance(tiny_base):
@@ -77,18 +83,16 @@ def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):
         explain(model, tokenizer, "")
 
 
-def test_tokens_of_bytes_are_shown_as_text(tmp_path):
-    alphabet = sorted(ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*alphabet, "Ġs", "Ġst"])}
-    backend = Tokenizer(BPE(vocab, [("Ġ", "s"), ("Ġs", "t")]))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+def test_tokens_of_bytes_are_shown_as_text(byte_level):
+    tokenizer, vocab = byte_level, byte_level.get_vocab()
     head = DistLayer(8, len(vocab))
     with torch.no_grad():  # in a circle, so that each is near the ones before and after it
         angles = torch.linspace(0, 3, len(vocab))
         head.weight[:, 0], head.weight[:, 1], head.weight[:, 2:] = angles.cos(), angles.sin(), 0
     found = nearest_prototypes(head, tokenizer, [" st", "!"], num_neighbors=1)
     assert found[" st"] == ["s"]
+    found = nearest_prototypes(head, tokenizer, ["st"], num_neighbors=1)
+    assert found["st"] == ["s"]  # as it is cut in a text, after a space
     last = tokenizer.convert_ids_to_tokens(vocab["Ġs"] - 1)  # a byte that is no character
     found = nearest_prototypes(head, tokenizer, [" s"], num_neighbors=2)
     assert set(found[" s"]) == {"st", last}

@@ -72,6 +72,19 @@ def test_only_known_single_tokens_count(tiny_base):
         word_similarity(table, ids[:2], ratings[:2])
 
 
+def test_words_are_cut_as_in_a_text(byte_level):
+    table = torch.eye(len(byte_level))
+    pairs = [WordPair("st", "!", 1.0), WordPair("s", "sts", 0.0)]
+    vectors, ids, _, unknown = word_table(table, byte_level, pairs, pieces="single")
+    assert unknown == ["sts"]
+    tokens = byte_level.convert_tokens_to_ids(["\u0120st", "!"])  # U+0120 is a space
+    torch.testing.assert_close(vectors[list(ids[0])], table[tokens])
+    vectors, ids, _, unknown = word_table(table, byte_level, pairs, pieces="mean")
+    assert not unknown
+    tokens = byte_level.convert_tokens_to_ids(["\u0120st", "s"])
+    torch.testing.assert_close(vectors[ids[1][1]], table[tokens].mean(0))
+
+
 def test_minilm_judges_words_as_people_do(minilm_path):
     from transformers import AutoModel
 

@@ -293,6 +293,26 @@ def test_a_linear_head_does_not_speak_of_distances(form):
     assert "hidden_states @ weight.T + bias" in card
     assert "best inverse temperature" in card
     assert "Loss (nats per masked token)" in card
+    assert "softmax" in card
+    several = make_config(LINEAR, problem_type="multi_label_classification")
+    assert "softmax" not in make_card(several, form=form)
+
+
+@pytest.mark.parametrize("name", ["multi_head", "rotation"])
+def test_what_was_fitted_is_named_as_the_evaluation_names_it(name):
+    """Of several heads an inverse temperature, though they have an exponent."""
+    results, best = make_results(), "h_exp"
+    if name == "multi_head":
+        best = "inverse temperature"
+        for metrics in (results["before"], results["final"]):
+            metrics["post_hoc_inverse_temperature"] = 1.25
+            del metrics["h_exp"], metrics["post_hoc_h_exp"]
+    card = make_card(make_config({"name": name, "inner": DIST}), results=results, figure="a.png")
+    headings = table_with(card, "accuracy, %")[0][-2:]
+    assert headings == [f"loss at the best {best}, nats", f"best {best}"]
+    tried = "`h_exp`" if name == "rotation" else "temperature"
+    assert f"the post-hoc loss is the one at the best {tried} tried" in card
+    assert "![Loss, learning rate and h_exp over the run]" in card
 
 
 def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():

@@ -1,6 +1,7 @@
 """What counts as a run that can be published."""
 
 import json
+import os
 import re
 
 import pytest
@@ -34,7 +35,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 def test_an_unfinished_run_names_its_last_checkpoint(run_copy):
     (run_copy / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"expected a finished run, got no model .*checkpoint-6"):
+    (run_copy / "checkpoint-7-copy").mkdir()
+    os.utime(run_copy / "checkpoint-6", (0, 0))
+    with pytest.raises(ValueError, match=r"expected a finished run, got no model .*checkpoint-6$"):
         read_trained(run_copy)
 
 

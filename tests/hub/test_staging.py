@@ -142,6 +142,7 @@ def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "source": secret}))
     (run_copy / "vocab.json").write_text(json.dumps({secret: 1}))  # this may spell anything
+    (run_copy / "vocab.pkl").touch()
     message = r"tokenizer_config\.json: expected nothing private, got what looks like a secret"
     for name in ("refused", "published"):
         (tmp_path / name).mkdir()
@@ -149,6 +150,8 @@ def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
         stage(read_trained(run_copy), tmp_path / "refused", form="full", repo_id="me/model")
     path.write_text(json.dumps(fields))
     stage(read_trained(run_copy), tmp_path / "published", form="full", repo_id="me/model")
+    assert (tmp_path / "published" / "vocab.json").exists()
+    assert not (tmp_path / "published" / "vocab.pkl").exists()
 
 
 def test_a_secret_in_the_card_stops_the_push(run_copy, tmp_path):
@@ -215,6 +218,22 @@ def test_no_code_that_the_base_names_is_named(run_copy, tmp_path, form, names):
     assert not any("--" in name for name in ours[0].values())
     assert not any(found.values())
     AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [{"AutoModel": "{tmp}/secret.Foo"}, {"AutoModel": "../secret.Foo"}, ["a.B"], {}, None],
+)
+def test_code_outside_the_run_is_not_published(run_copy, tmp_path, auto_map):
+    (tmp_path / "secret.py").write_text("KEY = 1")
+    path = run_copy / "config.json"
+    fields = json.loads(path.read_text())
+    fields |= {"auto_map": json.loads(json.dumps(auto_map).replace("{tmp}", str(tmp_path)))}
+    path.write_text(json.dumps(fields))
+    (tmp_path / "target").mkdir()
+    with pytest.raises(ValueError, match=r"^config\.json: expected an auto_map with classes like"):
+        stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
+    assert not (tmp_path / "target" / "secret.py").exists()
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(run_copy, tmp_path):

@@ -97,6 +97,10 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": "checkpoint"},
             "hub_strategy: expected 'every_save' or 'end', got 'checkpoint'",
         ),
+        (
+            {"loss": "distill", "head": {"name": "dist", "tie": True}},
+            "head.tie: expected false with model.unfreeze.last_blocks, got true",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_at_once(fields, message):

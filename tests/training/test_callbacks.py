@@ -61,6 +61,18 @@ def test_a_sigterm_costs_no_step(
     assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
+@pytest.mark.parametrize("eval_steps", [1, 3], ids=["evaluated", "not evaluated"])
+def test_a_sigterm_saves_a_step_that_is_not_the_best(
+    make_yaml, tmp_path, add_callbacks, eval_steps
+):
+    training = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": eval_steps}
+    training |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is best
+    path, saved = make_yaml(training=training, h_exp=-12.0), Saved()
+    with add_callbacks(Terminate(), saved), pytest.raises(SystemExit):
+        train(load_run_config(path))
+    assert saved.steps == [eval_steps, 4]
+
+
 def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     handler, seen = signal.getsignal(signal.SIGTERM), []
 

@@ -11,6 +11,7 @@ from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.head_swap import measure_swap
 from harmonic_sft.training.loading import load_run_data, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
@@ -91,6 +92,24 @@ def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_cau
     again = train(load_run_config(path, ["resume=true"]))
     assert again["final"] == results["final"]
     assert again["calibration"] == results["calibration"]
+
+
+@pytest.mark.parametrize("name", ["wasserstein", "distill"])
+def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yaml, name):
+    path = make_causal_yaml(
+        h_exp={"start": -12.0, "end": -12.0, "calibrate": True},
+        head={"name": "dist", "unit_sphere": False},
+        loss={"name": name} | ({"ground": "fixed"} if name == "wasserstein" else {}),
+    )
+    ready = prepare(load_run_config(path))
+    model = ready.trainer.model
+    before = model.loss_fn
+    _, fit = measure_swap(ready.trainer, ready.data)
+    assert fit.scale != 1
+    if name == "wasserstein":
+        assert torch.equal(model.loss_fn.fixed, model.dist_head.weight)
+    else:
+        assert model.loss_fn is before
 
 
 def test_distillation_is_annealed_over_its_share(make_causal_yaml):

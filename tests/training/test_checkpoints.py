@@ -27,7 +27,7 @@ from harmonic_sft.training.checkpoints import (
     save_trained,
     write_manifest,
 )
-from harmonic_sft.training.loading import check_frozen
+from harmonic_sft.training.loading import check_base_config
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import StopAt
@@ -149,11 +149,14 @@ def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
         write_manifest(folder, rows_per_step=8)
         os.utime(folder, (1e9 - step, 1e9 - step))  # the clock was set back after every one
     saved, best = tmp_path / "checkpoint-200", tmp_path / "checkpoint-9"
-    rotate(tmp_path, keep=None, protected=[saved])
-    assert len(list(tmp_path.iterdir())) == 4
+    for keep in (None, 0, -1):
+        rotate(tmp_path, keep=keep, protected=[saved])
+    (tmp_path / "checkpoint-10-best").mkdir()  # a copy
+    assert len(list(tmp_path.iterdir())) == 5
     rotate(tmp_path, keep=3, protected=[saved, best])
     assert {path.name for path in tmp_path.iterdir()} == {
         "checkpoint-9",
+        "checkpoint-10-best",
         "checkpoint-100",
         "checkpoint-200",
     }
@@ -411,4 +414,4 @@ def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):
     config = BertConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     run = load_run_config(make_yaml(), ["save=trainable"])
     with pytest.raises(ValueError, match="save: expected 'full' on a base quantized by bitsandb"):
-        check_frozen(run, config)
+        check_base_config(run, config)

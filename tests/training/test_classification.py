@@ -87,8 +87,25 @@ def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task
     whole = evaluate_folder(tmp_path / "run", [f"data={others}", "training.use_cpu=true"])
     assert whole["documents"] == 5
     HarmonicModel.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"eval: expected one of .* got a HarmonicModel in"):
+    with pytest.raises(ValueError, match=r"eval: expected one of .* HarmonicModel in .* no head\."):
         evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])
+
+
+def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
+    start(make(), "head.init=random", "training.max_steps=1", "training.save_strategy=no")
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    claim = folder / "run.yaml"
+    claim.write_text(claim.read_text().replace(str(rows), "train_dataset"))
+    with pytest.raises(ValueError, match=r"given its rows in Python\. Add data=file.txt"):
+        evaluate_folder(folder)
+    claim.unlink()
+    with pytest.raises(ValueError, match=r"data.label_column: expected a column for classif"):
+        evaluate_folder(folder, [f"data={rows}"])
+    answers = json.loads((folder / "config.json").read_text())
+    answers["architectures"] = ["HarmonicForQuestionAnswering"]
+    (folder / "config.json").write_text(json.dumps(answers))
+    with pytest.raises(ValueError, match=r"got a HarmonicForQuestionAnswering in '[^']*'$"):
+        evaluate_folder(folder, [f"data={rows}"])
 
 
 def test_class_means_start_better_than_random_prototypes(make):

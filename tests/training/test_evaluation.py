@@ -117,6 +117,20 @@ def test_batches_change_neither_the_metrics_nor_the_losses_of_documents(run_copy
         assert interval[0] < metrics["loss"] < interval[1]
 
 
+@pytest.mark.parametrize(("words", "shown"), [([], "now"), (["--suite", "quick"], "accuracy")])
+def test_figures_are_shown_also_where_they_cannot_be_written(
+    run_copy, monkeypatch, capsys, words, shown
+):
+    def refused(*_):
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(evaluation, "write_results", refused)
+    assert main(["eval", str(run_copy), CPU, *words]) == 1
+    printed = capsys.readouterr()
+    assert shown in printed.out
+    assert printed.err.endswith("error: Read-only file system\n")
+
+
 def test_a_download_needs_only_the_path_of_data(run_copy, other):
     (run_copy / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml. Add data=file.txt"):
@@ -212,6 +226,23 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
+def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
+    files = {
+        "probing/banking77_test.csv": "text,category\naa bb,aa\naa",
+        "function_vectors/antonym.json": '{"aa": "bb"}',
+        "minimal_pairs/list.jsonl": '["aa", "bb"]',
+        "sts/stsb_dev.tsv": "score\tsentence1\tsentence2\n4\taa\tbb\n2\taa",
+    }
+    for name, text in files.items():
+        (sets / name).write_text(text)
+    rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
+    missing = {row["set"]: row["missing"] for row in rows if "missing" in row}
+    for name in ("banking77", "antonym", "list"):
+        assert missing[name].startswith("rows of another form: "), name
+    assert missing["STS"].endswith("expected at least 2 rows of finite values, got 1")
+    assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
+
+
 def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplog):
     run = read_run(run_copy)
     run["head"]["init"] = "output_embeddings"
@@ -262,8 +293,10 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="--against: expected a model with the tokenizer of"):
         evaluate_suite([run_copy, other], [CPU])
-    with pytest.raises(ValueError, match="--against: expected a folder with a trained model"):
-        evaluate_suite([run_copy, tmp_path / "nothing"], [CPU])
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "_open", None)  # nothing is measured before
+        with pytest.raises(ValueError, match="--against: expected a folder with a trained model"):
+            evaluate_suite([run_copy, tmp_path / "nothing"], [CPU])
     with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
         evaluate_suite([run_copy], [CPU], sets=tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got 'runs/none'"):
@@ -287,6 +320,16 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
     with pytest.raises(ValueError, match="expected finite logits, got others for"):
         evaluate_suite([other], [CPU])
     assert "other: 1 of 109 prototypes are not finite." in caplog.text
+
+
+def test_a_model_that_cannot_read_the_rows_is_not_compared(run_copy, tmp_path):
+    other = shutil.copytree(run_copy, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16
+    (other / "config.json").write_text(json.dumps(config))
+    message = "--against: expected a model of at least 24 positions, got 16 in "
+    with pytest.raises(ValueError, match=message):
+        evaluate_suite([run_copy, other], [CPU])
 
 
 def test_explain_prints_tokens_distances_and_neighbors(run_copy, capsys, tmp_path):

@@ -58,8 +58,11 @@ def test_the_exponent_is_the_best_of_a_fine_grid(base, is_inner):
         assert loss_of(model) >= after - 1e-5, factor
 
 
-def test_off_the_sphere_the_length_of_the_prototypes_too(base):
-    model = make(base, unit_sphere=False)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_off_the_sphere_the_length_of_the_prototypes_too(base, is_inner):
+    head = {"name": "dist", "unit_sphere": False}
+    head = {"name": "rotation", "inner": head} if is_inner else head
+    model = HarmonicForCausalLM.from_base(str(base), head=head)
     weight = model.dist_head.weight.detach().clone()
     fit = fit_h_exp(model, [BATCH])
     assert fit.scale != 1

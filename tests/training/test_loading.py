@@ -13,6 +13,7 @@ from harmonic_sft.training.preparation import class_means
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
+from tests.decoders import save_decoder
 
 LABELS = ["a", "b", "c"]
 
@@ -109,6 +110,15 @@ def test_a_run_reads_its_tokenizer_once_and_hashes_its_base_once(make_yaml, pack
     assert counted == {"tokenizers": 0, "hashes": 0}
     prepare(run)
     assert counted == {"tokenizers": 1, "hashes": 2}  # of the base, and of the cached table
+
+
+@pytest.mark.parametrize("start", [prepare, dry_run])
+@pytest.mark.parametrize("option", ["packing", "padding_free"])
+def test_a_base_that_cannot_pack_is_refused_at_once(make_causal_yaml, tmp_path, start, option):
+    folder = save_decoder("granite", tmp_path / "base")
+    run = load_run_config(make_causal_yaml(model={"base": str(folder)}, data={option: True}))
+    with pytest.raises(ValueError, match=f"data.{option}: expected false .* 'granite', got true"):
+        start(run)
 
 
 def test_other_weights_in_a_package_are_refused(make_yaml, package):

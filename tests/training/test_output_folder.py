@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from harmonic_sft.training.output_folder import (
     claim_output_folder,
     locked,
 )
-from harmonic_sft.training.run import train
+from harmonic_sft.training.run import check_run, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import StopAt
 
@@ -35,6 +36,38 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         caplog.text
     )
     assert again["final"] == finished_results["final"]
+
+
+@pytest.mark.parametrize(
+    "own", ["a run.yaml with a comment", "damaged", "checkpoint-3-best", "errors_mine.txt"]
+)
+def test_what_no_run_writes_is_not_deleted(make_yaml, own):
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    claim = run.output_dir / "run.yaml"
+    texts = {"a run.yaml with a comment": f"# mine\n{claim.read_text()}", "damaged": "head: ["}
+    if own in texts:
+        claim.write_text(texts[own])
+    elif own.startswith("checkpoint"):
+        (run.output_dir / own).mkdir()
+    else:
+        (run.output_dir / own).touch()
+    before = {path.name: path.is_file() and path.read_text() for path in run.output_dir.iterdir()}
+    with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
+        check_output_folder(run)
+    with pytest.raises(ValueError, match="another run has just claimed"):
+        claim_output_folder(run)
+    assert before == {p.name: p.is_file() and p.read_text() for p in run.output_dir.iterdir()}
+
+
+def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
+    path = make_yaml(training={"ignore_data_skip": False})  # said, as a template may
+    run = load_run_config(path, ["resume=true"])
+    check_run(run)
+    assert caplog.messages == [f"No run in {run.output_dir} yet: a new one starts."]
+    claim_output_folder(run)
+    check_run(run)
+    assert len(caplog.messages) == 1
 
 
 def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, monkeypatch):
@@ -76,26 +109,39 @@ def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
     assert (run.output_dir / "model.safetensors").read_text() == "trained"
 
 
-def test_weights_that_are_missing_or_cut_are_made_again(run_copy, finished_run, caplog):
-    weights = (finished_run / "model.safetensors").read_bytes()
+@pytest.mark.parametrize(
+    ("name", "damages"),
+    [
+        ("model.safetensors", (None, -1, 0)),
+        ("config.json", (None, -5)),
+        ("tokenizer.json", (None, 9)),
+        ("tokenizer_config.json", (None,)),
+    ],
+)
+def test_a_model_of_which_a_file_is_missing_or_cut_is_made_again(
+    run_copy, finished_run, caplog, name, damages
+):
+    path, whole = run_copy / name, (finished_run / name).read_bytes()
     run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
-    for damaged in (None, weights[:-1], b""):
-        (run_copy / "model.safetensors").unlink()
-        if damaged is not None:
-            (run_copy / "model.safetensors").write_bytes(damaged)
+    for size in damages:
+        path.unlink() if size is None else path.write_bytes(whole[:size])
         train(run)
-        assert (run_copy / "model.safetensors").read_bytes() == weights
-    assert caplog.text.count("The weights are made again, from the last whole checkpoint.") == 3
+        assert path.read_bytes() == whole
+    said = "The model is made again, from the last whole checkpoint."
+    assert caplog.text.count(said) == len(damages)
 
 
-def test_damaged_results_are_made_again(run_copy, finished_results, caplog):
+@pytest.mark.parametrize(
+    ("content", "found"), [('{"steps', "expected JSON"), ("{}", r"expected \w+.*, got no \w+")]
+)
+def test_damaged_results_are_made_again(run_copy, finished_results, caplog, content, found):
     run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
     paths = [run_copy / "results" / f"{name}.json" for name in ("train", "before", "held_out")]
     for path in paths:
-        path.write_text(path.read_text()[:100])
+        path.write_text(content)
     again = train(run)
     for path in paths:
-        assert f"Damaged, and left out: {path}: expected JSON" in caplog.text
+        assert re.search(f"Damaged, and left out: {re.escape(str(path))}: {found}", caplog.text)
     for key in ("before", "final"):
         assert again[key] == finished_results[key]
 

@@ -7,7 +7,7 @@ import optuna
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
 from peft import LoraConfig
 from transformers import (
     AutoTokenizer,
@@ -111,6 +111,27 @@ def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arg
     assert trainer.evaluate()["eval_tokens"] > 0
 
 
+def test_a_stream_with_a_shuffle_buffer_is_not_trained_on(texts, arguments, make):
+    stream = texts.to_iterable_dataset()
+    make(train_dataset=stream.map(dict).filter(bool).take(20), eval_dataset=stream.shuffle())
+    shuffled = stream.shuffle(buffer_size=10)
+    for data in (shuffled, shuffled.map(dict).take(20), interleave_datasets([stream, shuffled])):
+        with pytest.raises(ValueError, match=r"^train_dataset: expected a stream without a shuff"):
+            make(train_dataset=data)
+
+
+def test_values_of_a_stream_to_evaluate_on_may_differ_in_type(make):
+    question, answer = ([{"role": role, "content": "aa"}] for role in ("user", "assistant"))
+    trainer = make()
+    for rows in (
+        [{"text": "aa ab", "from": 1}, {"text": "ba", "from": "x"}, {"text": "aa", "to": []}],
+        [{"prompt": "aa", "completion": "ab"}, {"prompt": question, "completion": answer}],
+    ):
+        data = IterableDataset.from_generator(lambda rows=rows: iter(rows))
+        documents = trainer._preparation.eval_rows(data).rows["document"]
+        assert list(documents) == [*range(len(rows))]
+
+
 def test_arguments_of_a_stream_serve_a_table(texts, arguments, make):
     args = arguments(max_steps=1)
     trainer = make(args, train_dataset=texts.to_iterable_dataset())
@@ -196,9 +217,9 @@ def test_rows_weigh_in_the_loss_what_their_column_says(
 
 
 def test_a_weight_is_a_number_of_0_or_more(texts, arguments, make):
-    for column in (["much"] * 2, [-1.0, 1.0], [float("nan"), 1.0]):
+    for column in (["much"] * 2, [-1.0, 1.0], [float("nan"), 1.0], [1.0, 1e39]):
         rows = Dataset.from_dict({"text": texts["text"][:2], "importance": column})
-        with pytest.raises(ValueError, match="importance: expected a weight of 0 or more, got"):
+        with pytest.raises(ValueError, match="importance: expected a weight from 0 to the"):
             make(arguments(weight_column="importance"), train_dataset=rows)
 
 
@@ -312,6 +333,26 @@ def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
         make(arguments("third", dropout=0.1), model=model, **options)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_16_bit_model_that_becomes_float32_is_warned_of(
+    tiny_base, arguments, make, tokenizer, caplog, dtype
+):
+    model = BertForMaskedLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
+    make(arguments(dtype=dtype), model=model, processing_class=tokenizer)
+    assert str(model.dtype) == f"torch.{dtype}"
+    assert ("The loaded model is in bfloat16 and becomes float32" in caplog.text) == (
+        dtype == "float32"
+    )
+
+
+def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make, tokenizer):
+    ours = HarmonicForMaskedLM.from_base(str(tiny_base))
+    for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
+        model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+        with pytest.raises(ValueError, match="model: expected one without a PEFT adapter, got a"):
+            make(model=model, processing_class=tokenizer)
+
+
 def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path, make):
     head = {"name": "dist", "h_exp": -7.0, "unit_sphere": False}
     model = HarmonicForMaskedLM.from_base(str(tiny_base), head=head)
@@ -383,7 +424,8 @@ def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, argumen
 
 
 def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
-    trainer = make(arguments(unfreeze=0), peft_config=LoraConfig(r=2, target_modules=["query"]))
+    lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["dist_head"])
+    trainer = make(arguments(unfreeze=0), peft_config=lora)
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert len([name for name in trained if "lora_A" in name]) == 3
     trainer.train()
@@ -442,7 +484,9 @@ def test_a_search_loads_the_model_again_for_every_trial(
         return metrics["eval_loss"]
 
     best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("lr", [1e-2])},
+        hp_space=lambda trial: {
+            "learning_rate": trial.suggest_categorical("learning_rate", [2e-2])
+        },
         compute_objective=objective,
         n_trials=2,
         backend="optuna",
@@ -450,6 +494,12 @@ def test_a_search_loads_the_model_again_for_every_trial(
     )
     assert found[0] == found[1]
     assert best.objective == found[0][1]
+    for name, value in best.hyperparameters.items():
+        setattr(trainer.args, name, value)
+    trainer.args.output_dir += "/best"
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == best.objective
+    assert "learning_rate: 0.02" in Path(trainer.args.output_dir, "run.yaml").read_text()
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     fixed = make(model=ours, processing_class=tokenizer)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
@@ -515,10 +565,18 @@ REFUSED = {  # arguments, and what else the trainer is given
         {"neftune_noise_alpha": 5.0},
         {},
     ),
+    "train_dataset: expected a Dataset for a classifier, got a stream": (
+        {"label_column": "label"},
+        {"train_dataset": Dataset.from_dict({"text": ["aa"]}).to_iterable_dataset()},
+    ),
     r"text_column of train_dataset: expected one of": ({"text_column": "txt"}, {}),
     "train_dataset: expected a data set with a column of la": (
         {"task": "sequence_classification"},
         {"data_collator": list},
+    ),
+    r"formatting_func: expected text without special tokens, got '\[SEP\]', which": (
+        {},
+        {"formatting_func": lambda row: f"[MASK] {row['text']} [SEP] aa"},
     ),
     "expected a column of text": ({}, {"formatting_func": lambda row: [1]}),
     "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": (

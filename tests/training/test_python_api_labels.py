@@ -75,6 +75,40 @@ def test_a_classifier_keeps_its_classes_and_their_order(
         trainer.evaluate(rows(0, 3))
 
 
+def test_a_folder_of_ours_is_a_base_and_a_classifier_keeps_its_classes(
+    tiny_base, arguments, make, tokenizer, tmp_path
+):
+    masked, folder = tmp_path / "masked", tmp_path / "classifier"
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(masked)
+    model = HarmonicForSequenceClassification.from_base(str(masked), labels=CLASSES)
+    model.save_pretrained(folder)
+    rows = Dataset.from_dict({"text": ["aa ab"] * 4, "label": ["high", "low"] * 2})
+    options = {"train_dataset": rows, "processing_class": tokenizer}
+    new = make(arguments(label_column="label"), model=str(masked), **options).model
+    assert new.config.id2label == {0: "high", 1: "low"}
+    for data in (rows, None):
+        options["train_dataset"] = data
+        kept = make(arguments(label_column="label"), model=str(folder), **options)
+        assert kept.model.config.id2label == dict(enumerate(CLASSES))
+        assert torch.equal(kept.model.dist_head.weight, model.dist_head.weight)
+        assert kept.predict(rows).label_ids.tolist() == [1, 0, 1, 0]
+    again = make(arguments(task="masked_lm"), model=str(folder), processing_class=tokenizer)
+    assert isinstance(again.model, HarmonicForMaskedLM)
+
+
+def test_a_loaded_model_is_not_trained_for_another_task(tiny_base, arguments, make, tokenizer):
+    masked = HarmonicForMaskedLM.from_base(str(tiny_base))
+    classes = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=CLASSES)
+    for model, name, fields in (
+        (masked, "task", {"task": "token_classification", "label_column": "label"}),
+        (masked, "label_column", {"label_column": "label"}),
+        (classes, "task", {"task": "masked_lm"}),
+        (classes, "task", {"task": "token_classification"}),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected nothing with a Harmonic"):
+            make(arguments(**fields), model=model, processing_class=tokenizer)
+
+
 def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["low", "high"])}
@@ -83,6 +117,14 @@ def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
     data = Dataset.from_dict(rows, features=features)
     trainer = make(arguments(label_column="label"), train_dataset=data)
     assert trainer.predict(data).label_ids.tolist() == data["label"][:]
+    spelled = Dataset.from_dict({**rows, "label": data.features["label"].int2str(rows["label"])})
+    trainer = make(arguments("spelled", label_column="label"), train_dataset=spelled)
+    assert trainer.model.config.id2label == {0: "high", 1: "low"}
+    stream = data.to_iterable_dataset()
+    for known in (data, stream):
+        assert trainer.predict(known).label_ids.tolist() == [1, 0, 0, 1] * 2
+    with pytest.raises(ValueError, match=r"expected the model's classes, 'high', 'low', got '0', "):
+        trainer.predict(stream.map(dict))  # after which the names are not known
 
 
 @pytest.mark.parametrize(
@@ -103,7 +145,9 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer
         assert found.label_ids is None
         assert "test_loss" not in found.metrics
         assert (found.predictions == expected.predictions).all()
-    of_texts = isinstance(texts[0], str)
+    if of_texts := isinstance(texts[0], str):
+        for nothing in (-1, None):  # as test splits without labels have it
+            assert trainer.predict(plain.add_column("label", [nothing] * 2)).label_ids is None
     blank = Dataset.from_dict({"text": [*texts, " " if of_texts else []]})
     known = blank.add_column("label", [*labels, "low" if of_texts else []])
     for rows in (blank, known.add_column("weight", [1.0] * 3)):
@@ -111,6 +155,9 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer
             trainer.predict(rows)
     with pytest.raises(ValueError, match=r"data.label_column: expected one of"):
         trainer.evaluate(plain)
+    tokenized = Dataset.from_dict({"input_ids": [[2, 5, 3]], "label": labels[:1]})
+    with pytest.raises(ValueError, match=r"eval_dataset: expected rows of text .* Pass data_coll"):
+        trainer.evaluate(tokenized)
 
 
 FREE = {
@@ -169,8 +216,8 @@ def test_a_formatting_function_makes_the_text_and_leaves_labels_and_weights(argu
     trainer = make(
         arguments(label_column="kind", weight_column="importance"),
         train_dataset=Dataset.from_dict(columns).with_format("pandas"),
-        formatting_func=lambda row: f"{row['first']} {row['second']}",
+        formatting_func=lambda row: f"{row['first']} [SEP] {row['second']}",
     )
-    assert len(trainer.train_dataset[0]["input_ids"]) == 5
+    assert len(trainer.train_dataset[0]["input_ids"]) == 6
     assert trainer.model.config.id2label == {0: "x", 1: "y"}
     assert trainer.train_dataset[0]["label_weights"] == 2

@@ -5,7 +5,9 @@ import copy
 import pytest
 
 from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.results import write_results
 from harmonic_sft.training.report import compare_runs, show_metrics, show_next_steps
+from harmonic_sft_cli import main
 
 METRICS = {
     "loss": 4.25,
@@ -95,6 +97,20 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
     assert "other0 loss, nats 0.310 \u00b1 0.012 5 0.000 higher" in differences
     assert any("accuracy, %" in line and line.endswith("undecided") for line in differences)
     assert "On 500 tokens of 20 documents." in caplog.text
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
+    arms = {"a": (-12.0, [4.0, 4.1]), "b": (-4.0, [4.5, 4.62]), "c": (-8.0, [3.9, 4.02])}
+    folders = []
+    for arm, (end, losses) in arms.items():
+        for one in seeds_of("seed", end, losses):
+            folders.append(tmp_path / arm / one["run"])
+            write_results(folders[-1] / "results", "train", one)
+    assert main(["compare", *map(str, folders)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Difference from {folders[0]} " in printed
+    assert f"{folders[2]} loss, nats 0.510 \u00b1" in printed
+    assert f"{folders[4]} loss, nats -0.090 \u00b1" in printed
 
 
 def test_one_seed_decides_nothing(capsys, caplog):

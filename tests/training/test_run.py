@@ -15,7 +15,7 @@ from harmonic_sft.results import read_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import check_base
-from harmonic_sft.training.output_folder import read_run
+from harmonic_sft.training.output_folder import check_output_folder, read_run
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
@@ -145,6 +145,10 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make
 CONSTANT = {"h_exp": -12.0, "schedule": {"warmup_ratio": 0.0, "decay_ratio": 0.0}}
 
 
+LATE = {**CONSTANT, "schedule": {"warmup_ratio": 0.9, "decay_ratio": 0.0}}
+CONSTANT_LATE = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.6}
+
+
 class Signal(TrainerCallback):
     """Ends training after a step, as transformers does after a SIGTERM."""
 
@@ -187,6 +191,8 @@ def test_a_finished_run_of_constant_schedules_continues_to_more_steps(
             {**CONSTANT, "schedule": {"warmup_ratio": 0.6, "decay_ratio": 0.0}},
             "a warmup of 7 steps",
         ),
+        ({**LATE, "training": {"warmup_steps": 0.6}}, "a warmup of 8 steps"),
+        ({**LATE, "schedule": None, "training": CONSTANT_LATE}, "a warmup of 8 steps"),
         (CONSTANT, "no checkpoint"),
     ],
 )
@@ -202,6 +208,21 @@ def test_a_run_whose_schedules_stretch_is_not_continued(
     message = rf"resume: expected 6 steps as before, or .* Got {reason}. Start a new run on this"
     with pytest.raises(ValueError, match=message):
         start(path, "resume=true", "training.max_steps=12")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {**LATE, "training": {"warmup_steps": 2}},
+        {**LATE, "schedule": None, "training": {**CONSTANT_LATE, "lr_scheduler_type": "constant"}},
+    ],
+)
+def test_a_warmup_that_is_past_or_not_taken_is_no_reason(
+    finished_run, make_yaml, tmp_path, sections
+):
+    path, folder = make_yaml(**sections), shutil.copytree(finished_run, tmp_path / "run")
+    (folder / "run.yaml").write_text(to_yaml(load_run_config(path)))
+    check_output_folder(load_run_config(path, ["resume=true", "training.max_steps=12"]))
 
 
 def test_a_run_that_ends_early_is_not_finished(
