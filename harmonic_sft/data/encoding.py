@@ -141,9 +141,8 @@ def _tokenize(
     word_ids: bool,
 ) -> Iterator[_Tokens]:
     # Metaspace of the scheme "first" (Llama 2) puts a space before the start of a text alone.
-    is_fast = follows and tokenizer.is_fast
-    splitter: Any = tokenizer.backend_tokenizer.pre_tokenizer if is_fast else None
-    is_first = getattr(splitter, "prepend_scheme", None) == "first"
+    splitter: Any = tokenizer.backend_tokenizer.pre_tokenizer if tokenizer.is_fast else None
+    is_first = follows and getattr(splitter, "prepend_scheme", None) == "first"
     if is_first:
         splitter.prepend_scheme = "never"
     try:

@@ -167,7 +167,7 @@ def _csv_rows(file: str) -> Iterator[Row]:
         place = f"{shown(file)}, line {first}"
         try:
             values = next(reader, None)
-        except csv.Error as error:  # a quote that is never closed takes all lines after it along
+        except csv.Error as error:  # an open quote takes the lines up to the next one along
             last = reader.line_num
             place = place if first == last else f"{shown(file)}, lines {first} to {last}"
             yield _bad_row(place, _reason(error), rows=last - first + 1)
@@ -210,6 +210,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
     first, end = shard.first_row, shard.first_row + shard.num_rows
     try:
         with _open_parquet(shard.file) as parquet:
+            _check_names(parquet.schema_arrow.names)
             features = _features(parquet.schema_arrow)
 
             def decode(row: Any) -> Row:
@@ -238,7 +239,6 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
 
 def _features(schema: pa.Schema) -> datasets.Features:
     """Describe columns; dictionaries (categories of pandas), unknown there, are spelled out."""
-    _check_names(schema.names)
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in schema

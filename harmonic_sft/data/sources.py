@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 from datasets import (
     ClassLabel,
     Dataset,
@@ -46,6 +47,7 @@ from harmonic_sft.data.sections import Source
 from harmonic_sft.results import without_secrets
 
 DOCSTRINGS = "python:docstrings"
+COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 SHOWN_FILES = 5  # of a folder, in a message
@@ -222,8 +224,11 @@ def check_column(
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
-    if isinstance(documents, Dataset) and documents.format["type"] == "custom":
-        return None  # a transform makes the labels
+    if isinstance(documents, Dataset) and documents.format["type"] == "custom" and column:
+        some = slice(None, None, -(-len(documents) // COMPARED))
+        made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
+        if made is None or [np.asarray(one).tolist() for one in made] != stored:
+            return None  # a transform makes other labels
     feature: Any = (documents.features or {}).get(column or "")
     feature = feature.feature if isinstance(feature, List) else feature
     return tuple(feature.names) if isinstance(feature, ClassLabel) else None

@@ -5,6 +5,7 @@ scikit-learn computes them; it is part of the extra `eval`.
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ def encode_layers(
     """
     if not len(texts):
         raise ValueError("texts: expected at least one, got none")
-    longest = min(MAX_TOKENS, max_positions(body.config.get_text_config()))
+    longest = MAX_TOKENS
+    with suppress(ValueError):  # some bodies have no limit
+        longest = min(longest, max_positions(body.config.get_text_config()))
     encoded = tokenizer(list(texts), truncation=True, max_length=longest)["input_ids"]
     order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
     device = next(body.parameters()).device

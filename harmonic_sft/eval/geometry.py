@@ -32,8 +32,8 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     """
     table = prototypes.double()
     if len(table) < 2 or not (covariance := torch.cov(table.T)).isfinite().all():
-        got = f"{len(table)}" if len(table) < 2 else "others"
-        raise ValueError(f"spectrum: expected at least 2 rows of finite values, got {got}")
+        got = len(table) if len(table) < 2 else "values that are not"
+        raise ValueError(f"spectrum: expected at least 2 finite rows, got {got}")
     eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0)
     total = eigenvalues.sum()
     directions, count = F.normalize(table, dim=-1), len(table)

@@ -79,12 +79,12 @@ def first_token(tokenizer: Any) -> int | None:
 
 
 def word_ids(tokenizer: Any, word: str) -> list[int]:
-    """Return the tokens of a word after a space, or of the word alone where these are fewer.
+    """Return the tokens of a word after a space, or alone where these are fewer, or known.
 
     To byte-level BPE the space before a word of a text is part of its first token.
     """
     cuts = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f" {word}", word))
-    return min(cuts, key=len)
+    return min(cuts, key=lambda ids: (tokenizer.unk_token_id in ids, len(ids)))
 
 
 def check_length(model: HarmonicLanguageModel, length: int) -> None:
@@ -116,7 +116,7 @@ def pseudo_log_likelihood(
     # The mask marks what the tokenizer added, and not an unknown word, which is a special token.
     encoded = tokenizer(sentence, return_special_tokens_mask=True)
     numbers = encoded["input_ids"]
-    if model.is_causal and numbers[:1] and numbers[0] not in tokenizer.all_special_ids:
+    if model.is_causal and encoded["special_tokens_mask"][:1] == [0]:
         start = first_token(tokenizer)
         numbers = numbers if start is None else [start, *numbers]
     check_length(model, len(numbers))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from harmonic_sft.eval import features, geometry, language
 from harmonic_sft.eval.calibration import calibration_report, reliability
@@ -185,7 +186,7 @@ def _readable(group: str, name: str, rows: Rows) -> Rows:
         yield {"group": group, "set": name, "missing": f"a column {error} in --data"}
     except ValueError as error:
         yield {"group": group, "set": name, "missing": f"other data: {error}"}
-    except (TypeError, AttributeError) as error:  # a missing cell, JSON of another form
+    except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
         yield {"group": group, "set": name, "missing": f"rows of another form: {error}"}
 
 
@@ -244,8 +245,8 @@ def _shape(subject: Subject) -> Rows:
     if isinstance(head, RotationHead):  # its prototypes lie in the frame of the rotated states
         states = head.rotate(states).detach()
     value = geometry.class_center_alignment(states, labels, prototypes)
-    more = {"better": "higher", "n": len(labels)}
-    yield _row("geometry", HELD_OUT, "class-center alignment", value, **more)
+    metric, count = "class-center alignment", len(labels)
+    yield _row("geometry", HELD_OUT, metric, value, better="higher", n=count)
     base = None
     if subject.base is not None:
         base = subject.base.get_input_embeddings().weight.detach()
@@ -438,19 +439,19 @@ def _continuations(subject: Subject) -> Rows:
         return
     start = language.first_token(tokenizer) or 0
     prompt = torch.full((CONTINUATIONS, 1), start, device=model.device)
+    own, model.generation_config = model.generation_config, GenerationConfig()  # no penalties
     with torch.random.fork_rng():
         torch.manual_seed(0)
         found = model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,
-            temperature=1.0,
             top_k=0,  # not the 50 of transformers: from the whole distribution
-            top_p=1.0,
             min_new_tokens=NEW_TOKENS,
             max_new_tokens=NEW_TOKENS,
             pad_token_id=tokenizer.pad_token_id or 0,
         )[:, 1:]
+    model.generation_config = own
     counts = {key.replace("_", "-"): value for key, value in features.repetition(found).items()}
     yield from _rows("language", "samples", counts, n=CONTINUATIONS)
 

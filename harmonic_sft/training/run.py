@@ -132,7 +132,7 @@ def check_run(run: RunConfig) -> None:
     check_output_folder(run)
     is_new = not (run.output_dir / CONFIG_NAME).is_file()
     if run.resume and is_new and PartialState().is_main_process:
-        logger.warning("No run in %s yet: a new one starts.", run.output_dir)
+        logger.info("No run in %s yet: a new one starts.", run.output_dir)
 
 
 def prepare(run: RunConfig) -> Ready:

@@ -322,3 +322,5 @@ def test_a_transform_may_give_the_numbers_of_labels_another_meaning():
     assert names_of_classes(data, "label") == ("1 star", "2 stars", "3 stars")
     other = data.with_transform(lambda batch: {"label": [label > 1 for label in batch["label"]]})
     assert names_of_classes(other, "label") is None
+    same = data.with_transform(lambda batch: {"text": ["aa"] * len(batch["label"]), **batch})
+    assert names_of_classes(same, "label") == ("1 star", "2 stars", "3 stars")

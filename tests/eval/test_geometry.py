@@ -28,8 +28,8 @@ def test_a_spectrum_counts_the_directions_that_are_filled():
     pairs = F.cosine_similarity(table[:, None], table, dim=-1)
     expected = float(pairs[~torch.eye(30, dtype=torch.bool)].mean())
     assert spectrum(table)["mean_cosine"] == pytest.approx(expected, abs=1e-6)
-    for bad, got in ((table[:1], "1"), (table / 0, "others")):
-        with pytest.raises(ValueError, match=f"at least 2 rows of finite values, got {got}$"):
+    for bad, got in ((table[:1], "1"), (table / 0, "values that are not")):
+        with pytest.raises(ValueError, match=f"at least 2 finite rows, got {got}$"):
             spectrum(bad)
 
 

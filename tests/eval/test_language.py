@@ -124,19 +124,23 @@ def test_tokens_stand_for_their_bytes_with_every_kind_of_vocabulary():
     assert bytes_of(pieces, model, decoders.WordPiece()) == pytest.approx(3 + 2 + 1)
 
 
-def test_the_first_token_of_a_text_is_predicted_too(tokenizer, tmp_path):
+@pytest.mark.parametrize("text", ["aa bb", "zzzz bb"])
+def test_the_first_token_of_a_text_is_predicted_too(tokenizer, tmp_path, text):
     decoder = HarmonicForCausalLM.from_base(str(save_decoder("llama", tmp_path)))
     plain = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token="[SEP]", pad_token="[PAD]"
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="[SEP]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
     )
     plain.backend_tokenizer.post_processor = TemplateProcessing(single="$A")  # like GPT-2's
-    numbers = plain("aa bb")["input_ids"]
+    numbers = plain(text)["input_ids"]
     assert len(numbers) == 2
     ids = torch.tensor([[plain.eos_token_id, *numbers]])
     with torch.no_grad():
         log_probs = decoder(ids).logits[0, :-1].log_softmax(-1)
     expected = float(log_probs[[0, 1], numbers].sum())
-    assert pseudo_log_likelihood(decoder, plain, "aa bb") == pytest.approx(expected, rel=1e-5)
+    assert pseudo_log_likelihood(decoder, plain, text) == pytest.approx(expected, rel=1e-5)
 
 
 def test_sentences_longer_than_the_positions_are_refused(model, tokenizer):

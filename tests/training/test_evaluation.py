@@ -231,15 +231,17 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
         "probing/banking77_test.csv": "text,category\naa bb,aa\naa",
         "function_vectors/antonym.json": '{"aa": "bb"}',
         "minimal_pairs/list.jsonl": '["aa", "bb"]',
+        "probing/sst2_train.tsv": "sentence\tlabel\n" + "a" * 140_000 + "\t1\n",
+        "probing/sst2_dev.tsv": "sentence\tlabel\naa\t1\n",
         "sts/stsb_dev.tsv": "score\tsentence1\tsentence2\n4\taa\tbb\n2\taa",
     }
     for name, text in files.items():
         (sets / name).write_text(text)
     rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
     missing = {row["set"]: row["missing"] for row in rows if "missing" in row}
-    for name in ("banking77", "antonym", "list"):
+    for name in ("banking77", "sst2", "antonym", "list"):
         assert missing[name].startswith("rows of another form: "), name
-    assert missing["STS"].endswith("expected at least 2 rows of finite values, got 1")
+    assert missing["STS"].endswith("expected at least 2 finite rows, got 1")
     assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
 
 
