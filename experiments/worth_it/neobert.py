@@ -22,7 +22,12 @@ FILE = Path(__file__).with_name("neobert.yaml")
 BASE = "linear"  # what made NeoBERT, as `masked` calls it
 NUM_STEPS, TUNING_STEPS = 2000, 500
 # Checkpoints to continue from, one at a time, without the frozen blocks.
-KEPT = ("save=trainable", "training.save_total_limit=1", "training.eval_strategy=no")
+KEPT = (
+    "save=trainable",
+    "training.save_total_limit=1",
+    "training.eval_strategy=no",
+    "data.eval.drop_near_duplicates=true",
+)
 
 
 def read_arms() -> Family:
