@@ -26,7 +26,7 @@ from harmonic_sft.results import show_table
 from scripts import grpo_example
 
 logger = logging.getLogger(__name__)
-NUM_STEPS, TUNING_STEPS = 350, 150
+NUM_STEPS, TUNING_STEPS, QUICK_STEPS = 350, 150, 4
 RATES = (1e-3, 3e-3, 1e-2)
 REFRESH_EVERY = 100  # steps after which neighbors are found again
 AUXILIARY_WEIGHT = 0.1  # of the von Mises-Fisher loss beside the main one
@@ -101,8 +101,11 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with `text`")
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of every model")
+    parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.steps = 2, QUICK_STEPS
     payload = run(options.data, options.seeds, options.steps, options.output)
     _show(payload)
     keep(name, payload, options.output)
@@ -216,36 +219,44 @@ def run_once(
     scores = gpt.score(body, head, corpus)
     validation, rest = other[: gpt.NUM_VALIDATION], other[gpt.NUM_VALIDATION :]
     test, shots = rest[: gpt.NUM_TEST], rest[gpt.NUM_TEST :].split(NUM_SHOTS)[seed]
-    policy = {"leash": leash(body, corpus, seed)} if arm == "linear" else {}
+    policy = {"leash": leash(body, corpus, seed, num_steps)} if arm == "linear" else {}
     return policy | {
         "curve": curve,
         **scores,
-        **few_shot(body, head, shots, validation, test, scores["best_factor"]),
+        **few_shot(body, head, shots, validation, test, scores["best_factor"], num_steps),
     }
 
 
 def few_shot(
-    body: GPT2Model, head: Head, shots: Tensor, validation: Tensor, test: Tensor, factor: float
+    body: GPT2Model,
+    head: Head,
+    shots: Tensor,
+    validation: Tensor,
+    test: Tensor,
+    factor: float,
+    most_steps: int,
 ) -> dict[str, Any]:
     """Train copies of a model on a few rows of another text.
 
     Returns:
         `other_loss`, nats a token of `test` before, with the logits times `factor`, and `few_shot`,
-        after the rate, the number of steps and the factor that are best on `validation`.
+        after the rate, the number of steps (up to `most_steps`) and the factor that are best on
+        `validation`.
     """
+    few_steps = {min(number, most_steps) for number in FEW_STEPS}
     before = gpt.evaluate(body, head, test, (factor,))["losses"][0]
     best, kept = (math.inf, 1.0), (body, head)
     for rate in FEW_RATES:
         adapted = copy.deepcopy((body, head))  # in one, so that they stay tied
         parameters = list(nn.ModuleList(adapted).parameters())
         optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True)
-        for step in range(1, max(FEW_STEPS) + 1):
+        for step in range(1, max(few_steps) + 1):
             loss = adapted[1].nll(*gpt.states_of(adapted[0], shots)).mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
-            if step in FEW_STEPS:
+            if step in few_steps:
                 losses = gpt.evaluate(*adapted, validation, gpt.FACTORS)["losses"]
                 found = min(zip(losses, gpt.FACTORS, strict=True))
                 if found[0] < best[0]:
@@ -254,7 +265,7 @@ def few_shot(
     return {"other_loss": before, "few_shot": after}
 
 
-def leash(body: GPT2Model, corpus: gpt.Corpus, seed: int) -> list[dict[str, Any]]:
+def leash(body: GPT2Model, corpus: gpt.Corpus, seed: int, most_steps: int) -> list[dict[str, Any]]:
     """Reward continuations for tokens near to a word, under each penalty and weight.
 
     Returns:
@@ -277,7 +288,7 @@ def leash(body: GPT2Model, corpus: gpt.Corpus, seed: int) -> list[dict[str, Any]
                 word[0],
                 penalty=penalty,
                 weight=weight,
-                steps=LEASH_STEPS,
+                steps=min(LEASH_STEPS, most_steps),
                 learning_rate=LEASH_RATE,
             )
             last = np.mean(steps[-NUM_LAST:], axis=0)

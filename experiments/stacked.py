@@ -135,8 +135,11 @@ def reproduce(
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
     parser.add_argument("--seeds", type=int, default=10, help="how many; default: 10")
     parser.add_argument("--epochs", type=int, default=num_epochs, help=f"default: {num_epochs}")
+    parser.add_argument("--quick", action="store_true", help="two seeds, one epoch")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.epochs = 2, 1
     for key, value in (("seeds", options.seeds), ("epochs", options.epochs)):
         if value < 1:
             raise ValueError(f"{key}: expected at least 1, got {value}")

@@ -308,9 +308,15 @@ def explained_variance(rows: np.ndarray) -> list[float]:
 
 def chance_variance(num_rows: int, hidden_size: int, num_draws: int = 100) -> float:
     """Return the share in two components of normal random numbers, the mean of 100 draws."""
+    return chance_cumulative(num_rows, hidden_size, num_draws)[1]
+
+
+def chance_cumulative(num_rows: int, hidden_size: int, num_draws: int = 100) -> list[float]:
+    """Return what `explained_variance` is of normal random numbers, the mean of 100 draws."""
     rng = np.random.default_rng(0)
     draws = rng.standard_normal((num_draws, num_rows, hidden_size))
-    return round(float(np.mean([explained_variance(rows)[1] for rows in draws])), 4)
+    shares = np.mean([explained_variance(rows) for rows in draws], axis=0)
+    return shares.round(4).tolist()
 
 
 def _rounded(values: Tensor) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import mannwhitneyu
 from sklearn.decomposition import PCA
 
-from experiments.harmonic_loss.bench import Cell, run
+from experiments.harmonic_loss.bench import Cell, chance_cumulative, run
 from experiments.harmonic_loss.data import TASKS
 from harmonic_sft.eval.statistics import holm, t_interval
 from harmonic_sft.results import environment, read_results, write_results
@@ -192,17 +192,43 @@ def kept(path: Path, make_fn: Callable[[], Row]) -> Row:
 
 
 def read_cell(cell: Cell, num_seeds: int, folder: Path) -> Row | None:
-    """Return what was found of a cell, its groups of seeds joined; None before any was trained."""
-    paths = [cell_path(folder, cell, seeds) for seeds in seed_groups(num_seeds)]
-    groups = [read_results(path) for path in paths if path.is_file()]
+    """Return what was found of a cell, whatever groups its seeds were trained in.
+
+    Args:
+        cell: What was trained.
+        num_seeds: Of the seeds 0, 1, ... those that have been trained.
+        folder: Where the files are.
+
+    Returns:
+        What a file of the cell holds, with the seeds of all its files; None before any was trained.
+        A seed that two files hold is taken once.
+    """
+    seeds: dict[int, Row] = {}
+    groups: list[Row] = []
+    for path in sorted((folder / "cells").glob(f"{cell_name(cell)}-seeds_*.json")):
+        group = read_results(path)
+        new = {
+            seed: {key: group[key][place] for key in PER_SEED}
+            for place, seed in enumerate(group["seeds"])
+            if seed < num_seeds and seed not in seeds
+        }
+        if new:
+            seeds |= new
+            groups.append(group)
     if not groups:
         return None
-    joined = {key: [one for group in groups for one in group[key]] for key in ("seeds", *PER_SEED)}
+    joined = {key: [seeds[seed][key] for seed in sorted(seeds)] for key in PER_SEED}
     seconds = sum(group["cpu_seconds"] for group in groups)
     # Whether the code differed from its commit; earlier files name it otherwise.
     made = [group["environment"] for group in groups]
     dirty = any(one.get("dirty") or one.get("git_changed") for one in made)
-    return {**groups[0], **joined, "cpu_seconds": seconds, "dirty": dirty}
+    return {
+        **groups[0],
+        "seeds": sorted(seeds),
+        **joined,
+        "cpu_seconds": seconds,
+        "dirty": dirty,
+    }
 
 
 def summary(found: Row) -> Row:
@@ -242,6 +268,7 @@ def summary(found: Row) -> Row:
         "num_above_98": sum(value >= 98 for value in variance),
         "chance_percent": 100 * found["chance_variance"],
         "cumulative": found["variance"],
+        "chance_cumulative": chance_cumulative(*np.shape(found["embedding"])[1:]),
         "places": PCA(2).fit_transform(np.asarray(found["embedding"][shown])).round(3).tolist(),
         "shown_percent": variance[shown],
         "test_accuracies": found["test_accuracy"],

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.figures import GREEN, LEGEND, PURPLE
 from experiments.harmonic_loss.cells import EXPONENTS, PUBLISHED, Row
-from experiments.harmonic_loss.cosets import partitions
+from experiments.harmonic_loss.cosets import GROUP, partitions
 from experiments.harmonic_loss.data import DIVISOR, NUM_NUMBERS
 from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, TRAINING, new_figure, save_figure
 
@@ -73,7 +73,14 @@ def draw_embeddings(payload: Row, out_png: Path) -> Path:
                 axes.scatter(x, y, c=classes or MODELS[model][1], cmap="Dark2", s=14)
                 if classes is None and len(row["places"]) <= 40:
                     for token, place in enumerate(row["places"]):
-                        axes.annotate(str(token), place, fontsize=5, color="#444444")
+                        axes.annotate(
+                            str(token),
+                            place,
+                            xytext=(3, 3),
+                            textcoords="offset points",
+                            fontsize=6,
+                            color="#444444",
+                        )
                 axes.set_aspect("equal", adjustable="datalim")
                 axes.margins(0.1)
                 axes.set_title(_heading(row), fontsize="x-small")
@@ -132,6 +139,8 @@ def draw_cumulative(payload: Row, out_png: Path) -> Path:
             components = range(1, curves.shape[1] + 1)
             low, middle, high = np.quantile(curves, (0.25, 0.5, 0.75), axis=0)
             _band(axes, components, (low, middle, high), color, label)
+        chance = 100 * np.asarray(chosen[0]["chance_cumulative"])
+        axes.plot(components, chance, "--", color=REFERENCE, label="random embedding")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
@@ -229,23 +238,34 @@ def draw_exponents(payload: Row, out_png: Path) -> Path:
 def draw_cosets(payload: Row, out_png: Path) -> Path:
     """Draw each head's seed of the best silhouette, colored by coset, and all silhouettes."""
     rows = payload["rows"]
-    figure = new_figure(width=4.6 * (len(rows) + 1), height=4.6)
-    panels = figure.subplots(1, len(rows) + 1, squeeze=False)[0]
-    for place, (axes, row) in enumerate(zip(panels, rows, strict=False)):
+    figure = new_figure(width=9.0, height=8.6)
+    grid = figure.add_gridspec(2, len(rows), height_ratios=[3, 2])
+    silhouettes = figure.add_subplot(grid[1, :])
+    for place, row in enumerate(rows):
         name, color = MODELS[_model(row)]
         best = max(row["cosets"], key=lambda one: one["silhouette"])
-        x, y = zip(*best["places"], strict=True)
-        axes.scatter(x, y, c=best["partition"], cmap="tab20", s=40)
-        title = f"{name}: silhouette {best['silhouette']:.2f}\n{fill(best['name'], 45)}"
-        axes.set_title(title, fontsize="medium")
-        axes.set(xlabel="first component", ylabel="second component")
-        _dots(panels[-1], place, [one["silhouette"] for one in row["cosets"]], color, name)
+        axes = figure.add_subplot(grid[0, place])
+        _draw_partition(axes, best)
+        axes.set_title(f"{name}: silhouette {best['silhouette']:.2f}\n{fill(best['name'], 40)}")
+        _dots(silhouettes, place, [one["silhouette"] for one in row["cosets"]], color, name)
         quantile = [one["chance"] for one in row["cosets"]]
-        panels[-1].plot(place + 0.25, fmean(quantile), "_", color=REFERENCE, ms=20)
-    panels[-1].set_xticks(range(len(rows)), [MODELS[_model(row)][0] for row in rows])
-    panels[-1].set_xlim(-0.5, len(rows) - 0.5)
-    panels[-1].set_ylabel("best silhouette (gray: 95 % of shuffles)")
+        silhouettes.plot(place + 0.1, fmean(quantile), "_", color=REFERENCE, ms=20)
+    silhouettes.set_xticks(range(len(rows)), [MODELS[_model(row)][0] for row in rows])
+    silhouettes.set_xlim(-0.5, len(rows) - 0.5)
+    silhouettes.set(ylabel="best silhouette", title="all seeds; gray: 95 % of shuffles")
     return save_figure(figure, out_png, grid="both")
+
+
+def _draw_partition(axes: "Axes", best: Row) -> None:
+    """Draw a seed's permutations on two components, and which coset has which color."""
+    places, numbers = np.array(best["places"]), np.array(best["partition"])
+    for number in range(max(numbers) + 1):
+        members = np.flatnonzero(numbers == number)
+        label = " ".join("".join(map(str, GROUP[member])) for member in members)
+        style = {"color": f"C{number % 10}", "marker": "os"[number // 10]}
+        axes.plot(*places[members].T, linestyle="", ms=7, label=label, **style)
+    axes.set(xlabel="first component", ylabel="second component")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small", frameon=False)
 
 
 def draw_toy(payload: Row, out_png: Path) -> Path:
@@ -343,8 +363,8 @@ def _draw_layers(
         axes.plot(ratios.mean(0), "o-", color=color, ms=4, label=label)
         axes.plot(ratios.T, color=color, linewidth=0.6, alpha=0.6)
     axes.axhline(1, color=REFERENCE, linestyle="--", label="shuffled outputs")
-    axes.set(xlabel="after block", ylabel=f"loss / shuffled, mean of {len(tasks)} tasks")
-    axes.set_title("all dimensions, by layer", fontsize="medium")
+    axes.set(xlabel="after block", ylabel="loss / shuffled")
+    axes.set_title(f"all dimensions, mean of {len(tasks)} tasks", fontsize="medium")
     axes.set_xticks(range(ratios.shape[1]))
 
 

@@ -144,6 +144,17 @@ def test_groups_of_seeds_are_joined(tmp_path, monkeypatch):
     assert row["published"] == PUBLISHED["permutation", "mlp", "linear"]
 
 
+def test_files_of_a_cell_are_read_whatever_groups_its_seeds_were_trained_in(tmp_path):
+    cell = Cell(task="permutation", num_epochs=1)
+    train_cells([cell], 2, tmp_path)  # seeds_0_1
+    train_cells([cell], 3, tmp_path)  # seeds_0_2, which has two of them again
+    train_cells([replace(cell, split="clean")], 4, tmp_path)  # another cell
+    found = read_cell(cell, 20, tmp_path)
+    assert found["seeds"] == [0, 1, 2]
+    assert len(found["embedding"]) == len(found["test_epochs"]) == 3
+    assert read_cell(cell, 1, tmp_path)["seeds"] == [0]
+
+
 def test_a_summary_counts_seeds_that_never_converge():
     found = {
         "cell": cells.asdict(Cell(task="in_context")),

@@ -1,5 +1,7 @@
 """The schedules, the crossing of a loss, and the ceiling by the head itself."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from harmonic_sft.models import DistLayer
         ("annealed early", (-12, -4, -4)),
         ("there and back", (-12, -4, -12)),
         ("euclid annealed", (-12, -8, -4)),
+        ("annealed, scale", (-12, -8, -4)),
     ],
 )
 def test_exponents_at_start_middle_and_end(arm, values):
@@ -91,3 +94,29 @@ def test_the_wide_control_has_the_body_of_linear_and_rows_of_norm_one():
         assert torch.equal(one, same)
     assert head.weight.norm(dim=-1).mean().item() == pytest.approx(1.0, abs=0.02)
     assert other.weight.norm(dim=-1).mean().item() == pytest.approx(0.16, abs=0.01)
+
+
+def test_a_scale_is_learned_while_the_exponent_is_annealed():
+    (body, head), (other_body, other) = (
+        language.build(name, 3, 50) for name in ("annealed, scale", "annealed")
+    )
+    for one, same in zip(body.parameters(), other_body.parameters(), strict=True):
+        assert torch.equal(one, same)
+    states, labels = torch.randn(6, 64), torch.arange(6)
+    torch.testing.assert_close(head.nll(states, labels), other.nll(states, labels))
+    head.h_exp, other.h_exp = -4.0, -10.0
+    torch.nn.init.constant_(head.log_scale, math.log(2.5))
+    torch.testing.assert_close(head(states), other(states))
+    losses = head.nll(states, labels)
+    torch.testing.assert_close(losses, other.nll(states, labels))
+    (gradient,) = torch.autograd.grad(losses.sum(), head.log_scale)
+    logits = other(states)
+    expected = ((logits.softmax(-1) - F.one_hot(labels, 50)) * logits).sum()
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_the_learned_scale_is_written_and_is_trained():
+    rows = torch.randint(60, (4, 65), generator=torch.Generator().manual_seed(0))
+    run = run_once("annealed, scale", 1e-3, 0, rows.flatten(), rows, 3)
+    assert run["scale"] != 1.0
+    assert "scale" not in run_once("annealed", 1e-3, 0, rows.flatten(), rows, 1)
