@@ -24,6 +24,7 @@ from experiments.worth_it.classes import (
 from experiments.worth_it.store import Store, best_rate
 from harmonic_sft.eval.statistics import t_interval
 from harmonic_sft.models import DistLayer, Head, build_head
+from harmonic_sft.models.head import DistanceLogits
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
 LEARNING_RATE = 3e-3
@@ -68,6 +69,8 @@ WITHOUT = {"linear, bias": "linear", "dist -12, bias": "dist -12"}
 ARMS |= {"linear, bias": Arm({"name": "linear"}), "dist -12, bias": Arm(SPHERE)}
 # A control that was added after the results: rows drawn as wide as those of the other heads.
 ARMS["linear, wide"] = ARMS["linear"]
+# Part 3b: a scale that is learned while the exponent is annealed.
+ARMS["annealed, scale"] = ARMS["annealed"]
 
 
 class BiasedDistLayer(DistLayer):
@@ -84,6 +87,19 @@ class BiasedDistLayer(DistLayer):
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each label, `[N]`, from all logits."""
         return Head.nll(self, hidden_states, labels)
+
+
+class ScaledDistLayer(DistLayer):
+    """A distance head with a learned scale s = exp(log_scale): p_j ~ (d_j ** 2) ** (s * h_exp)."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, vocab_size, **options)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def lazy_logits(self, hidden_states: Tensor) -> DistanceLogits:
+        """Return what the logits are made of, for hidden states `[N, D]`."""
+        logits = super().lazy_logits(hidden_states)
+        return logits._replace(h_exp=logits.h_exp * self.log_scale.exp())
 
 
 def read_rows(folder: Path) -> tuple[Tensor, Tensor]:
@@ -115,6 +131,8 @@ def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
     head: Head
     if arm == "dist -12, bias":
         head = BiasedDistLayer(WIDTH, vocab_size, h_exp=SPHERE["h_exp"])
+    elif arm == "annealed, scale":
+        head = ScaledDistLayer(WIDTH, vocab_size, h_exp=SPHERE["h_exp"])
     else:
         head = build_head(ARMS[arm].settings, hidden_size=WIDTH, vocab_size=vocab_size)
     body = GPT2Model(config)
@@ -130,7 +148,8 @@ def run_once(
 
     Returns:
         `curve`, a list of `step` and what `probe` returns; `loss` on the second half of the
-        held-out rows, and `best_loss`, at the exponent or temperature fitted on the first half.
+        held-out rows, and `best_loss`, at the exponent or temperature fitted on the first half;
+        `scale`, where one is learned beside the exponent.
     """
     vocab_size = int(max(train.max(), held_out.max())) + 1
     body, head = build(arm, seed, vocab_size)
@@ -153,7 +172,8 @@ def run_once(
         head.renormalize_()
         if (step + 1) % PROBE_EVERY == 0 or step + 1 == num_steps:
             curve.append({"step": step + 1, **_probe(body, head, held_out)})
-    return {"curve": curve, **_losses(body, head, held_out)}
+    learned = {"scale": head.log_scale.exp().item()} if isinstance(head, ScaledDistLayer) else {}
+    return {"curve": curve, **_losses(body, head, held_out), **learned}
 
 
 @torch.no_grad()

@@ -8,11 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harmonic_sft.results import environment
+
 logger = logging.getLogger(__name__)
 
 
 class Store:
     """A file of runs.
+
+    A new row carries `git_commit` and `dirty` of the code that made it, see `environment`. Rows of
+    earlier versions have neither: their commit is not marked.
 
     Args:
         path: Made if it does not exist.
@@ -26,6 +31,8 @@ class Store:
         lines = path.read_text().splitlines() if path.is_file() else []
         rows = [json.loads(line) for line in lines]
         self.rows = {tuple(row[field] for field in self.fields): row for row in rows}
+        found = environment()  # now: the tree may change while the code that was read runs
+        self.code = {key: found[key] for key in ("git_commit", "dirty")}
 
     def known(self, **key: Any) -> dict[str, Any] | None:
         """Return a run, None if it was not made."""
@@ -45,6 +52,7 @@ class Store:
                 return None
             began = time.perf_counter()
             row = {**key, **run(), "seconds": round(time.perf_counter() - began, 1)}
+            row |= self.code
             with self.path.open("a") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
             logger.info("%s: %.1f s", name, row["seconds"])
