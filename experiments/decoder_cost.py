@@ -55,9 +55,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
                 f"{cost['seconds']:.2f}",
                 round(tokens / cost["seconds"]),
                 f"{cost['time_ratio']:.2f}",
-                cost["model_bytes"] // 2**20,
-                cost["peak_bytes_at_half"] // 2**20,
-                cost["peak_bytes"] // 2**20,
+                round(cost["model_bytes"] / 2**20),
+                round(cost["peak_bytes_at_half"] / 2**20),
+                round(cost["peak_bytes"] / 2**20),
             )
             for arm, cost in found.items()
         ]

@@ -256,7 +256,7 @@ def draw_subwords(payload: Payload, out_png: Path) -> Path:
         rows = [row["neighbors"] for row in payload[when].values()]
         left = [0.0] * len(rows)
         for kind, color in zip(rows[0], COLORS, strict=False):
-            widths = [100 * row[kind] for row in rows]
+            widths = [100 * row[kind]["mean"] for row in rows]
             axes.barh(list(payload[when]), widths, left=left, height=0.6, color=color, label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_title(f"{when} training", loc="left", fontsize="medium")

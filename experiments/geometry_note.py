@@ -138,12 +138,12 @@ def overhead(bench: Bench) -> Payload:
     """Measure whole training steps with every head and loss.
 
     Returns:
-        `rows` of `measure_overhead`.
+        `rows` of `measure_overhead`; `seeds`, the first alone.
     """
     with tempfile.TemporaryDirectory() as folder, quiet():
         run = configure(bench.family, PLAIN, bench.seeds[0], Path(folder))
         rows = measure_overhead(run, vocab_sizes=VOCAB_SIZES, rounds=ROUNDS)
-        return {"rounds": ROUNDS, "rows": rows}
+        return {"seeds": list(bench.seeds[:1]), "rounds": ROUNDS, "rows": rows}
 
 
 def calibration(bench: Bench) -> Payload:
@@ -299,22 +299,28 @@ def sweep(bench: Bench) -> Payload:
 
 
 def subwords(bench: Bench) -> Payload:
-    """Describe the neighbors of every kind of token, before and after training.
+    """Describe the neighbors of every kind of token, before and after training with every seed.
 
     Returns:
         `before` and `after`, each as `describe_neighbors`, and `kept`, the share of neighbors that
-        are the same.
+        are the same; of every share the spread over the seeds.
     """
-    run = train_arms(bench._replace(seeds=bench.seeds[:1]), [Arm(PLAIN, PLAIN)])[PLAIN][0].run
-    tokenizer: Any = AutoTokenizer.from_pretrained(run.output_dir, trust_remote_code=False)
-    model = load_trained(run.output_dir)
-    first, last = _first_neighbors(run.output_dir), _neighbors(model.dist_head.prototypes)
-    names = tokenizer.convert_ids_to_tokens(list(range(len(first))))
-    return {
-        "before": describe_neighbors(names, first),
-        "after": describe_neighbors(names, last),
-        "kept": neighbor_overlap(first, last),
-    }
+    found = []
+    for run, _ in train_arms(bench, [Arm(PLAIN, PLAIN)])[PLAIN]:
+        tokenizer: Any = AutoTokenizer.from_pretrained(run.output_dir, trust_remote_code=False)
+        first = _first_neighbors(run.output_dir)
+        last = _neighbors(load_trained(run.output_dir).dist_head.prototypes)
+        names = tokenizer.convert_ids_to_tokens(list(range(len(first))))
+        before, after = (describe_neighbors(names, neighbors) for neighbors in (first, last))
+        found.append({"before": before, "after": after, "kept": neighbor_overlap(first, last)})
+    return _over_seeds(found)
+
+
+def _over_seeds(values: Sequence[Any]) -> Any:
+    """Return the spread of every share; counts are those of the vocabulary, the same each time."""
+    if isinstance(values[0], dict):
+        return {key: _over_seeds([value[key] for value in values]) for key in values[0]}
+    return spread(values) if isinstance(values[0], float) else values[0]
 
 
 def add_differences(rows: Sequence[Row]) -> None:
@@ -392,7 +398,7 @@ def _overhead_table(payload: Payload) -> Table:
             row["name"],
             row["seconds"],
             f"{100 * row['overhead']:+.1f}",
-            row["peak_bytes"] // 2**20,
+            round(row["peak_bytes"] / 2**20),
             f"{row['prepare_seconds']:.1f}",
         ]
         for row in payload["rows"]
@@ -460,7 +466,7 @@ def _subwords_table(payload: Payload) -> Table:
     for when in ("before", "after"):
         for kind, found in payload[when].items():
             shares = [*found["neighbors"].values(), found["same_form"], found["twin_found"]]
-            cells = [None if share is None else f"{100 * share:.1f}" for share in shares]
+            cells = [show_spread(share, scale=100, digits=1) for share in shares]
             rows.append([f"{kind}, {when} training", found["tokens"], *cells])
     return columns, rows
 

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         results = measure(arms, baseline=PLAIN, rounds=options.steps, device=device)
     rows = [
-        (name, f"{r['seconds']:.3f}", f"{r['time_ratio']:.2f}", r["peak_bytes"] // 2**20)
+        (name, f"{r['seconds']:.3f}", f"{r['time_ratio']:.2f}", round(r["peak_bytes"] / 2**20))
         for name, r in results.items()
     ]
     show_table(

@@ -24,6 +24,14 @@ def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys):
     assert "V = 8,000" in capsys.readouterr().out
 
 
+def test_bytes_are_rounded_to_the_nearest_mebibyte(tmp_path, capsys, monkeypatch):
+    sizes = {"model_bytes": 3 * 2**20 - 1, "peak_bytes_at_half": 5 * 2**20 - 1}
+    cost = {"seconds": 1.0, "time_ratio": 1.0, "peak_bytes": 7 * 2**20 - 1, **sizes}
+    monkeypatch.setattr(decoder_cost, "compare", lambda options, vocab_size: {"arm": cost})
+    assert main(["decoder_cost", "--vocab-sizes", "9", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split()[-3:] == ["3", "5", "7"]
+
+
 def test_with_lora_updates_and_head_train_in_16_bits(tmp_path):
     options = ["--length", "32", "--vocab-sizes", "700", "--lora", "--dtype", "bfloat16"]
     assert main(["decoder_cost", *OPTIONS, *options, "--output", str(tmp_path)]) == 0

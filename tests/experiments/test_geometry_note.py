@@ -15,16 +15,23 @@ from harmonic_sft.training import load_run_config
 
 @pytest.fixture
 def run_part(family_file, family_runs, tmp_path, capsys):
-    """Run a part with one seed; return what it found and printed."""
+    """Run a part, with one seed unless others are named; return what it found and printed."""
 
-    def run(part):
+    def run(part, *seeds):
         where = ["--file", str(family_file), "--family", str(family_runs)]
-        options = ["--part", part, "--seeds", "42", "--output", str(tmp_path)]
+        options = ["--part", part, "--output", str(tmp_path)]
+        options += ["--seeds", *map(str, seeds or [42])]
         assert main(["geometry_note", *options, *where]) == 0
         assert (tmp_path / f"{part}.png").stat().st_size > 10_000
         return read_results(tmp_path / f"{part}.json"), capsys.readouterr().out
 
     return run
+
+
+def test_a_peak_is_rounded_to_the_nearest_mebibyte():
+    row = {"vocab_size": 9, "name": "arm", "seconds": 1.0, "overhead": 0.0, "prepare_seconds": 0.0}
+    _, cells = PARTS["overhead"][1]({"rows": [{**row, "peak_bytes": 2 * 2**20 - 1}]})
+    assert cells[0][4] == 2
 
 
 def by_name(payload):
@@ -114,8 +121,22 @@ def test_subwords_are_described_before_and_after_training(run_part):
     for when in ("before", "after"):
         tokens = {kind: found["tokens"] for kind, found in payload[when].items()}
         assert tokens == {"word": 104, "special": 5}
-    assert 0 < payload["kept"] < 1
+    assert 0 < payload["kept"]["mean"] < 1
     assert "word, before training" in printed
+    assert payload["seeds"] == [42]
+
+
+@pytest.mark.slow
+def test_subwords_are_of_every_seed(run_part):
+    payload, printed = run_part("subwords", 42, 43)
+    assert payload["seeds"] == [42, 43]
+    before, after = (payload[when]["word"]["neighbors"]["word"] for when in ("before", "after"))
+    assert before["values"][0] == before["values"][1]  # what training began with
+    for found in (payload["kept"], after):
+        assert found["seeds"] == 2
+        assert found["values"][0] != found["values"][1]
+        assert found["mean"] == pytest.approx(sum(found["values"]) / 2)
+    assert f"{100 * after['mean']:.1f} ± {100 * after['half_width']:.1f}" in printed
 
 
 def test_levels_lie_between_the_worst_end_and_the_lowest_start():

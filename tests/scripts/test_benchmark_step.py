@@ -20,3 +20,11 @@ def test_the_arms_take_turns_and_the_figures_are_written(tmp_path, capsys, use_s
     # Memory, unlike time, is the same on every machine: no logits for unlabelled tokens.
     assert results["harmonic head"]["peak_bytes"] < 0.6 * plain["peak_bytes"]
     assert "ratio" in capsys.readouterr().out
+
+
+def test_a_peak_is_rounded_to_the_nearest_mebibyte(capsys, monkeypatch):
+    found = {"arm": {"seconds": 1.0, "time_ratio": 1.0, "peak_bytes": 7 * 2**20 - 1}}
+    monkeypatch.setattr(benchmark_step, "build_arms", lambda *_: {})
+    monkeypatch.setattr(benchmark_step, "measure", lambda *_, **__: found)
+    assert benchmark_step.main([]) == found
+    assert capsys.readouterr().out.split()[-1] == "7"
