@@ -16,7 +16,7 @@ from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.calibration import BOUNDS
-from harmonic_sft.eval.statistics import holm, show_interval, t_interval, verdict
+from harmonic_sft.eval.statistics import UNDECIDED, holm, show_interval, t_interval, verdict
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_table
@@ -54,12 +54,14 @@ COMPARED = {  # title, factor and digits
     "post_hoc_brier": ("best Brier score", 1, 3),
 }
 DIFFERENCE_COLUMNS = ["run", "metric", "difference", "seeds", "p (Holm)", "verdict"]
+MIN_SEEDS = 5  # of a difference that is more than undecided
 DIFFERENCE_NOTE = (
-    "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm. "
+    "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm; "
+    f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
 )
 ONE_SEED = (
     "Which run is better is undecided, since one seed decides nothing: give runs that differ "
-    "only in training.seed. "
+    f"only in training.seed, at least {MIN_SEEDS} of each. "
 )
 METRIC_COLUMNS = [
     "",
@@ -267,7 +269,7 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
             show_interval(difference, scale=scale, digits=digits),
             str(difference["seeds"]),
             None if p is None else f"{p:.3f}",
-            verdict(difference, p),
+            verdict(difference, p) if difference["seeds"] >= MIN_SEEDS else UNDECIDED,
         )
         for (name, title, difference, scale, digits), p in zip(found, corrected, strict=True)
     ]

@@ -99,6 +99,17 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
     assert "On 500 tokens of 20 documents." in caplog.text
 
 
+@pytest.mark.parametrize(("num_seeds", "word"), [(4, "undecided"), (5, "higher")])
+def test_fewer_than_five_seeds_decide_nothing(num_seeds, word, capsys, caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    base = seeds_of("base", -12.0, [4.0] * num_seeds)
+    compare_runs([*base, *seeds_of("other", -4.0, [9.0, 9.01] * 2 + [9.0][: num_seeds - 4])], None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = (row for row in rows if row[:3] == ["other0", "loss,", "nats"])
+    assert row[-3:] == [str(num_seeds), "0.000", word]
+    assert "with fewer than 5 seeds a difference is undecided" in caplog.text
+
+
 def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
     arms = {"a": (-12.0, [4.0, 4.1]), "b": (-4.0, [4.5, 4.62]), "c": (-8.0, [3.9, 4.02])}
     folders = []
