@@ -28,6 +28,7 @@ demo: $(DEMO_INSTALLED)
 	$(TRAIN) configs/demo_constant.yaml resume=true
 	$(TRAIN) configs/demo.yaml resume=true
 	$(BIN)/harmonic-sft compare runs/demo_base runs/demo_constant runs/demo --figure runs/demo.png
+	$(BIN)/harmonic-sft eval runs/demo
 
 demo-compare: demo
 	$(TRAIN) configs/demo_linear.yaml resume=true
@@ -56,7 +57,7 @@ test-upstream: $(UPSTREAM)/.installed
 
 # Opens the HTML report in a real browser. On Debian: sudo apt-get install --no-install-recommends chromium
 test-browser: $(INSTALLED)
-	@command -v chromium google-chrome >/dev/null || { echo "browser: expected Chromium, got none." \
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "browser: expected Chromium, got none." \
 		"On Debian run: sudo apt-get install --no-install-recommends chromium" >&2; exit 1; }
 	$(BIN)/python -m pytest -m browser
 
