@@ -26,7 +26,8 @@ from harmonic_sft.results import show_table
 from scripts import grpo_example
 
 logger = logging.getLogger(__name__)
-NUM_STEPS, TUNING_STEPS, QUICK_STEPS = 350, 150, 4
+NUM_STEPS, TUNING_STEPS = 350, 150
+QUICK_STEPS, QUICK_ROWS = 4, 8
 RATES = (1e-3, 3e-3, 1e-2)
 REFRESH_EVERY = 100  # steps after which neighbors are found again
 AUXILIARY_WEIGHT = 0.1  # of the von Mises-Fisher loss beside the main one
@@ -106,13 +107,23 @@ def main(name: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.steps = 2, QUICK_STEPS
-    payload = run(options.data, options.seeds, options.steps, options.output)
+    num_rows = QUICK_ROWS if options.quick else None
+    payload = run(options.data, options.seeds, options.steps, options.output, num_rows)
     _show(payload)
     keep(name, payload, options.output)
 
 
-def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, Any]:
+def run(
+    data: Path, num_seeds: int, num_steps: int, output: Path, num_rows: int | None = None
+) -> dict[str, Any]:
     """Train what is not trained yet, seed by seed.
+
+    Args:
+        data: Folder with `text`.
+        num_seeds: Seeds 0, 1, ...
+        num_steps: Of every model, and at most as many of what follows its training.
+        output: Where the finished runs are kept.
+        num_rows: The most rows of a text that a model is scored on; None: all.
 
     Returns:
         `arms`, by name: `rate`, and intervals over seeds of `best_loss` (nats a token of the test
@@ -127,6 +138,8 @@ def run(data: Path, num_seeds: int, num_steps: int, output: Path) -> dict[str, A
     if num_seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {num_seeds}")
     corpus = gpt.read_corpus(data / "text")
+    held_out = {"validation": corpus.validation[:num_rows], "test": corpus.test[:num_rows]}
+    corpus = corpus._replace(**held_out)
     other = read_other(data / "text", corpus)
     swept = Store(output / "rates.jsonl", ("arm", "num_steps"))
     trained = Store(output / "runs.jsonl", ("arm", "num_steps", "seed"))
@@ -217,8 +230,9 @@ def run_once(
     body: Any = model[0]
     head: Any = model[1]
     scores = gpt.score(body, head, corpus)
-    validation, rest = other[: gpt.NUM_VALIDATION], other[gpt.NUM_VALIDATION :]
-    test, shots = rest[: gpt.NUM_TEST], rest[gpt.NUM_TEST :].split(NUM_SHOTS)[seed]
+    num_validation, num_test = len(corpus.validation), len(corpus.test)
+    validation, rest = other[:num_validation], other[num_validation:]
+    test, shots = rest[:num_test], rest[num_test:].split(NUM_SHOTS)[seed]
     policy = {"leash": leash(body, corpus, seed, num_steps)} if arm == "linear" else {}
     return policy | {
         "curve": curve,

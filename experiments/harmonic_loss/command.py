@@ -43,6 +43,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--figure", required=True, choices=list(DRAW), help="of the paper")
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
     parser.add_argument("--epochs", type=int, help="other than the paper's, of every cell")
+    parser.add_argument("--penalty", type=float, help="other than the paper's, of every cell")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
@@ -160,6 +161,8 @@ def _cells(options: argparse.Namespace) -> list[Row]:
         raise ValueError(f"only: expected a part of a cell's name, got {options.only!r}")
     if options.epochs:
         cells = [replace(cell, num_epochs=options.epochs) for cell in cells]
+    if options.penalty is not None:
+        cells = [replace(cell, penalty=options.penalty) for cell in cells]
     if not options.tabulate:
         train_cells(cells, options.seeds, options.out, options.workers)
     found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]

@@ -262,8 +262,8 @@ def _draw_partition(axes: "Axes", best: Row) -> None:
     for number in range(max(numbers) + 1):
         members = np.flatnonzero(numbers == number)
         label = " ".join("".join(map(str, GROUP[member])) for member in members)
-        style = {"color": f"C{number % 10}", "marker": "os"[number // 10]}
-        axes.plot(*places[members].T, linestyle="", ms=7, label=label, **style)
+        color, marker = f"C{number % 10}", "os"[number // 10]
+        axes.plot(*places[members].T, marker, color=color, ms=7, label=label)
     axes.set(xlabel="first component", ylabel="second component")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small", frameon=False)
 

@@ -1,6 +1,7 @@
 """Appendix G.1: ResNet-50 on ImageNet under a linear and a distance head. Not run at scale.
 
-accelerate launch -m experiments.harmonic_loss.imagenet FOLDER --head dist --output runs/resnet50
+On eight GPUs, after `accelerate launch --config_file configs/accelerate/multi_gpu.yaml`:
+-m experiments.harmonic_loss.imagenet FOLDER --head dist --batch 32
 
 FOLDER has `train` and `val`, each with one folder of images for each class.
 """
@@ -151,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = rate
         losses.append(_train_epoch(accelerator, model, optimizer, train_loader))
         accelerator.print(f"epoch {epoch + 1}: loss {losses[-1]:.4f}")
-    found = {"head": head, "losses": losses, **_evaluate(accelerator, model, val_loader)}
+    num_images = {split: len(part) for split, part in parts.items()}
+    scores = _evaluate(accelerator, model, val_loader)
+    found = {"head": head, "num_images": num_images, "losses": losses, **scores}
     accelerator.print(f"top-1 {found['top_1']:.4f}, top-5 {found['top_5']:.4f}")
     if accelerator.is_main_process:
         payload = {**found, "options": {k: str(v) for k, v in vars(options).items()}}

@@ -72,6 +72,14 @@ def test_a_cell_that_has_its_file_is_not_trained_again(folder, monkeypatch):
     assert main([*command, "--tabulate"]) == 0
 
 
+def test_another_penalty_makes_cells_that_are_not_the_papers(folder):
+    command = ["harmonic_loss", "--figure", "B", "--quick", "--penalty", "0", "--out", str(folder)]
+    assert main(command) == 0
+    rows = read_results(folder / "figure_B.json")["rows"]
+    assert [row["cell"]["penalty"] for row in rows] == [0, 0]
+    assert [row["published"] for row in rows] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -67,3 +67,4 @@ def test_two_epochs_run_and_write_what_was_found(head, images, tmp_path):
     assert 0 <= found["top_1"] <= found["top_5"] == 1  # of two classes
     kept = read_results(tmp_path / f"resnet50_{head}.json")
     assert (kept["head"]["name"], kept["top_1"]) == (head, found["top_1"])
+    assert kept["num_images"] == {"train": 12, "val": 6}
