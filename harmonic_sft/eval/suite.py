@@ -73,7 +73,8 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
 
     Returns:
         Rows with `group`, `set`, `metric`, `value`, `better` ("higher", "lower" or ""), and perhaps
-        `n` and `note`; or `group`, `set` and `missing`, what is needed.
+        `n`, `note` and `unknown`, the words left out; or `group`, `set` and `missing`, what is
+        needed.
     """
     folder, limit = sets or Path("none"), LIMITS[size]
     rows = [row for name in subject.texts for row in _text(subject, name)]
@@ -276,12 +277,14 @@ def _ratings_of(subject: Subject, path: Path) -> Rows:
         table, ids, ratings, unknown = word_table(
             subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces=key
         )
-        note = f"{len(unknown)} words left out: {', '.join(unknown[:SHOWN_WORDS])}"
-        more = {"n": len(ids), "note": note if unknown else "", "better": "higher"}
+        words = ", ".join(unknown[:SHOWN_WORDS]) + ", ..." * (len(unknown) > SHOWN_WORDS)
+        note = f"{len(unknown)} words left out: {words}"
+        left_out = {"note": note, "unknown": unknown} if unknown else {}
         if len(ids) < 3:
             what = f"3 pairs of known words, {len(ids)} of {len(pairs)} are"
-            yield {"group": "geometry", "set": path.stem, "missing": what}
+            yield {"group": "geometry", "set": path.stem, "missing": what, **left_out}
             continue
+        more = {"n": len(ids), "better": "higher", **left_out}
         for metric, value in word_similarity(table, ids, ratings).items():
             yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
 

@@ -14,9 +14,9 @@ def tokenizer(tiny_base):
     return AutoTokenizer.from_pretrained(tiny_base)
 
 
-def rows_of(model, tokenizer, states, labels):
+def rows_of(model, tokenizer, states, labels, sets=None):
     subject = Subject(model.eval(), tokenizer, (states, labels), None, {}, {}, None)
-    rows = measure(subject, None, size="quick")
+    rows = measure(subject, sets, size="quick")
     return {(row["set"], row.get("metric")): row for row in rows}
 
 
@@ -51,3 +51,17 @@ def test_hubs_are_counted_among_some_of_the_prototypes(tiny_base, tokenizer, mon
     rows = rows_of(model, tokenizer, torch.ones(1, 32), torch.tensor([5]))
     assert rows["prototypes", "hubness"]["n"] == 50
     assert rows["prototypes", "mean cosine"]["n"] == 109
+
+
+@pytest.mark.parametrize("num_known", [2, 4])
+def test_unknown_words_are_counted_and_all_listed(num_known, tiny_base, tokenizer, tmp_path):
+    (tmp_path / "wordsim").mkdir()
+    known = [f"aa\tb{letter}\t{place}" for place, letter in enumerate("abcd"[:num_known])]
+    unknown = [f"unknown{place}" for place in range(7)]
+    lines = ["word1\tword2\tscore", *known, *(f"{word}\taa\t1" for word in unknown)]
+    (tmp_path / "wordsim" / "tiny.tsv").write_text("\n".join(lines))
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    rows = rows_of(model, tokenizer, torch.ones(1, 32), torch.tensor([5]), tmp_path)
+    row = rows["tiny", "Spearman, cosine, single tokens" if num_known == 4 else None]
+    assert row["unknown"] == unknown
+    assert row["note"] == f"7 words left out: {', '.join(unknown[:5])}, ..."
