@@ -9,7 +9,9 @@ import pytest
 from accelerate.commands.config import load_config_from_file
 
 from harmonic_sft.config import parse, read_yaml, to_yaml
+from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import RunConfig, load_run_config
+from scripts.make_neobert import main as make_neobert
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
@@ -91,6 +93,39 @@ def test_what_a_recipe_costs_is_what_was_measured():
     best = json.loads((ROOT / "docs" / "demo_results.json").read_text())["demo"]["final"]
     for text in (guide, (ROOT / "configs" / "neobert.yaml").read_text()):
         assert f"{best['post_hoc_loss']:.2f} at the best exponent" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recommended_encoder", "recommended_decoder"])
+def test_a_recommendation_trains_and_keeps_the_head_of_its_base(
+    name, causal_base, text_file, tmp_path
+):
+    rows = [{"instruction": text, "output": text} for text in text_file.read_text().splitlines()]
+    path, base, length = text_file, tmp_path / "base", 16
+    if name == "recommended_encoder":
+        make_neobert(["--small", str(base)])
+    else:
+        path, base, length = tmp_path / "rows.jsonl", causal_base, 64
+        path.write_text("\n".join(map(json.dumps, rows)))
+    own = f"model.base={base}", "model.revision=null", "check_base=false"
+    data = f'data.sources=[{{path: "{path}"}}]', f"data.context_length={length}"
+    steps = "training.max_steps=2", "training.num_train_epochs=1", "training.save_steps=2"
+    place = f"training.output_dir={tmp_path / 'run'}", "training.use_cpu=true"
+    more = "data.eval.documents=8", "training.eval_steps=2"
+    run = load_run_config(ROOT / "configs" / f"{name}.yaml", [*own, *data, *steps, *place, *more])
+    results = train(run)
+    assert results["before"]["loss"] == pytest.approx(results["swap"]["old_head"]["loss"], abs=1e-3)
+    assert results["steps"] == 2
+    assert results["final"]["loss"] != results["before"]["loss"]
+
+
+def test_a_recommendation_says_what_earned_it():
+    results = " ".join((ROOT / "experiments" / "worth_it" / "README.md").read_text().split())
+    for name in ("encoder", "decoder"):
+        header = (ROOT / "configs" / f"recommended_{name}.yaml").read_text().split("model:")[0]
+        assert "No distance head has earned a recommendation yet." in header
+        for loss, half_width in re.findall(r"(\d\.\d{3}) \+- (\d\.\d{3})", header):
+            assert f"{loss} \u00b1 {half_width}" in results
 
 
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
