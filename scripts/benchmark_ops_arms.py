@@ -297,9 +297,6 @@ ARMS = {
     "harmonic, distilled": Arm(_distilled, products=4),
     "linear, transport on fixed points": Arm(_transported(moving=False), products=4),
     "linear, transport on its prototypes": Arm(_transported(moving=True), products=6),
-    "harmonic, bfloat16 gradients": Arm(
-        _distance(options=LossOptions(gradient_dtype=torch.bfloat16))
-    ),
     "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
     "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
 }

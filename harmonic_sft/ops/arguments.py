@@ -34,7 +34,6 @@ class Arguments(NamedTuple):
         needs: Which of the first five arguments get gradients.
         early: Make the gradients in the forward pass.
         with_metrics: Also measure `TokenMetrics`.
-        gradient_dtype: What the gradient products multiply in; None is float32 or better.
         impl: "chunked" or "triton".
     """
 
@@ -58,7 +57,6 @@ class Arguments(NamedTuple):
     needs: tuple[bool, ...]
     early: bool
     with_metrics: bool
-    gradient_dtype: torch.dtype | None
     impl: str
 
     def needs_gradient(self, name: str) -> bool:

@@ -237,7 +237,6 @@ def chunked_loss(
         needs,
         options.gradients == "forward" and any(others),
         with_metrics,
-        options.gradient_dtype,
         _resolve(impl, stage, logits.hidden_states, logits.weight),
     )
     return Results(*chunked_op(*arguments))

@@ -58,9 +58,7 @@ class Softmax:
         hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
         self.bias_gradient = gradients.get("class_bias")
-        operand_dtype = arguments.gradient_dtype or dtype
-        if on_cpu and not multiplies_bfloat16():
-            operand_dtype = dtype
+        operand_dtype = dtype
         if arguments.impl == "triton" and is_16_bit:
             # What the states are rounded to is enough for what their gradients are made of.
             operand_dtype = torch.bfloat16
@@ -219,12 +217,6 @@ def forward(*flat: Any) -> Results:
     metrics = map(torch.cat, zip(*measured, strict=True)) if measured else nothing
     exponent = exponent if learns else loss.new_empty(0)
     return Results(loss, *metrics, exponent, *_finished(arguments, gradients))
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for it: without, it takes 20 times as long."""
-    there = torch.backends.mkldnn.is_available()
-    return there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:

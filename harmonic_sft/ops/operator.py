@@ -16,7 +16,7 @@ _ARGUMENTS = (
     "Tensor? second_weight, Tensor labels, Tensor? target_weights, Tensor? token_weights, "
     "Tensor? second_states, Tensor? second_bias, Tensor mix, str stage, str kind, float eps, "
     "float label_smoothing, float z_loss, int num_heads, bool[] needs, bool early, "
-    "bool with_metrics, ScalarType? gradient_dtype, str impl"
+    "bool with_metrics, str impl"
 )
 _SCHEMA = f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * len(Results._fields))})"
 

@@ -25,8 +25,6 @@ class LossOptions:
             "recompute" makes them in the backward pass, which starts again: a fourth product, and
             no gradient is held in between. An upstream gradient that differs between tokens
             recomputes anyway.
-        gradient_dtype: `torch.bfloat16` multiplies the two gradient products in it, at an error of
-            some 1e-4, where the processor has instructions for it; None keeps float32 or better.
     """
 
     token_weights: Tensor | None = None
@@ -35,7 +33,6 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     gradients: Literal["forward", "recompute"] = "forward"
-    gradient_dtype: torch.dtype | None = None
 
 
 class TokenMetrics(NamedTuple):
@@ -154,7 +151,6 @@ def _check_options(
         if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor without requires_grad. Detach it")
     check_choice("gradients", options.gradients, ("forward", "recompute"))
-    check_choice("gradient_dtype", options.gradient_dtype, (None, torch.bfloat16))
     if not 0 <= options.label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
     if options.z_loss < 0:

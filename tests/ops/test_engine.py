@@ -153,20 +153,6 @@ def test_memory_does_not_grow_with_the_tokens(num_tokens, smoothing):
     assert live.peak - results < 1.25 * (1 + (smoothing > 0)) * engine.KEPT_ROWS * 4 * 20_000
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_bfloat16_products_are_made_where_a_processor_has_them(there, monkeypatch):
-    monkeypatch.setattr(engine, "multiplies_bfloat16", lambda: there)
-    found = []
-    for dtype in (torch.bfloat16, None):
-        states, prototypes, labels = make_inputs(torch.float32)
-        options = LossOptions(gradient_dtype=dtype)
-        linear_cross_entropy(
-            states, prototypes, labels, reduction="sum", options=options
-        ).backward()
-        found.append(states.grad)
-    assert torch.equal(*found) == (not there)
-
-
 def digest():
     import hashlib
 

@@ -104,10 +104,6 @@ REFUSED = {
         {"gradients": "backward"},
         r"^gradients: expected one of \['forward', 'recompute'\], got 'backward'$",
     ),
-    "gradient_dtype": (
-        {"gradient_dtype": torch.float16},
-        r"^gradient_dtype: expected one of \[None, torch.bfloat16\], got torch.float16$",
-    ),
     "label_smoothing above": (
         {"label_smoothing": 1.5},
         r"^label_smoothing: expected 0 to 1, got 1.5$",
