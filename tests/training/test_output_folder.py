@@ -61,6 +61,7 @@ def test_what_no_run_writes_is_not_deleted(make_yaml, own):
 
 
 def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
+    caplog.set_level("INFO")
     path = make_yaml(training={"ignore_data_skip": False})  # said, as a template may
     run = load_run_config(path, ["resume=true"])
     check_run(run)
