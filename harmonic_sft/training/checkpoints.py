@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
@@ -229,19 +228,11 @@ def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
-    saved = load_file(folder / RESUME_FILE)
-    with safe_open(folder / RESUME_FILE, "pt") as file:  # where an earlier version wrote it
-        frozen = (file.metadata() or {}).get("frozen_sha256")
-    load_exactly_(model, saved, folder, names=_trained_state(model), frozen=frozen)
+    load_exactly_(model, load_file(folder / RESUME_FILE), folder, names=_trained_state(model))
 
 
 def load_exactly_(
-    model: HarmonicHeadModel,
-    saved: dict[str, Tensor],
-    folder: Path,
-    *,
-    names: Collection[str],
-    frozen: str | None = None,
+    model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
 ) -> None:
     """Lay what a checkpoint trained over the weights of its base, and over no others.
 
@@ -250,7 +241,6 @@ def load_exactly_(
         saved: What was trained.
         folder: Of the checkpoint, whose manifest knows the frozen weights.
         names: Of the tensors that the model trains.
-        frozen: Checksum of the frozen weights where the manifest has none.
 
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
@@ -261,7 +251,7 @@ def load_exactly_(
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    frozen = (_read_manifest(folder) or {}).get("frozen_sha256") or frozen
+    frozen = (_read_manifest(folder) or {}).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
             f"resume: expected the frozen weights that {str(folder)!r} was trained on, got others. "

@@ -365,16 +365,6 @@ def test_another_base_than_such_a_checkpoint_was_trained_on_is_refused(
         train(load_run_config(path, ["resume=true"]))
 
 
-def test_a_checkpoint_of_an_earlier_version_knows_its_base_too(tiny_base, tmp_path):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base))
-    save_trained(model, tmp_path)
-    load_trained_(model, tmp_path)
-    file = tmp_path / RESUME_FILE
-    save_file(load_file(file), file, metadata={"format": "pt", "frozen_sha256": "another"})
-    with pytest.raises(ValueError, match="resume: expected the frozen weights that"):
-        load_trained_(model, tmp_path)
-
-
 @pytest.mark.parametrize("save", ["full", "trainable"])
 def test_a_resumed_run_may_save_in_the_other_way(
     make_yaml, finished_run, trainable_run, tmp_path, save
