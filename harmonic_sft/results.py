@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -64,6 +64,16 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_secrets(entry) for key, entry in value.items()}
     return [without_secrets(entry) for entry in value] if isinstance(value, list) else value
+
+
+def leaves(node: Any, key: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to `a.b.c: value`."""
+    if not isinstance(node, Mapping):
+        return {key: node}
+    flat = {}
+    for name, value in node.items():
+        flat |= leaves(value, f"{key}.{name}" if key else str(name))
+    return flat
 
 
 def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Path:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.hub.model_card import TASKS
-from harmonic_sft.hub.run_folder import is_on_hub, public_base
+from harmonic_sft.hub.run_folder import is_pinned, public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,
@@ -268,7 +268,7 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
         license_link=license.get("license_link"),
         library_name="transformers",
         pipeline_tag=TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
-        base_model=base if base and is_on_hub(base, config.base_revision) else None,
+        base_model=base if is_pinned(base, config.base_revision) else None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n"
 

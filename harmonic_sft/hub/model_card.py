@@ -13,10 +13,10 @@ from transformers import TrainingArguments
 
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
-from harmonic_sft.hub.run_folder import is_on_hub, last_part
+from harmonic_sft.hub.run_folder import is_pinned, last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.results import without_secrets
+from harmonic_sft.results import leaves, without_secrets
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HEAD_KINDS = {
@@ -225,7 +225,7 @@ def _eval_results(
 def _hub_name(config: HarmonicConfig) -> str | None:
     """Return the base's name on the Hub, None if it is not there."""
     name = config.base_model
-    return name if name is not None and is_on_hub(name, config.base_revision) else None
+    return name if is_pinned(name, config.base_revision) else None
 
 
 def _base(config: HarmonicConfig) -> str | None:
@@ -282,20 +282,11 @@ def _hyperparameters(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
             and not PRIVATE_SETTINGS.match(name)
         },
     }
-    for name, value in _leaves(sections):
+    for name, value in leaves(sections).items():
         if value is not None and value != [] and not _holds_path(value):
             whole = isinstance(value, float) and value.is_integer()
             shown = value if isinstance(value, str) else json.dumps(int(value) if whole else value)
             yield _code(name), _code(shown)
-
-
-def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings to `a.b`, value."""
-    if not isinstance(node, Mapping):
-        yield name, node
-        return
-    for key, value in node.items():
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def _holds_path(value: Any) -> bool:

@@ -134,14 +134,6 @@ def is_pinned(base: str | None, revision: str | None) -> bool:
     return bool(HUB_NAME.fullmatch(base or "") and COMMIT.fullmatch(revision or ""))
 
 
-def is_on_hub(base: str, revision: str | None) -> bool:
-    """Whether a base is on the Hub."""
-    if revision is None or not HUB_NAME.fullmatch(base):
-        return False
-    # An earlier version recorded the branch that was asked for, also of a folder.
-    return is_pinned(base, revision) or not Path(base).exists()
-
-
 def last_part(path: str) -> str | None:
     """Return a path's last part, None if that would be a home or a dot."""
     parts = [part for part in re.split(r"[\\/]+", path) if part.strip(".")]
@@ -150,6 +142,6 @@ def last_part(path: str) -> str | None:
 
 def public_base(base: str | None, revision: str | None) -> str | None:
     """Return the name of a base, of a folder of this machine only its last part."""
-    if base is None or base.startswith("package:") or is_on_hub(base, revision):
+    if base is None or base.startswith("package:") or is_pinned(base, revision):
         return base
     return last_part(base)

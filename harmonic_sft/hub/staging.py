@@ -21,7 +21,6 @@ from harmonic_sft.hub.run_folder import (
     ADAPTER_FOLDER,
     INDEX,
     TrainedFolder,
-    is_on_hub,
     is_pinned,
     public_base,
     read_tensors,
@@ -83,8 +82,11 @@ def stage(
         adapter = trained.path / ADAPTER_FOLDER
         _copy(adapter, target, (WEIGHTS_NAME, CONFIG_NAME))
     else:
-        write = _write_full if form == "full" else _write_trained
-        write(trained, target)
+        if form == "full":
+            weights = [path.name for path in weight_files(trained.path)]
+            _copy(trained.path, target, (*weights, INDEX))
+        else:
+            _write_trained(trained, target)
         _write_config(trained, target, partial=form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         (target / LICENSE).write_text(license_of_code())
@@ -174,7 +176,7 @@ def check_weights(trained: TrainedFolder) -> None:
 
 def base_license(config: HarmonicConfig) -> dict[str, str]:
     """Return what the base's card says of its license, nothing if there is no card to be read."""
-    if config.base_model is None or not is_on_hub(config.base_model, config.base_revision):
+    if config.base_model is None or not is_pinned(config.base_model, config.base_revision):
         return {}
     try:
         card = hf_hub_download(config.base_model, "README.md", revision=config.base_revision)
@@ -241,10 +243,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             )
     fields.pop("name_or_path", None)
     _write_json(path, fields)
-
-
-def _write_full(trained: TrainedFolder, target: Path) -> None:
-    _copy(trained.path, target, (*(path.name for path in weight_files(trained.path)), INDEX))
 
 
 def _write_trained(trained: TrainedFolder, target: Path) -> None:

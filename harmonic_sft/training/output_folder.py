@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_weights
-from harmonic_sft.results import read_results, read_whole, without_secrets, write_whole
+from harmonic_sft.results import leaves, read_results, read_whole, without_secrets, write_whole
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -172,22 +172,12 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
     An address that is signed again is the same one.
     """
-    before, after = (_leaves(without_secrets(to_plain(run))) for run in (old, new))
+    before, after = (leaves(without_secrets(to_plain(run))) for run in (old, new))
     return sorted(
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS)
     )
-
-
-def _leaves(node: Any, key: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to `a.b.c: value`."""
-    if not isinstance(node, dict):
-        return {key: node}
-    flat = {}
-    for name, value in node.items():
-        flat |= _leaves(value, f"{key}.{name}" if key else name)
-    return flat
 
 
 def _leftovers(folder: Path) -> list[Path]:

@@ -357,8 +357,8 @@ def test_the_head_form_says_what_comes_from_where():
 @pytest.mark.parametrize(
     ("base", "revision", "shown", "linked"),
     [
-        ("chandar-lab/NeoBERT", "abc", "[chandar-lab/NeoBERT]", True),
-        ("bert-base-uncased", "abc", "[bert-base-uncased]", True),
+        ("chandar-lab/NeoBERT", "a" * 40, "[chandar-lab/NeoBERT]", True),
+        ("bert-base-uncased", "a" * 40, "[bert-base-uncased]", True),
         ("/home/alice/models/demo_base", None, "the local model `demo_base`", False),
         ("runs/demo_base", None, "`demo_base`", False),
         ("~alice", None, "This is a local model", False),
