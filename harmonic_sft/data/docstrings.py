@@ -9,9 +9,10 @@ from pathlib import Path
 EXCLUDED_FOLDERS = frozenset(
     {"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )
+MIN_LENGTH = 40  # of a docstring, in characters
 
 
-def standard_library_docstrings(root: Path | None = None, *, min_length: int = 40) -> list[str]:
+def standard_library_docstrings(root: Path | None = None) -> list[str]:
     """Collect the distinct docstrings of modules, classes and functions, without importing them.
 
     Those of one file are one document: rows of a context length come out full, and about one thing.
@@ -26,7 +27,7 @@ def standard_library_docstrings(root: Path | None = None, *, min_length: int = 4
     seen: set[str] = set()
     documents = []
     for path in files:
-        texts = dict.fromkeys(text for text in _file_docstrings(path) if len(text) >= min_length)
+        texts = dict.fromkeys(text for text in _file_docstrings(path) if len(text) >= MIN_LENGTH)
         new = [text for text in texts if text not in seen]
         seen.update(new)
         if new:

@@ -75,7 +75,8 @@ def recognize(row: Mapping[str, Any]) -> Format:
                 return "sharegpt"
     if all(isinstance(row.get(name), str) or _is_list(row.get(name)) for name in PROMPTED):
         return "prompt_completion"
-    if isinstance(row.get("instruction"), str) and _has_text(row, "output", "response"):
+    is_answered = any(isinstance(row.get(name), str) for name in ("output", "response"))
+    if is_answered and isinstance(row.get("instruction"), str):
         return "alpaca"
     if isinstance(row.get("text"), str):
         return "text"
@@ -90,10 +91,6 @@ def recognize(row: Mapping[str, Any]) -> Format:
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple | np.ndarray)
-
-
-def _has_text(row: Mapping[str, Any], *names: str) -> bool:
-    return any(isinstance(row.get(name), str) for name in names)
 
 
 class Draft(NamedTuple):

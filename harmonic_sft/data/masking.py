@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.keyed_random import random_bits
 from harmonic_sft.data.sections import MaskConfig
+from harmonic_sft.models.objective import IGNORE_INDEX
 
-IGNORE_INDEX = -100
 EVAL_EPOCH = -1  # no training epoch has this number, so evaluation masks are a stream of their own
 NO_WORD = -1  # in `word_ids`, a token that belongs to no word
 
