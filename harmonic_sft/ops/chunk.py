@@ -18,7 +18,7 @@ class Chunk:
     leave them out; e = exp(logit - log_scale).
 
     Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
-    s_j; `CrossEntropy.log_share` says what they are divided by.
+    s_j; `CrossEntropyStage.log_share` says what they are divided by.
 
     Attributes:
         tokens: Where they stand among the N.
@@ -90,18 +90,13 @@ class Chunk:
         self.second_sums = new_empty(num_sums, *shape)
 
     @property
-    def pair_labels(self) -> Tensor:
-        """Logits `[T, K]` of the pairs that are labels."""
-        return self.logits[:, : self.labels.shape[1]]
-
-    @property
     def near(self) -> Tensor:
         """Logits `[T, S - K]` of the pairs that are near prototypes."""
         return self.logits[:, self.labels.shape[1] :]
 
     def normalize(self) -> None:
         """Write the log-normalizers and the labels' log-probabilities."""
-        labels = self.pair_labels
+        labels = self.logits[:, : self.labels.shape[1]]
         # A tile with nothing left has no share, whatever the scale of its last weights was.
         nothing = torch.finfo(self.log_scale.dtype).min / 4
         self.log_scale.masked_fill_(self.sums == 0, nothing)

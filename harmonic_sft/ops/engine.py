@@ -12,7 +12,7 @@ from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import build_geometry
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.products import GradientProducts, add_rows_
-from harmonic_sft.ops.stages import STAGES, CrossEntropy
+from harmonic_sft.ops.stages import STAGES, CrossEntropyStage
 from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
 
@@ -38,7 +38,7 @@ class Softmax:
     def __init__(
         self,
         arguments: Arguments,
-        stage: CrossEntropy,
+        stage: CrossEntropyStage,
         columns: slice,
         gradients: dict[str, Tensor],
         workers: Workers,
@@ -100,14 +100,14 @@ class Softmax:
         geometry = self.geometry
         columns = chunk.labels if near is None else torch.cat([chunk.labels, near], 1)  # [T, S]
         known = columns.clamp_min(0)
-        found = []
+        parts = []
         for classes in known.unbind(1):
             prototypes = geometry.rows(classes)  # [T, D]
             if geometry.linear:
-                found.append((chunk.placed * prototypes).sum(1))
+                parts.append((chunk.placed * prototypes).sum(1))
             else:
-                found.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
-        scores = torch.stack(found, 1)
+                parts.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
+        scores = torch.stack(parts, 1)
         squared, logs, logits = torch.ones_like(scores), torch.zeros_like(scores), scores
         if not geometry.linear:
             squared = scores + geometry.undirected(chunk.inverse, known)
@@ -268,7 +268,7 @@ def _arithmetic(arguments: Arguments) -> Generator[Workers]:
 
 def _build(
     arguments: Arguments, workers: Workers
-) -> tuple[CrossEntropy, dict[str, Tensor], list[Softmax]]:
+) -> tuple[CrossEntropyStage, dict[str, Tensor], list[Softmax]]:
     """Return the stage, where the gradients are summed that are made, and each softmax."""
     stage, gradients = STAGES[arguments.stage](arguments), {}
     for name, leaf, needed in arguments.leaves:

@@ -17,7 +17,7 @@ from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry, build_geometry
 
 
-class CrossEntropy:
+class CrossEntropyStage:
     """Cross-entropy with hard or soft targets, label smoothing and z-loss.
 
     Args:
@@ -105,29 +105,29 @@ class CrossEntropy:
         near = chunk.mass.unsqueeze(1) * (chunk.near - chunk.log_normalizer.unsqueeze(1)).exp()
         # mass * p - target, without the cancellation of p - 1.
         labels = chunk.rest * chunk.log_probs.exp() + chunk.target * torch.expm1(chunk.log_probs)
-        found = torch.cat([labels, near], 1)
+        slopes = torch.cat([labels, near], 1)
         if chunk.second is not None:
-            found += chunk.second.unsqueeze(1) * self.second_of_pairs(chunk)
-        return found.where(chunk.columns >= 0, 0)
+            slopes += chunk.second.unsqueeze(1) * self.second_of_pairs(chunk)
+        return slopes.where(chunk.columns >= 0, 0)
 
     def exponent_slopes(self, chunk: Chunk, slopes: Tensor, outer: Tensor) -> Tensor:
         """Return dL/dh_exp `[T]` of distances, from the pairs' `slopes` `[T, S]`."""
         weighted, logs = chunk.log_moments(self.h_exp)
         shares = torch.exp(chunk.log_scale - chunk.log_normalizer)
-        found = chunk.mass * (shares * weighted).sum(0) - chunk.floor * logs.sum(0)
+        slope = chunk.mass * (shares * weighted).sum(0) - chunk.floor * logs.sum(0)
         if chunk.second is not None:
             sums, products = chunk.second_sums[:2]
             shares = torch.exp(self.log_share(chunk, slice(None)))
             mean_logit = (shares * (products + chunk.log_scale * sums)).sum(0)
-            found += chunk.second * mean_logit / self.h_exp
-        found += ((slopes - chunk.floor.unsqueeze(1)) * chunk.logs).sum(1)
+            slope += chunk.second * mean_logit / self.h_exp
+        slope += ((slopes - chunk.floor.unsqueeze(1)) * chunk.logs).sum(1)
         if self.z_loss:  # the slopes sum to 0 but for it, so that elsewhere the unit drops out
             unit = chunk.unit.squeeze(1).log()
-            found += 2 * self.z_loss * self.normalizer(chunk) * outer * unit
-        return found
+            slope += 2 * self.z_loss * self.normalizer(chunk) * outer * unit
+        return slope
 
 
-class Mixture(CrossEntropy):
+class MixtureStage(CrossEntropyStage):
     """Cross-entropy of the mean of M softmaxes, one label for each token.
 
     Source:
@@ -148,7 +148,7 @@ class Mixture(CrossEntropy):
             chunk.rest, chunk.floor = torch.zeros_like(chunk.target), torch.zeros_like(outer)
 
 
-class Distillation(CrossEntropy):
+class DistillationStage(CrossEntropyStage):
     """share * KL(q || p) + (1 - share) * -log p_label, q the softmax of a linear teacher."""
 
     num_sums = 5
@@ -205,7 +205,7 @@ class Distillation(CrossEntropy):
         chunk.floor, chunk.second = torch.zeros_like(outer), -self.share * outer
 
 
-class Transport(CrossEntropy):
+class TransportStage(CrossEntropyStage):
     """own * -log p_label + carried * sum_j p_j |e_j - e_label| ** 2, e the points `[V, E]`."""
 
     num_sums = 2
@@ -261,8 +261,8 @@ class Transport(CrossEntropy):
 
 
 STAGES = {
-    "cross_entropy": CrossEntropy,
-    "mixture": Mixture,
-    "distillation": Distillation,
-    "transport": Transport,
+    "cross_entropy": CrossEntropyStage,
+    "mixture": MixtureStage,
+    "distillation": DistillationStage,
+    "transport": TransportStage,
 }

@@ -9,7 +9,7 @@ from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry, near_limits
 from harmonic_sft.ops.products import GradientProducts
-from harmonic_sft.ops.stages import CrossEntropy
+from harmonic_sft.ops.stages import CrossEntropyStage
 from harmonic_sft.ops.workers import Workers
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
@@ -38,7 +38,7 @@ class TorchTiles:
         self,
         arguments: Arguments,
         geometry: Geometry,
-        stage: CrossEntropy,
+        stage: CrossEntropyStage,
         products: GradientProducts,
         points: GradientProducts | None,
         workers: Workers,
