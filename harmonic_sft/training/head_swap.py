@@ -21,7 +21,7 @@ from harmonic_sft.data.streams import PlacedCollator, StreamedRows
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import HarmonicHeadModel, Head
-from harmonic_sft.models.head import SphereHead
+from harmonic_sft.models.head import FLAT, SphereHead
 from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.run_config import METRICS, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -159,21 +159,16 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
     their length, since the embeddings would change with them.
 
     Args:
-        model: On its device. It is left as it is.
+        model: On its device, with logits proportional to its exponent. It is left as it is.
         batches: Of training data, as the model takes them; read until there are tokens enough.
 
     Raises:
-        ValueError: The head has no exponent that its logits are proportional to, no token is
-            labelled, or nothing fits better than a uniform distribution.
+        ValueError: No token is labelled, or nothing fits better than a uniform distribution.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
     """
     head = model.dist_head
-    if not head.scaled_by_h_exp:
-        raise ValueError(
-            f"h_exp.calibrate: expected logits proportional to h_exp, got {head.settings()}"
-        )
     hidden_states, labels = _labelled_states(model, batches)
     is_tied = model.config.tie_word_embeddings
 
@@ -185,7 +180,7 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
     if is_free and not is_tied:
         scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
     fit = _fit_at(head, scale, hidden_states, labels)
-    if -fit.h_exp < 1.01 * STEEPNESS[0]:
+    if -fit.h_exp < FLAT:
         raise ValueError(
             "h_exp.calibrate: expected prototypes of which the label's is nearer than others on "
             f"average, got a best h_exp of {fit.h_exp:.3g}, at which all are alike. Was the base "
@@ -214,13 +209,13 @@ def _labelled_states(
     """Return hidden states `[N, D]` and labels `[N]` of the first labelled tokens."""
     was_training = model.training
     model.eval()
-    found: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        found.append(labelled_states(model, batch))
-        if sum(len(part) for _, part in found) >= NUM_TOKENS:
+        pairs.append(labelled_states(model, batch))
+        if sum(len(labels) for _, labels in pairs) >= NUM_TOKENS:
             break
     model.train(was_training)
-    hidden_states, labels = (torch.cat(parts)[:NUM_TOKENS] for parts in zip(*found, strict=True))
+    hidden_states, labels = (torch.cat(parts)[:NUM_TOKENS] for parts in zip(*pairs, strict=True))
     if not len(labels):
         raise ValueError("h_exp.calibrate: expected labelled tokens, got none")
     return hidden_states, labels
@@ -228,7 +223,7 @@ def _labelled_states(
 
 def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> HExpFit:
     """Return the exponent with the least mean loss on prototypes times `scale`."""
-    assert head.h_exp is not None, "fit_h_exp has looked"
+    assert head.h_exp is not None, "the run's file was checked"
     weight = head.weight.clone()
     head.weight.mul_(scale)
     logits = head(hidden_states) / -head.h_exp  # [N, V], at the exponent -1
@@ -244,5 +239,5 @@ def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> 
 def _minimize(loss_fn: Any, bounds: tuple[float, float], *, tolerance: float) -> float:
     """Return the logarithm, between those of the bounds, where a loss is least."""
     logs = [math.log(bound) for bound in bounds]
-    found = minimize_scalar(loss_fn, bounds=logs, method="bounded", options={"xatol": tolerance})
-    return float(found.x)
+    least = minimize_scalar(loss_fn, bounds=logs, method="bounded", options={"xatol": tolerance})
+    return float(least.x)
