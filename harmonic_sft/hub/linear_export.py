@@ -36,7 +36,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.head import unit_rows
+from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.results import reading
 
 HEAD_FILE = "linear_head.safetensors"
@@ -109,6 +109,8 @@ def export_linear(folder: Path, target: Path) -> Path:
         raise ValueError(
             f"export: expected a base in a floating dtype, got one quantized by {method}"
         )
+    if name := find_not_finite(model.named_parameters()):
+        raise ValueError(f"export: expected finite numbers, got others in {name}")
     for problem in check_prototypes(model.dist_head, is_tied=model.config.tie_word_embeddings):
         raise ValueError(f"export: expected a head that predicts, got one of which {problem}")
     head = linear_head(model.dist_head)

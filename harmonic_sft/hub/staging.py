@@ -30,11 +30,14 @@ from harmonic_sft.models import (
     BLOCKS_FILE,
     HEAD_FILE,
     HarmonicConfig,
+    HarmonicForCausalLM,
+    HarmonicForMaskedLM,
     build_head,
     check_prototypes,
     max_positions,
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.results import reading
 
 Form = Literal["full", "head", "peft"]
@@ -77,7 +80,7 @@ def stage(
             have been published.
     """
     check_form(trained.config, form, trained.has_adapter)
-    check_weights(trained)
+    check_weights(trained, form)
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
         _copy(adapter, target, (WEIGHTS_NAME, CONFIG_NAME))
@@ -151,26 +154,28 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
         )
 
 
-def check_weights(trained: TrainedFolder) -> None:
-    """Refuse to publish NaN, and prototypes that predict nothing.
+def check_weights(trained: TrainedFolder, form: Form) -> None:
+    """Refuse to publish NaN, and a head that predicts nothing.
 
-    Of a head tied to the embeddings, and of what was not trained, nothing is read.
+    Of the other forms than `full` only what was trained is read.
     """
-    config, state = trained.config, {}
+    config = trained.config
     names = ("dist_head.", *(config.trained_parameters or ()))
-    for name, tensor in read_tensors(trained.path, names):
-        if not tensor.isfinite().all():
-            raise ValueError(f"weights: expected finite numbers, got others in {name}")
-        if name.startswith("dist_head."):
-            state[name.removeprefix("dist_head.")] = tensor
+    if name := find_not_finite(read_tensors(trained.path, ("",) if form == "full" else names)):
+        raise ValueError(f"weights: expected finite numbers, got others in {name}")
+    state = dict(read_tensors(trained.path, ("dist_head.",)))
     if config.tie_word_embeddings:
-        return
+        model_class = HarmonicForCausalLM if config.is_causal else HarmonicForMaskedLM
+        with torch.device("meta"):
+            [(own, table)] = model_class(config)._tied_weights_keys.items()
+        [(_, state[own])] = read_tensors(trained.path, (table,))
+    state = {name.removeprefix("dist_head."): tensor for name, tensor in state.items()}
     size = config.text_config.hidden_size
     vocab_size = next(len(t) for name, t in state.items() if name.split(".")[-1] == "weight")
     with torch.device("meta"):
         head = build_head(config.head, hidden_size=size, vocab_size=vocab_size)
     head.load_state_dict(state, assign=True)
-    for problem in check_prototypes(head, is_tied=False):
+    for problem in check_prototypes(head, is_tied=config.tie_word_embeddings):
         raise ValueError(f"weights: expected a head that predicts, got one of which {problem}")
 
 
@@ -250,8 +255,8 @@ def _write_trained(trained: TrainedFolder, target: Path) -> None:
     head = dict(read_tensors(trained.path, ("dist_head.",)))
     save_file(head, target / HEAD_FILE, metadata)
     names = set(trained.config.trained_parameters or ()) - head.keys()
-    found = read_tensors(trained.path, tuple(names))
-    blocks = {name: tensor for name, tensor in found if name in names}
+    tensors = read_tensors(trained.path, tuple(names))
+    blocks = {name: tensor for name, tensor in tensors if name in names}
     if blocks:
         save_file(blocks, target / BLOCKS_FILE, metadata)
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,6 +16,7 @@ TINY = 1e-12  # norms up to which a vector has no direction
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
 COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
+FLAT = 1.01 / 64  # -h_exp up to which all classes are alike
 LEAST_NORM, MOST_NORM = 0.5, 2.0  # on the unit sphere, where training keeps them close to 1
 MOST_NEAR = 8  # pairs of a row that are recomputed
 
@@ -188,7 +189,7 @@ class SphereHead(Head):
 
 @torch.no_grad()
 def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
-    """Say what makes the prototypes of a head useless; an empty list if nothing does.
+    """Say what makes a head useless, its prototypes or its exponent; an empty list if nothing does.
 
     A few rows may be zero (padding tokens, often), and off the sphere norms are free.
 
@@ -212,7 +213,23 @@ def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
     off = int(((norms < used * LEAST_NORM) | (norms > used * MOST_NORM)).sum())
     if off and not is_tied:
         return [f"{off:,} of {len(weight):,} prototypes are off the unit sphere"]
+    if head.h_exp is not None and -head.h_exp < FLAT:
+        return [f"h_exp is {head.h_exp:.3g}, at which all classes are alike"]
     return []
+
+
+@torch.no_grad()
+def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor with NaN or infinity, None if there is none.
+
+    Those on the meta device and those packed in a byte or less are not looked at.
+    """
+    for name, tensor in tensors:
+        has_values = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+        # A sum is read once; it is also infinite where many finite numbers are large.
+        if has_values and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            return name
+    return None
 
 
 class ScaledHead(SphereHead):

@@ -26,7 +26,7 @@ from .backbones import (
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
-from .head import Head, check_prototypes, keep_precision
+from .head import Head, check_prototypes, find_not_finite, keep_precision
 from .heads import build_head, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .partial_checkpoint import (
@@ -113,7 +113,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         settle_quantized_(model)
-        _report_prototypes(model)
+        _report_useless(model)
         return loaded
 
     @classmethod
@@ -539,12 +539,17 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return super()._apply(move, recurse)
 
 
-def _report_prototypes(model: HarmonicPreTrainedModel) -> None:
-    """Warn of prototypes that predict nothing."""
+def _report_useless(model: HarmonicPreTrainedModel) -> None:
+    """Warn of a head that predicts nothing, and of weights that are not finite."""
+    problems = []
     if isinstance(model, HarmonicHeadModel):
         is_tied = model.config.tie_word_embeddings
-        for problem in check_prototypes(model.dist_head, is_tied=is_tied):
-            logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
+        problems = check_prototypes(model.dist_head, is_tied=is_tied)
+    if not problems and quantization_method(model.config) is None:
+        name = find_not_finite(model.named_parameters())
+        problems = [] if name is None else [f"{name} is not finite"]
+    for problem in problems:
+        logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
 
 
 def _body_dtype(body: nn.Module) -> torch.dtype:

@@ -323,6 +323,17 @@ def test_a_head_that_predicts_nothing_is_not_exported(bases, tmp_path):
     assert not (tmp_path / "linear").exists()
 
 
+@torch.no_grad()
+def test_weights_that_are_not_finite_are_not_exported(bases, tmp_path):
+    folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "embeddings" in name)
+    weights[name].view(-1)[3] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"export: expected finite numbers, got others in {name}"):
+        export_linear(folder, tmp_path / "linear")
+
+
 def test_a_target_in_use_is_left_alone(bases, tmp_path):
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
     before = {path: path.read_bytes() for path in folder.iterdir()}

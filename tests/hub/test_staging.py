@@ -182,6 +182,36 @@ def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, dama
     assert (tmp_path / "README.md").exists() == (message is None)
 
 
+def test_frozen_weights_that_are_not_finite_are_not_published(run_copy, tmp_path):
+    path = run_copy / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if "embeddings" in name)
+    weights[name].view(-1)[3] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+    trained = read_trained(run_copy)
+    assert name not in trained.config.trained_parameters
+    with pytest.raises(ValueError, match=f"weights: expected finite numbers, got others in {name}"):
+        stage(trained, tmp_path, form="full", repo_id="me/model")
+
+
+def test_an_exponent_at_which_all_classes_are_alike_is_not_published(run_copy, tmp_path):
+    trained = read_trained(run_copy)
+    trained.config.head["h_exp"] = -1e-3
+    with pytest.raises(ValueError, match=r"of which h_exp is -0.001, at which all classes are al"):
+        stage(trained, tmp_path, form="full", repo_id="me/model")
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_tied_head_is_checked_too(run_copy, tiny_base, tmp_path, is_zero):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"}, tie=True)
+    if is_zero:
+        torch.nn.init.zeros_(model.dist_head.weight)
+    model.save_pretrained(run_copy)
+    message = "got one of which all prototypes are equal"
+    with pytest.raises(ValueError, match=message) if is_zero else nullcontext():
+        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
+
+
 def auto_maps(value):
     """Every `auto_map` in a JSON value."""
     for key, entry in value.items() if isinstance(value, dict) else enumerate(value):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harmonic_sft.models import build_head, check_prototypes
-from harmonic_sft.models.head import unit_rows
+from harmonic_sft.models.head import find_not_finite, unit_rows
 from tests.head_variants import VARIANTS, D, V
 
 
@@ -57,3 +57,19 @@ def test_prototypes_that_predict_nothing_are_described(damage, fields, problem):
     head = head_of({"name": "dist", **fields}, damage)
     assert check_prototypes(head, is_tied=False) == ([] if problem is None else [problem])
     assert check_prototypes(head, is_tied=True) == ([] if problem in (None, OFF) else [problem])
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("h_exp", "is_flat"), [(-1e-9, True), (-1e-3, True), (-0.1, False)])
+def test_an_exponent_at_which_all_classes_are_alike_is_described(h_exp, learned, is_flat):
+    head = head_of({"name": "dist", "h_exp": h_exp, "learn_h_exp": learned})
+    problem = f"h_exp is {h_exp:.3g}, at which all classes are alike"
+    assert check_prototypes(head, is_tied=False) == [problem] * is_flat
+
+
+def test_large_weights_are_finite_though_their_sum_is_not():
+    large = torch.full((4,), torch.finfo(torch.float32).max)
+    packed = torch.full((4,), torch.nan).to(torch.float8_e4m3fn)
+    assert find_not_finite([("a", large), ("b", torch.ones(2).int()), ("c", packed)]) is None
+    for value in (torch.nan, torch.inf):
+        assert find_not_finite([("a", large), ("d", torch.tensor([1, value]))]) == "d"

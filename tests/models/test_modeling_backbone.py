@@ -246,3 +246,19 @@ def test_prototypes_that_predict_nothing_are_reported(make_pair, caplog, is_part
     HarmonicForMaskedLM.from_pretrained(folder)
     (message,) = [text for text in caplog.messages if "prototypes" in text]
     assert message.startswith(f"{folder}: all prototypes are equal")
+
+
+def test_weights_that_are_not_finite_are_reported(make_pair, caplog):
+    folder, _ = make_pair()
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if "embeddings" in name)
+    weights[name].view(-1)[3] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+    HarmonicForMaskedLM.from_pretrained(folder)
+    HarmonicModel.from_pretrained(folder)
+    message = "{}: {} is not finite. Its predictions mean nothing."
+    names = (name, name.removeprefix("model."))
+    assert [text for text in caplog.messages if "finite" in text] == [
+        message.format(folder, own) for own in names
+    ]
