@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.evidence import show_spread
 from experiments.harmonic_loss import cosets, gpt, mnist, probes, toy
+from experiments.harmonic_loss.bench import Cell
 from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
@@ -103,8 +104,10 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("data: expected a folder of texts, got nothing. Say --data")
         num_steps = QUICK_STEPS if options.quick else gpt.NUM_STEPS
         return (_language if options.figure == "5" else _probes)(options, num_steps)
-    rows = _cells(options)
-    found = compare(rows, pairs_of(options.figure))
+    rows, pairs = _cells(options), pairs_of(options.figure)
+    if options.penalty is not None:
+        pairs = [(_with(one, options), _with(other, options)) for one, other in pairs]
+    found = compare(rows, pairs)
     if found:
         columns = ["cell", "and", "variances (%)", "", "p", "p (Holm)"]
         lines = [[*one["names"], *one["means"], one["p"], one["p_holm"]] for one in found]
@@ -162,7 +165,7 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     if options.epochs:
         cells = [replace(cell, num_epochs=options.epochs) for cell in cells]
     if options.penalty is not None:
-        cells = [replace(cell, penalty=options.penalty) for cell in cells]
+        cells = [_with(cell, options) for cell in cells]
     if not options.tabulate:
         train_cells(cells, options.seeds, options.out, options.workers)
     found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]
@@ -178,6 +181,10 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     title = f"Figure {options.figure}: variance of the embedding in two components"
     show_table(title, COLUMNS, [_line(row) for row in rows])
     return rows
+
+
+def _with(cell: Cell, options: argparse.Namespace) -> Cell:
+    return replace(cell, penalty=options.penalty)
 
 
 def _line(row: Row) -> list[object]:
