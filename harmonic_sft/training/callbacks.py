@@ -140,6 +140,11 @@ class TerminationCallback(TrainerCallback):
             control.should_evaluate &= is_end
             control.should_log &= is_end
 
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Save where the signal comes while the last step is evaluated: no step follows."""
+        if self.agreed and state.global_step >= state.max_steps:
+            control.should_save = True
+
 
 def _ends_epoch(state: TrainerState) -> bool:
     """Whether the step that was taken is the last one of an epoch or of the run."""

@@ -83,15 +83,16 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
 def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
     """Return what is wrong with a checkpoint, None if it is as it was saved.
 
-    A checkpoint without a manifest beside others that have one was not saved to its end, unless it
-    is the best one, which a later one names. Where none has one an earlier version wrote them: what
-    is missing is found, other damage cannot be.
+    A checkpoint of this version without a manifest was not saved to its end, and neither was one of
+    an earlier version beside others that have one, unless it is the best one, which a later one
+    names. Where none has one an earlier version wrote them: what is missing is found, other damage
+    cannot be.
     """
     if not folder.is_dir():
         return "it is missing"
     if not (folder / MANIFEST_NAME).is_file():
         manifests = folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")
-        if not is_best and any(manifests):
+        if not was_saved(folder) or (not is_best and any(manifests)):
             return f"it has no {MANIFEST_NAME}, so it was not saved to its end"
         return _find_missing(folder)
     manifest = _read_manifest(folder)
@@ -103,6 +104,15 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
         if _sha256(folder / name) != digest:
             return f"{name} has changed since it was saved"
     return None
+
+
+def was_saved(folder: Path) -> bool:
+    """Whether a checkpoint was saved to its end, whatever has become of it.
+
+    Earlier versions wrote neither manifests nor running losses, which come before the state.
+    """
+    is_old = (folder / STATE_NAME).exists() and not any(folder.glob(LOSS_NAME.format("*")))
+    return is_old or (folder / MANIFEST_NAME).exists()
 
 
 def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:

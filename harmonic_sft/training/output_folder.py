@@ -19,11 +19,10 @@ from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_weights
 from harmonic_sft.results import leaves, read_results, read_whole, without_secrets, write_whole
 from harmonic_sft.training.checkpoints import (
-    MANIFEST_NAME,
-    STATE_NAME,
     all_checkpoints,
     last_checkpoint,
     read_rows_per_step,
+    was_saved,
 )
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.schedules import phase_steps
@@ -34,6 +33,7 @@ RESULTS_NAME = "train"
 SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
 REASONS = ("error.txt", "error-[0-9]*.txt", "bad_step_[0-9]*.json")  # why a run ended
+BOARD, EVENTS = "runs", "events.out.tfevents.*"  # of TensorBoard
 MAX_STEPS = "training.max_steps"
 RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
 BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
@@ -71,7 +71,7 @@ def check_output_folder(run: RunConfig) -> None:
     )
     if not existing.is_dir():
         raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not {*folder.iterdir()} - {*_drafts(folder, CONFIG_NAME)}:
         return
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(
@@ -187,16 +187,24 @@ def _leftovers(folder: Path) -> list[Path]:
     as a `run.yaml` of the user's own.
     """
     checkpoints = all_checkpoints(folder)
-    is_saved = any((path / n).exists() for path in checkpoints for n in (MANIFEST_NAME, STATE_NAME))
-    if is_saved or not _is_claim(folder / CONFIG_NAME):
+    if any(map(was_saved, checkpoints)) or not _is_claim(folder / CONFIG_NAME):
         return []
     results = folder / "results"
     reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
     named = ("before.json", f"{LIST}.json", TRAINED)
-    written = [*reasons, *(results / name for name in named), results, *checkpoints]
+    drafts = [*_drafts(folder, CONFIG_NAME), *_drafts(results, *named)]
+    written = [*reasons, *(results / name for name in named), *drafts, results, *checkpoints]
+    if all(path.is_dir() or path.match(EVENTS) for path in (folder / BOARD).rglob("*")):
+        written.append(folder / BOARD)
     written = [path for path in written if path.exists()] + [folder / CONFIG_NAME]
     found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
     return written if found == set(written) else []
+
+
+def _drafts(folder: Path, *names: str) -> list[Path]:
+    """Return what a process that was killed while it wrote files of these names left of them."""
+    found = [path for name in names for path in folder.glob(f".{name}.*")]
+    return [path for path in found if path.suffix[1:].isdecimal()]  # the process
 
 
 def _is_claim(path: Path) -> bool:
@@ -224,6 +232,8 @@ def claim_output_folder(run: RunConfig) -> None:
             if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
         write_whole(path, to_yaml(run))
+        for draft in _drafts(run.output_dir, CONFIG_NAME):
+            draft.unlink()
 
 
 def check_shared(folder: Path) -> None:

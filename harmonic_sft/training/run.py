@@ -302,8 +302,8 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
                 f"{trainer.state.global_step}: a signal or a callback ended it. The same command "
                 "with resume=true continues from the last checkpoint"
             )
+        trainer.save_model()  # first: whoever ends the evaluation has the model
         final = evaluate(trainer, "final")
-        trainer.save_model()
     except BaseException:
         finish_pushes(trainer.callback_handler.callbacks)
         raise

@@ -223,8 +223,8 @@ def outcome(folder):
 
 
 def has_checkpoint(folder):
-    """Whether there may be a whole one: all but its manifest is enough to continue from."""
-    return any(folder.glob("checkpoint-*/trainer_state.json"))
+    """Whether there may be a whole one."""
+    return any(folder.glob("checkpoint-*/manifest.json"))
 
 
 def uninterrupted(scenario, world, wholes):

@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import TerminationCallback
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
@@ -73,6 +74,43 @@ def test_a_sigterm_saves_a_step_that_is_not_the_best(
     assert saved.steps == [eval_steps, 4]
 
 
+class TerminateAtEvaluation(TrainerCallback):
+    """Sends the signal in the evaluation of the last step."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps > 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "best"])
+def test_a_sigterm_in_the_evaluation_of_the_last_step_leaves_its_checkpoint(
+    make_yaml, tmp_path, add_callbacks, save_strategy
+):
+    """Two epochs of 16 steps, the second of which is not the best."""
+    training = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    training |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    path = make_yaml(training={**training, "save_strategy": save_strategy}, h_exp=-12.0)
+    with add_callbacks(TerminateAtEvaluation()), pytest.raises(SystemExit):
+        train(load_run_config(path))
+    assert (tmp_path / "run" / "checkpoint-32" / "manifest.json").is_file()
+
+
+def test_a_kill_in_the_closing_evaluation_costs_no_weights(
+    finished_run, make_yaml, tmp_path, monkeypatch
+):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    evaluate = run.evaluate
+    monkeypatch.setattr(
+        run, "evaluate", lambda t, name: killed() if name == "final" else evaluate(t, name)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(load_run_config(make_yaml(training={"save_strategy": "no"})))
+    folders = (tmp_path / "run", finished_run)
+    assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
+
+
 def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     handler, seen = signal.getsignal(signal.SIGTERM), []
 
@@ -85,9 +123,9 @@ def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     assert seen == [handler]
 
 
-@pytest.mark.parametrize("step", [3, 12], ids=["in mid-epoch", "at the end of an epoch"])
+@pytest.mark.parametrize("step", [3, 15], ids=["in mid-epoch", "at the end of an epoch"])
 def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add_callbacks, step):
-    """Where a run evaluates, saves and logs after epochs, of 13 steps."""
+    """Where a run evaluates, saves and logs after epochs, of 16 steps."""
     strategies = {f"{name}_strategy": "epoch" for name in ("save", "eval", "logging")}
     path = make_yaml(training={"max_steps": -1, "num_train_epochs": 2, **strategies})
     whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
@@ -95,15 +133,20 @@ def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add
     with add_callbacks(Terminate(step), saved), pytest.raises(SystemExit):
         train(load_run_config(path))
     assert saved.steps == [step + 1]  # once: nothing is written over
+    assert saved.evaluated == ([16] if step == 15 else [])
     again = train(load_run_config(path, ["resume=true"]))
     assert compared(again) == compared(whole)
 
 
 class Saved(TrainerCallback):
-    """Notes the steps of checkpoints."""
+    """Notes the steps of checkpoints, and those of evaluations while it trains."""
 
     def __init__(self):
-        self.steps = []
+        self.steps, self.evaluated = [], []
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step > 0:
+            self.evaluated.append(state.global_step)
 
     def on_save(self, args, state, control, **kwargs):
         self.steps.append(state.global_step)

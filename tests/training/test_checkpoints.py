@@ -131,15 +131,26 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(stopped_run):
 
 
 def test_checkpoints_of_an_earlier_version_are_taken_if_nothing_is_missing(stopped_run):
-    """They have no manifest."""
+    """They have no manifest, and no sum of losses."""
     for step in (3, 6):
-        (stopped_run / f"checkpoint-{step}" / MANIFEST_NAME).unlink()
+        for name in (MANIFEST_NAME, "running_loss_0.json"):
+            (stopped_run / f"checkpoint-{step}" / name).unlink()
     assert last_checkpoint(stopped_run).name == "checkpoint-6"
     (stopped_run / "checkpoint-6" / "scheduler.pt").unlink()
     assert last_checkpoint(stopped_run).name == "checkpoint-3"
     (stopped_run / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
     assert last_checkpoint(stopped_run) is None
     assert last_checkpoint(stopped_run / "nowhere") is None
+
+
+def test_a_checkpoint_whose_manifest_was_not_written_is_none(stopped_run, finished_results, caplog):
+    """Also where it is the only one: the kill came between its last file and the manifest."""
+    shutil.rmtree(stopped_run / "checkpoint-3")
+    (stopped_run / "checkpoint-6" / MANIFEST_NAME).unlink()
+    assert find_damage(stopped_run / "checkpoint-6", is_best=True).startswith("it has no manifest")
+    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    assert "No checkpoint is whole" in caplog.text
+    assert again["final"] == finished_results["final"]
 
 
 def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
@@ -301,8 +312,9 @@ def test_a_run_without_its_best_checkpoint_is_refused_and_may_continue_before_it
 def test_a_best_checkpoint_of_an_earlier_version_is_taken(moved_run):
     """It has no manifest, and those after it have one."""
     folder, run, final = moved_run
-    for path in folder.glob(f"checkpoint-*/{MANIFEST_NAME}"):
-        path.unlink()
+    for name in (MANIFEST_NAME, "running_loss_0.json"):
+        for path in folder.glob(f"checkpoint-*/{name}"):
+            path.unlink()
     assert train(run)["final"] == final
     assert (folder / "checkpoint-8" / MANIFEST_NAME).is_file()
 

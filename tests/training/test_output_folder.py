@@ -18,6 +18,18 @@ from harmonic_sft.training.run import check_run, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import StopAt
 
+EVENTS = "runs/Nov24_09-00-00_host/1764/events.out.tfevents.1764.host"
+
+
+@pytest.mark.parametrize("words", [[], ["resume=true"]])
+def test_a_run_that_was_killed_while_it_claimed_its_folder_starts(make_yaml, words):
+    run = load_run_config(make_yaml(), words)
+    run.output_dir.mkdir()
+    (run.output_dir / ".run.yaml.17").write_text("head: {na")
+    check_output_folder(run)
+    claim_output_folder(run)
+    assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
+
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     finished_results, make_yaml, tmp_path, add_callbacks, caplog
@@ -26,7 +38,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     with add_callbacks(StopAt(2)), pytest.raises(KeyboardInterrupt):
         train(load_run_config(path))
     (folder / "checkpoint-3").mkdir()
-    (folder / "checkpoint-3" / "optimizer.pt").write_text("half")
+    for name in ("optimizer.pt", "trainer_state.json", "running_loss_0.json"):
+        (folder / "checkpoint-3" / name).write_text("half")
+    for name in (".run.yaml.17", "results/.before.json.17", f"{EVENTS}.0", f"{EVENTS}.1"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("ha")
     (folder / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
         train(load_run_config(path))
@@ -39,7 +55,15 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 
 
 @pytest.mark.parametrize(
-    "own", ["a run.yaml with a comment", "damaged", "checkpoint-3-best", "errors_mine.txt"]
+    "own",
+    [
+        "a run.yaml with a comment",
+        "damaged",
+        "checkpoint-3-best",
+        "errors_mine.txt",
+        ".run.yaml.mine",
+        "runs/mine.txt",
+    ],
 )
 def test_what_no_run_writes_is_not_deleted(make_yaml, own):
     run = load_run_config(make_yaml())
@@ -51,6 +75,7 @@ def test_what_no_run_writes_is_not_deleted(make_yaml, own):
     elif own.startswith("checkpoint"):
         (run.output_dir / own).mkdir()
     else:
+        (run.output_dir / own).parent.mkdir(exist_ok=True)
         (run.output_dir / own).touch()
     before = {path.name: path.is_file() and path.read_text() for path in run.output_dir.iterdir()}
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
