@@ -123,15 +123,23 @@ def save_bad_step(
     args: TrainingArguments,
     rows: Any,
     place: StreamPlace | None,
+    batches: Sequence[dict[str, Any]],
     *,
     step: int,
     loss: float,
     gradient_norm: float,
 ) -> None:
-    """Write which rows gave a loss or gradients that are not finite, into the output folder."""
-    examples = [] if place is None else place.examples
+    """Write which rows gave a loss or gradients that are not finite, into the output folder.
+
+    Rows of the user have no names: of these the tokens of the step's micro-batches are written.
+    """
     if isinstance(rows, MaskedRows):
         examples = examples_of_step(rows, args, step=step)
+    elif place is not None:
+        examples = place.examples
+    else:
+        tokens = [ids for batch in batches for ids in batch["input_ids"].tolist()]
+        examples = [{"input_ids": ids} for ids in tokens]
     values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(gradient_norm)}
     path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))
     path.write_text(json.dumps({**values, "examples": examples}, indent=1))
@@ -147,7 +155,7 @@ def take_out_repeated_(
 ) -> None:
     """Leave out of the loss the rows that accelerate repeats, so that all processes have as many.
 
-    A batch that is laid out as one row keeps them, and so does one whose labels are no classes, or
+    A batch that is laid out as one row keeps them, and so does one without labels, or whose labels
     are shifted already.
     """
     if args.dataloader_drop_last:  # nothing is repeated
@@ -156,11 +164,15 @@ def take_out_repeated_(
     first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps
     for number, batch in enumerate(batches, first):
         num_left = max(0, num_rows - (number * args.world_size + args.process_index) * size)
-        is_known = "label_positions" in batch and "shift_labels" not in batch
+        is_known = "labels" in batch and "shift_labels" not in batch
         if num_left >= size or not is_known or len(batch["labels"]) != size:
             continue
         batch["labels"][num_left:] = IGNORE_INDEX
         own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
         counted = count.count({**own, "labels": batch["labels"].cpu()})
-        positions = counted["label_positions"].to(batch["labels"].device)
-        batch |= {"label_positions": positions, "num_tokens": counted["num_tokens"]}
+        batch["num_tokens"] = counted["num_tokens"]
+        if "label_positions" in counted:
+            batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
+        else:  # numbers, which are all in the loss
+            ones = torch.ones_like(batch["labels"], dtype=torch.float32)
+            batch.setdefault("label_weights", ones)[num_left:] = 0

@@ -315,6 +315,7 @@ class HarmonicTrainer(Trainer):
         model, loader = super()._prepare_for_training(*args, **kwargs)
         name = type(model).__name__
         assert is_alone or _is_distributed(model), f"expected DistributedDataParallel, got {name}"
+        self._warn_of_repeated(loader)
         return model, loader
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -405,12 +406,32 @@ class HarmonicTrainer(Trainer):
     def _take_out_repeated_(self, batches: list) -> None:
         """Leave the rows that fill up the last of several processes out of a step."""
         loader: Any = self.callback_handler.train_dataloader
-        # A loss of the user may need a label in every batch.
-        is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
-        if is_ours and isinstance(loader.batch_sampler, BatchSamplerShard):
+        if self._knows_repeated and isinstance(loader.batch_sampler, BatchSamplerShard):
             num_rows = len(loader.batch_sampler.batch_sampler.sampler)
-            count, step = cast(CountingCollator, self.data_collator), self.state.global_step
-            take_out_repeated_(batches, self.args, count, num_rows=num_rows, step=step)
+            collator = cast(CountingCollator, self.data_collator)
+            step = self.state.global_step
+            take_out_repeated_(batches, self.args, collator, num_rows=num_rows, step=step)
+
+    @property
+    def _knows_repeated(self) -> bool:
+        """Whether rows can be left out; a loss of the user may need a label in every batch."""
+        is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
+        return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
+
+    def _warn_of_repeated(self, loader: Any) -> None:
+        """Say that the last step of an epoch scores some rows twice, where it does."""
+        args = self.args
+        is_filled = isinstance(loader.batch_sampler, BatchSamplerShard) and args.should_log
+        if not is_filled or self._knows_repeated or args.dataloader_drop_last:
+            return
+        at_once = args.per_device_train_batch_size * args.world_size
+        if num_left := -len(loader.batch_sampler.batch_sampler.sampler) % at_once:
+            logger.warning(
+                "The last batches of an epoch score %d rows again, so that all %d processes have "
+                "as many. dataloader_drop_last=True leaves these batches out.",
+                num_left,
+                args.world_size,
+            )
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
@@ -421,7 +442,8 @@ class HarmonicTrainer(Trainer):
         Every process knows its own.
         """
         super()._save_rng_state(output_dir)
-        loss, last = self._tr_loss.item(), self._globalstep_last_logged
+        loss = self._tr_loss.item()
+        last = self._globalstep_last_logged
         save_running_loss(Path(output_dir), self.args.process_index, loss, last)
         if self.stream_place is not None:
             self.stream_place.save(Path(output_dir))
@@ -465,8 +487,8 @@ class HarmonicTrainer(Trainer):
             is_part = has_lora(unwrapped) or self.args.save == "trainable"
             if is_part and self._frozen is None:
                 self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
-            rows, frozen = rows_per_step(self.args), self._frozen
-            write_manifest(folder, rows_per_step=rows, frozen_sha256=frozen)
+            rows = rows_per_step(self.args)
+            write_manifest(folder, rows_per_step=rows, frozen_sha256=self._frozen)
             best = self.state.best_model_checkpoint
             rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 
@@ -570,7 +592,8 @@ class HarmonicTrainer(Trainer):
         if all(map(math.isfinite, values)):
             return norm
         found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
-        save_bad_step(self.args, self.train_dataset, self.stream_place, **found)
+        rows, batches = self.train_dataset, self._memory.batches
+        save_bad_step(self.args, rows, self.stream_place, batches, **found)
         if self._num_bad_steps == self.args.skip_bad_steps:
             raise not_finite(**found)
         self._num_bad_steps += 1

@@ -11,7 +11,12 @@ from datasets import load_dataset
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from harmonic_sft import HarmonicTrainer, HarmonicTrainingArguments
+from harmonic_sft import (
+    HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
+    HarmonicTrainer,
+    HarmonicTrainingArguments,
+)
 
 ROWS = 12  # of a step; an epoch has 17
 
@@ -39,6 +44,19 @@ def own_rows(tokenizer, texts) -> list[dict[str, list[int]]]:
     return rows
 
 
+def numbered(rows: list[dict]) -> dict[str, Tensor]:
+    """A collator of the user for labels that are numbers."""
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def with_numbers(base: Path, folder: Path) -> HarmonicForSequenceClassification:
+    """Three logits, each a number or the odds of a class of its own."""
+    HarmonicForMaskedLM.from_base(str(base)).save_pretrained(folder)
+    torch.manual_seed(0)
+    return HarmonicForSequenceClassification.from_pretrained(folder, num_labels=3)
+
+
 def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict:
     """Train after an evaluation, then on rows of the user, which others follow in an epoch.
 
@@ -47,10 +65,20 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
     """
     texts = load_dataset("text", data_files=str(text_file), split="train").select(range(17))
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = own_rows(tokenizer, texts)
+    rows, rank = own_rows(tokenizer, texts), os.environ.get("RANK", "0")
+    numbers = [
+        {"input_ids": [2, 5 + place, 6, 3], "labels": [float(place % 2), 1.0, place / 17]}
+        for place in range(17)
+    ]
     ways = {
         "evaluated": {"train_dataset": texts, "eval_dataset": texts},
         "rows": {"train_dataset": rows, "eval_dataset": rows, "data_collator": padded},
+        "numbers": {
+            "train_dataset": numbers,
+            "eval_dataset": numbers,
+            "data_collator": numbered,
+            "model": with_numbers(base, folder / f"body{rank}"),
+        },
     }
     found = {}
     for name, data in ways.items():
@@ -70,7 +98,7 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
             report_to="none",
         )
         trainer = HarmonicTrainer(
-            str(base),
+            data.pop("model", str(base)),
             args,
             processing_class=tokenizer,
             compute_metrics=lambda p: {"labels": float((p.label_ids != -100).sum())},

@@ -87,6 +87,25 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
     assert trainer.state.num_input_tokens_seen > 0
 
 
+def test_numbers_that_fill_up_the_last_processes_have_no_weight():
+    args = SimpleNamespace(
+        dataloader_drop_last=False,
+        per_device_train_batch_size=2,
+        world_size=2,
+        process_index=1,
+        gradient_accumulation_steps=1,
+    )
+    collator = CountingCollator(collator=dict, num_classes=None, causal=False)
+    for weights in ({}, {"label_weights": torch.full((2,), 3.0)}):
+        rows = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 4), **weights}
+        batch = collator(rows)
+        take_out_repeated_([batch], args, collator, num_rows=7, step=1)  # rows 6 and 0 again
+        assert batch["num_tokens"] == 3
+        assert batch["labels"].eq(-100).all(1).tolist() == [False, True]
+        assert batch["label_weights"][0].eq(3.0 if weights else 1.0).all()
+        assert batch["label_weights"][1].eq(0).all()
+
+
 def batches_of(process, num_rows, *, processes=2, rows=2, accumulation=2, drop_last=False, step):
     """Return which rows of a step a process scores, and its tokens and labels, by batch."""
     args = SimpleNamespace(

@@ -59,7 +59,7 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
 
 def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file):
-    """After an evaluation of the logits, and on rows with a collator of the user."""
+    """After an evaluation of the logits, on rows with a collator of the user, and on numbers."""
     one = python_session.train(tiny_base, text_file, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()

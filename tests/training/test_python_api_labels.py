@@ -1,11 +1,15 @@
 """HarmonicTrainer from Python on labelled rows: classes, their order, and labels that are none."""
 
 import random
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from torch.utils.data import BatchSampler, SequentialSampler
+from transformers import default_data_collator
 
 from harmonic_sft import (
     HarmonicForMaskedLM,
@@ -208,6 +212,24 @@ def test_answers_are_trained_and_evaluated(tiny_base, arguments, make, tokenizer
     assert 0 < losses(trainer)[0] < 2  # the mean of two micro-batches, not their sum
     assert trainer.evaluate()["eval_loss"] > 0
     assert trainer.predict(rows).predictions[0].shape == (8, 4)
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("own_loss", [None, lambda *_, **__: 0])
+def test_rows_that_are_scored_again_by_several_processes_are_said(
+    texts, make, monkeypatch, caplog, num_rows, own_loss
+):
+    rows = [{"input_ids": [2, 5, 6, 3], "labels": [-100, 5, 6, -100]}] * 8
+    options = {"compute_loss_func": own_loss, "data_collator": default_data_collator}
+    trainer = make(train_dataset=rows, **options)
+    trainer.args.per_device_train_batch_size = 2
+    sampler = BatchSampler(SequentialSampler(range(num_rows)), 2, drop_last=False)
+    loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.args), "world_size", 2)
+        trainer._warn_of_repeated(loader)
+    is_said = "The last batches of an epoch score 1 rows again, so that all 2 pro" in caplog.text
+    assert is_said == (num_rows == 7 and own_loss is not None)
 
 
 def test_a_formatting_function_makes_the_text_and_leaves_labels_and_weights(arguments, make):

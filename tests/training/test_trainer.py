@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import load_running_loss
@@ -241,6 +241,26 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
         [True] * 4 + [False] + [True]
     )
     assert math.isfinite(resumed["final"]["loss"])
+
+
+def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arguments, tmp_path):
+    rows = [{"input_ids": [2, 5 + place, 3], "labels": [-100, 5, -100]} for place in range(4)]
+
+    def loss(outputs, labels, num_items_in_batch):
+        return outputs["logits"].sum() * math.nan
+
+    args = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    trainer = make(
+        args,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        compute_loss_func=loss,
+    )
+    with pytest.raises(StoppedError, match="loss: expected a finite number"):
+        trainer.train()
+    saved = json.loads((tmp_path / "run" / "bad_step_1_0.json").read_text())
+    found = sorted(example["input_ids"] for example in saved["examples"])
+    assert found == [row["input_ids"] for row in rows]
 
 
 def test_gradient_checkpointing_trains_the_same(make_yaml):
