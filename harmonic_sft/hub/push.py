@@ -283,10 +283,10 @@ def _matches(name: str, pattern: str) -> bool:
 def _read(info: ModelInfo, name: str) -> dict[str, Any]:
     """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
     try:
-        found = json.loads(_download(info, name).read_text())
+        content = json.loads(_download(info, name).read_text())
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def _download(info: ModelInfo, name: str) -> Path:

@@ -73,7 +73,7 @@ def read_trained(folder: Path) -> TrainedFolder:
         raise ValueError(
             f"RUN: expected a harmonic model, got a {fields.get('model_type')} in {str(folder)!r}"
         )
-    check_weights(folder)
+    check_saved(folder)
     results, figure = home / "results" / "train.json", home / "results" / "train.png"
     finished = folder == home and results.is_file()
     state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
@@ -98,7 +98,7 @@ def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
     return state["global_step"]
 
 
-def check_weights(folder: Path) -> None:
+def check_saved(folder: Path) -> None:
     """Refuse a saved model whose weights are missing or cut.
 
     Raises:

@@ -80,7 +80,7 @@ def stage(
             have been published.
     """
     check_form(trained.config, form, trained.has_adapter)
-    check_weights(trained, form)
+    check_publishable(trained, form)
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
         _copy(adapter, target, (WEIGHTS_NAME, CONFIG_NAME))
@@ -154,7 +154,7 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
         )
 
 
-def check_weights(trained: TrainedFolder, form: Form) -> None:
+def check_publishable(trained: TrainedFolder, form: Form) -> None:
     """Refuse to publish NaN, and a head that predicts nothing.
 
     Of the other forms than `full` only what was trained is read.

@@ -73,8 +73,10 @@ class MultiHead(OuterHead, SphereHead):
         ValueError: M does not divide D, or the inner head is another one.
 
     Source:
-        Liu 2026, Multi-head cross entropy loss (blog): the sum over linear heads, which the softmax
-        of its logarithm makes the mean. Over distances, multi-head harmonic loss, it is ours.
+        Yang et al. 2018, Breaking the Softmax Bottleneck, arXiv:1711.03953: a mixture of softmaxes,
+        here with equal weights and slices of one hidden state for its contexts. Liu 2026,
+        Multi-head cross entropy loss (blog): the sum over linear heads, which the softmax of its
+        logarithm makes the mean. Over distances, multi-head harmonic loss, it is ours.
     """
 
     def __init__(

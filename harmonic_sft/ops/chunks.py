@@ -93,8 +93,9 @@ class _Chunks(torch.autograd.Function):
             scaled = [g * factor_for(g, grad) for g in gradients]
         else:
             scaled = _differentiate(ctx, inputs, grad)[1]
-        found = iter(scaled)
-        return (None,) * 4 + tuple(next(found) if n else None for n in ctx.needs_input_grad[4:])
+        remaining = iter(scaled)
+        needs = ctx.needs_input_grad[4:]
+        return (None,) * 4 + tuple(next(remaining) if need else None for need in needs)
 
 
 def _differentiate(
@@ -120,10 +121,10 @@ def _differentiate(
             if not loss.requires_grad:
                 continue
             total = loss.sum() if weights is None else (loss * weights[chunk]).sum()
-            found = list(torch.autograd.grad(total, wanted, allow_unused=True))
-        if needs[0] and (gradient := found.pop(0)) is not None:
+            gradients = list(torch.autograd.grad(total, wanted, allow_unused=True))
+        if needs[0] and (gradient := gradients.pop(0)) is not None:
             hidden_gradient[chunk] = gradient
-        for sum_of, gradient in zip(totals, found, strict=True):
+        for sum_of, gradient in zip(totals, gradients, strict=True):
             if gradient is not None:
                 sum_of.add_(gradient)
     return torch.cat(losses), [hidden_gradient] * needs[0] + totals

@@ -177,8 +177,8 @@ def _cross_entropy(
             raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
     if impl == "reference":
         return reference_cross_entropy(logits, labels, options)
-    found = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
-    return found.loss, found.metrics
+    results = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
+    return results.loss, results.metrics
 
 
 def chunked_loss(

@@ -44,8 +44,9 @@ class Softmax:
         workers: Workers,
     ):
         self.hidden_states = arguments.hidden_states.detach()[:, columns]
-        self.stage, self.bias = stage, arguments.class_bias
-        on_cpu, is_16_bit = self.hidden_states.is_cpu, self.hidden_states.dtype.itemsize == 2
+        self.stage = stage
+        self.bias = arguments.class_bias
+        is_16_bit = self.hidden_states.dtype.itemsize == 2
         dtype = stage.target.dtype
         # Elsewhere a look whether the mean dominates would halt the device.
         self.geometry = build_geometry(
@@ -53,7 +54,7 @@ class Softmax:
             arguments.prototypes[:, columns],
             arguments.eps,
             dtype,
-            centered=None if on_cpu else not is_16_bit,
+            centered=None if self.hidden_states.is_cpu else not is_16_bit,
         )
         hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
@@ -127,7 +128,8 @@ class Softmax:
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
         """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
-        geometry, total = self.geometry, None
+        geometry = self.geometry
+        total = None
         if self.bias_gradient is not None and class_sums is not None:
             self.bias_gradient.add_(class_sums)
         if self.hidden_gradient is not None:

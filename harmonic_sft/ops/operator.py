@@ -66,15 +66,15 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = arguments.needs
     ready, ctx.ready = ctx.ready, None
     if ready is not None and is_uniform(upstream):
-        found = [gradient.mul_(factor_for(gradient, upstream)) for gradient in ready]
+        gradients = [gradient.mul_(factor_for(gradient, upstream)) for gradient in ready]
     else:  # also for a second backward pass: the call again, weighted by the upstream gradients
-        found = chunked_op(*_weighted(arguments, upstream))[-4:]
+        gradients = chunked_op(*_weighted(arguments, upstream))[-4:]
     exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None
-    found = [
+    hidden_states, prototypes, class_bias, second_weight = (
         gradient if leaf is None else gradient.to(leaf.dtype)
-        for gradient, (_, leaf, _) in zip(found, arguments.leaves, strict=True)
-    ]
-    leaves = [found[0], found[1], found[2], exponent, found[3]]
+        for gradient, (_, leaf, _) in zip(gradients, arguments.leaves, strict=True)
+    )
+    leaves = [hidden_states, prototypes, class_bias, exponent, second_weight]
     wanted = [leaf if need else None for leaf, need in zip(leaves, needs, strict=True)]
     return (*wanted, *nothing[NUM_LEAVES:])
 

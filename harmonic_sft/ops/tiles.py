@@ -109,10 +109,10 @@ class TorchTiles:
                 assert chunk.second is not None, "factors are set before"
                 factors = -2 * chunk.second * share
                 self.points.add(worker, tile, probs * factors.unsqueeze(1))
-            found = self._coefficients(chunk, k, share, kept)
+            coefficients = self._coefficients(chunk, k, share, kept)
             if class_sums is not None and linear:
-                torch.sum(found, 0, out=class_sums[tile])
-            self.products.add(worker, tile, found)
+                torch.sum(coefficients, 0, out=class_sums[tile])
+            self.products.add(worker, tile, coefficients)
 
         self.workers.run(multiply, len(self.edges))
         return class_sums
@@ -267,17 +267,17 @@ class TorchTiles:
     def _coefficients(self, chunk: Chunk, k: int, share: Tensor, kept: list[Tensor]) -> Tensor:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
-        found = kept[0].mul_((slope * chunk.mass * share).unsqueeze(1))
+        coefficients = kept[0].mul_((slope * chunk.mass * share).unsqueeze(1))
         if chunk.second is not None:
             factors = slope * chunk.second * torch.exp(self.stage.log_share(chunk, k))
-            found.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
+            coefficients.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
         if self.smoothed:
             floor = (slope * chunk.floor).unsqueeze(1)
             if self.geometry.linear:
-                found.sub_(floor)
+                coefficients.sub_(floor)
             else:
-                found.addcmul_(kept[self.slots["inverse"]], floor, value=-1)
-        return found
+                coefficients.addcmul_(kept[self.slots["inverse"]], floor, value=-1)
+        return coefficients
 
     def _joined(self, near: list[Tensor | None]) -> Tensor | None:
         """Join the tiles' near columns, valid ones first, without needless slots."""

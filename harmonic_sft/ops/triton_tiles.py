@@ -55,7 +55,8 @@ class TritonTiles:
         hidden_states: Tensor,
         gradients: GradientProducts,
     ):
-        self.geometry, self.smoothed = geometry, arguments.label_smoothing > 0
+        self.geometry = geometry
+        self.smoothed = arguments.label_smoothing > 0
         self.gradients = gradients
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = hidden_states
@@ -96,7 +97,8 @@ class TritonTiles:
 
     def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from what `score` kept: see `TorchTiles`."""
-        kept, self.kept, gradients = self.kept, None, self.gradients
+        kept, self.kept = self.kept, None
+        gradients = self.gradients
         assert kept is not None, "accumulate: expected score with keep before"
         products, near = kept
         scores, plan, grid = self._launch(chunk, products)
@@ -105,11 +107,10 @@ class TritonTiles:
         values = products
         if gradients.dtype != torch.float32:
             values = torch.empty_like(products, dtype=gradients.dtype)
-        per_tile, per_block = products.new_empty, (grid[0], num_classes)
         with_sums = self.geometry.with_sums
-        row_sums = per_tile(grid[1], num_rows) if with_sums else None
-        column_sums = per_tile(per_block) if with_sums else None
-        class_sums = per_tile(per_block) if self.learns_bias else None
+        row_sums = products.new_empty(grid[1], num_rows) if with_sums else None
+        column_sums = products.new_empty(grid[0], num_classes) if with_sums else None
+        class_sums = products.new_empty(grid[0], num_classes) if self.learns_bias else None
         known = (chunk.log_normalizer, chunk.mass, chunk.floor)
         terms = [row.float().contiguous() for row in known]
         out = Coefficients(*terms, near, values, row_sums, column_sums, class_sums)

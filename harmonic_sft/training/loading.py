@@ -74,7 +74,7 @@ def locate_base(base: str) -> str:
     return str(Path(spec.origin).parent / "model")
 
 
-def check_weights(base: str) -> None:
+def check_package(base: str) -> None:
     """Compare the weights of a base from a package with those that were published.
 
     Raises:

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
-from harmonic_sft.hub.run_folder import check_weights
+from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.results import leaves, read_results, read_whole, without_secrets, write_whole
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
@@ -351,7 +351,7 @@ def is_finished(run: RunConfig) -> bool:
     if results is None or results["steps"] < run.training.get("max_steps", -1):
         return False
     try:
-        check_weights(run.output_dir)
+        check_saved(run.output_dir)
         read_results(run.output_dir / "config.json")
         tokenizer = read_results(run.output_dir / "tokenizer_config.json")
         if tokenizer.get("backend") == "tokenizers":  # others have other files, or none

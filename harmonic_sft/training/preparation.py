@@ -48,7 +48,7 @@ from harmonic_sft.training.loading import (
     MODELS,
     TASKS,
     check_base_config,
-    check_weights,
+    check_package,
     from_base,
     load_base_config,
     load_task_data,
@@ -279,7 +279,8 @@ class Preparation:
         has_labels: bool = True,
     ) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
-        settings, column = self.data, self.args.text_column
+        settings = self.data
+        column = self.args.text_column
         columns = data.column_names or []
         has_text = self._format is not None or column in columns
         if self.config.model.task in CLASSIFIERS and "input_ids" in columns and not has_text:
@@ -291,7 +292,8 @@ class Preparation:
             settings = replace(settings, label_column=None)
         if (text_of := self._format) is not None:
             data = unformatted(data)
-            kept, column = (settings.label_column, settings.weight_column), "text"
+            column = "text"
+            kept = (settings.label_column, settings.weight_column)
             columns = [name for name in columns if name not in kept]
             # A classifier's text has the special tokens that it spells.
             for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
@@ -372,7 +374,7 @@ class Preparation:
             return base_of(self.model, dtype=dtype, is_causal=model_class.is_causal)
         if model.from_scratch:
             return from_base(random_base, model, dtype=dtype, dropout=dropout)
-        check_weights(model.base)
+        check_package(model.base)
         keeps_head = model.task in LANGUAGE_MODELS or init == "base_head"
         return from_base(
             load_base,

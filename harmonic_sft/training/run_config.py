@@ -445,7 +445,8 @@ def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[st
         HEADS[name], options, prefix, without=NOT_IN_HEAD, elsewhere=RunConfig.key_names
     )
     if options.get("inner") is not None:
-        inner, place = dict(options["inner"]), f"{prefix}.inner".lstrip(".")
+        inner = dict(options["inner"])
+        place = f"{prefix}.inner".lstrip(".")
         inner_name = inner.pop("name", None)
         if inner_name not in HEADS:
             raise ValueError(f"{place}.name: expected one of {sorted(HEADS)}, got {inner_name!r}")

@@ -336,7 +336,9 @@ def test_language_models_are_bases_for_every_task_where_this_package_is_not(
     elsewhere(
         TASKS_READER,
         os.environ["HF_HUB_CACHE"],
-        *("masked three dist answers token", "part one token", "tied answers token"),
+        "masked three dist answers token",
+        "part one token",
+        "tied answers token",
         "causal dist token",
         cwd=tmp_path,
     )

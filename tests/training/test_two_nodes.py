@@ -35,9 +35,16 @@ def run_nodes(program, words, folders):
     nodes = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
-                *("--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"),
-                *(f"--master-port={port}", str(program), *map(str, words)),
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=1",
+                "--nnodes=2",
+                f"--node-rank={rank}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                str(program),
+                *map(str, words),
             ],
             env=environment,
             stdout=subprocess.PIPE,
