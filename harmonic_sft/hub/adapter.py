@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harmonic_sft.hub.run_folder import public_base
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before every name
 BACKBONE = "model.backbone"
 HEAD = "dist_head"
@@ -38,7 +38,7 @@ def save_peft(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def covering_modules(trained: Iterable[str]) -> list[str]:

@@ -39,7 +39,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.results import reading
 
-HEAD_FILE = "linear_head.safetensors"
+LINEAR_HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
     "HarmonicForMaskedLM": HarmonicForMaskedLM,
     "HarmonicForCausalLM": HarmonicForCausalLM,
@@ -122,7 +122,7 @@ def export_linear(folder: Path, target: Path) -> Path:
         draft.mkdir()
         exported.save_pretrained(draft)
         if not is_decoder:
-            save_file(head.state_dict(), draft / HEAD_FILE, metadata={"format": "pt"})
+            save_file(head.state_dict(), draft / LINEAR_HEAD_FILE, metadata={"format": "pt"})
             (draft / LICENSE).write_text(license_of_code())
         card = _metadata(folder, model.config) + _readme(model, head, exported)
         (draft / "README.md").write_text(card)
@@ -299,5 +299,5 @@ def _readme(
         if head.bias is not None:
             tensors += f" and `bias` [{num_classes}]"
             bias = ' + head["bias"]'
-        files = WITH_HEAD.format(head_file=HEAD_FILE, tensors=tensors, bias=bias)
+        files = WITH_HEAD.format(head_file=LINEAR_HEAD_FILE, tensors=tensors, bias=bias)
     return f"# A {architecture} with a linear head\n\n{text}\n\n{files}"

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from harmonic_sft.hub.adapter import CONFIG_NAME, WEIGHTS_NAME
+from harmonic_sft.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
     ADAPTER_FOLDER,
@@ -83,7 +83,7 @@ def stage(
     check_publishable(trained, form)
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
-        _copy(adapter, target, (WEIGHTS_NAME, CONFIG_NAME))
+        _copy(adapter, target, (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     else:
         if form == "full":
             weights = [path.name for path in weight_files(trained.path)]

@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from harmonic_sft.config import parse
 from harmonic_sft.hub.adapter import (
+    ADAPTER_WEIGHTS,
     BACKBONE,
     PREFIX,
-    WEIGHTS_NAME,
     covering_modules,
     save_peft,
 )
@@ -184,7 +184,7 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
-    saved = load_file(folder / ADAPTER_FOLDER / WEIGHTS_NAME)
+    saved = load_file(folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS)
     live = {name: live for live, name in _saved_names(model, _saved_modules(model)).items()}
     state = {live.get(name, name): value for name, value in saved.items()}
     load_exactly_(model, state, folder, names=live.values())

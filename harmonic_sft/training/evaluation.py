@@ -58,7 +58,7 @@ from harmonic_sft.training.loading import (
     load_task_data,
     locate_base,
 )
-from harmonic_sft.training.output_folder import CONFIG_NAME, read_run
+from harmonic_sft.training.output_folder import RUN_FILE, read_run
 from harmonic_sft.training.report import names_of, show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
@@ -487,7 +487,7 @@ def _tokenizer(folder: Path) -> Any:
 
 def _saved(folder: Path) -> dict[str, Any]:
     """Return the settings of the folder's run; none without one."""
-    return read_run(folder) if (folder / CONFIG_NAME).is_file() else {}
+    return read_run(folder) if (folder / RUN_FILE).is_file() else {}
 
 
 def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:
@@ -500,7 +500,7 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
     if "data" not in settings:
         raise ValueError(
-            f"eval: expected data, got none, since {str(folder)!r} has no {CONFIG_NAME}. "
+            f"eval: expected data, got none, since {str(folder)!r} has no {RUN_FILE}. "
             "Add data=file.txt"
         )
     if not saved and isinstance(settings["data"], dict):

@@ -28,7 +28,7 @@ from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.schedules import phase_steps
 
 logger = logging.getLogger(__name__)
-CONFIG_NAME = "run.yaml"
+RUN_FILE = "run.yaml"
 RESULTS_NAME = "train"
 SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
@@ -71,9 +71,9 @@ def check_output_folder(run: RunConfig) -> None:
     )
     if not existing.is_dir():
         raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
-    if not folder.exists() or not {*folder.iterdir()} - {*_drafts(folder, CONFIG_NAME)}:
+    if not folder.exists() or not {*folder.iterdir()} - {*_drafts(folder, RUN_FILE)}:
         return
-    if not (folder / CONFIG_NAME).is_file():
+    if not (folder / RUN_FILE).is_file():
         raise ValueError(
             f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds "
             "other files. Choose another one"
@@ -109,11 +109,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is damaged.
     """
-    saved = read_yaml(folder / CONFIG_NAME)
+    saved = read_yaml(folder / RUN_FILE)
     for name in ("data", "training"):
         if not isinstance(saved.get(name), dict):
             raise ValueError(
-                f"{folder / CONFIG_NAME}: expected a section {name}, got a damaged file. {RESTORE}"
+                f"{folder / RUN_FILE}: expected a section {name}, got a damaged file. {RESTORE}"
             )
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
     gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which must be false now
@@ -127,7 +127,7 @@ def _claimed(folder: Path) -> RunConfig:
     try:
         return parse(RunConfig, saved)
     except ValueError as error:
-        path = folder / CONFIG_NAME
+        path = folder / RUN_FILE
         raise ValueError(
             f"{path}: expected a run that this version can continue, got a file that is damaged or "
             f"has what is refused now. {RESTORE}\n{error}"
@@ -187,16 +187,16 @@ def _leftovers(folder: Path) -> list[Path]:
     as a `run.yaml` of the user's own.
     """
     checkpoints = all_checkpoints(folder)
-    if any(map(was_saved, checkpoints)) or not _is_claim(folder / CONFIG_NAME):
+    if any(map(was_saved, checkpoints)) or not _is_claim(folder / RUN_FILE):
         return []
     results = folder / "results"
     reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
     named = ("before.json", f"{LIST}.json", TRAINED)
-    drafts = [*_drafts(folder, CONFIG_NAME), *_drafts(results, *named)]
+    drafts = [*_drafts(folder, RUN_FILE), *_drafts(results, *named)]
     written = [*reasons, *(results / name for name in named), *drafts, results, *checkpoints]
     if all(path.is_dir() or path.match(EVENTS) for path in (folder / BOARD).rglob("*")):
         written.append(folder / BOARD)
-    written = [path for path in written if path.exists()] + [folder / CONFIG_NAME]
+    written = [path for path in written if path.exists()] + [folder / RUN_FILE]
     found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
     return written if found == set(written) else []
 
@@ -222,7 +222,7 @@ def claim_output_folder(run: RunConfig) -> None:
         ValueError: Another run has claimed it since `check_output_folder`, or trains in it.
     """
     run.output_dir.mkdir(parents=True, exist_ok=True)
-    path = run.output_dir / CONFIG_NAME
+    path = run.output_dir / RUN_FILE
     with locked(run.output_dir):
         if path.exists() and not run.resume:
             _start_again(run.output_dir)
@@ -232,7 +232,7 @@ def claim_output_folder(run: RunConfig) -> None:
             if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
         write_whole(path, to_yaml(run))
-        for draft in _drafts(run.output_dir, CONFIG_NAME):
+        for draft in _drafts(run.output_dir, RUN_FILE):
             draft.unlink()
 
 
@@ -242,7 +242,7 @@ def check_shared(folder: Path) -> None:
     Raises:
         ValueError: Some do not. Nodes with a folder each could train and save, but not resume.
     """
-    state, path = PartialState(), folder / CONFIG_NAME
+    state, path = PartialState(), folder / RUN_FILE
     claim = broadcast_object_list([path.read_text() if state.is_main_process else None])[0]
     elsewhere = gather_object([] if _shows(path, claim) else [state.process_index])
     if elsewhere:

@@ -43,8 +43,8 @@ from harmonic_sft.training.head_swap import (
 )
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
-    CONFIG_NAME,
     RESULTS_NAME,
+    RUN_FILE,
     check_output_folder,
     is_finished,
     read_verdicts,
@@ -130,7 +130,7 @@ def check_run(run: RunConfig) -> None:
     check_launch(args)
     check_reporters(args.report_to or [])
     check_output_folder(run)
-    is_new = not (run.output_dir / CONFIG_NAME).is_file()
+    is_new = not (run.output_dir / RUN_FILE).is_file()
     if run.resume and is_new and PartialState().is_main_process:
         logger.info("No run in %s yet: a new one starts.", run.output_dir)
 

@@ -16,7 +16,7 @@ from harmonic_sft.data.streams import (
 )
 from harmonic_sft.training.arguments import HarmonicTrainingArguments
 
-STATE_NAME = "stream_state_{}.json"  # of a process
+STREAM_FILES = "stream_state_{}.json"  # of a process
 
 
 class StreamPlace:
@@ -66,12 +66,12 @@ class StreamPlace:
 
     def save(self, checkpoint: Path) -> None:
         """Write what this process knows."""
-        path = checkpoint / STATE_NAME.format(self._args.process_index)
+        path = checkpoint / STREAM_FILES.format(self._args.process_index)
         path.write_text(json.dumps({**self._state, "left_out": self._left_out}))
 
     def load(self, checkpoint: Path) -> None:
         """Continue where the run of a checkpoint stood."""
-        paths = sorted(checkpoint.glob(STATE_NAME.format("*")))
+        paths = sorted(checkpoint.glob(STREAM_FILES.format("*")))
         states: list[Any] = [json.loads(path.read_text()) for path in paths]
         self._rows.state = self._state = merge(states)
         for state in states:
