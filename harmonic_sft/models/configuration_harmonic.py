@@ -1,5 +1,6 @@
 """Configuration of a harmonic model: a backbone, a head, and where the backbone came from."""
 
+import sys
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -67,6 +68,17 @@ class HarmonicConfig(PreTrainedConfig):
         if self.pooling not in ("mean", "cls"):
             raise ValueError(f"pooling: expected 'mean' or 'cls', got {self.pooling!r}")
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as a dictionary.
+
+        PEFT calls this right before it looks up which layers LoRA adapts by default, in a table of
+        its own without a hook (PEFT 0.21.2, `tuners/tuners_utils.py:867`): all linear layers.
+        """
+        if (peft := sys.modules.get("peft.utils.constants")) is not None:
+            table = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            table.setdefault(self.model_type, "all-linear")
+        return super().to_dict()
 
     @property
     def num_hidden_layers(self) -> int:

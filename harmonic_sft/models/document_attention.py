@@ -78,6 +78,8 @@ def document_arguments(
     """
     config = backbone.config
     is_pairwise = attention_mask is not None and attention_mask.dim() != 2
+    if is_causal and (position_ids.is_meta or torch.compiler.is_compiling()):
+        return _unseen_documents(config.model_type, attention_mask, position_ids)
     if is_pairwise or not _are_packed(attention_mask, position_ids, is_causal):
         positions = {"position_ids": position_ids}  # a decoder counts as it is told
         if not is_causal:
@@ -106,6 +108,23 @@ def document_arguments(
     elif not is_causal:
         arguments["attention_mask"] = _block_diagonal(backbone, position_ids)
     return arguments
+
+
+def _unseen_documents(
+    model_type: str, attention_mask: Tensor | None, position_ids: Tensor
+) -> dict[str, Any]:
+    """Return the arguments of a decoder where the positions have no values yet.
+
+    It need not know how many documents there are: transformers makes the mask of one and of several
+    from the positions, where there is no cache.
+    """
+    if position_ids.is_meta:
+        return {"attention_mask": attention_mask}
+    is_pairwise = attention_mask is not None and attention_mask.dim() != 2
+    if attention_mask is not None and not is_pairwise and model_type in PACKABLE_DECODERS:
+        position_ids = position_ids.masked_fill(attention_mask == 0, 0)
+        attention_mask = None
+    return {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
 
 
 def _are_packed(attention_mask: Tensor | None, position_ids: Tensor, is_causal: bool) -> bool:

@@ -253,6 +253,24 @@ def test_a_head_without_storage_has_logits_without_storage(name):
     assert losses.shape == (6,)
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])])
+@own_warnings
+@torch.no_grad()
+def test_a_decoder_with_positions_is_one_graph(mask):
+    model = make_model("llama")
+    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]])  # two documents; padding
+    inputs = {"input_ids": IDS, "position_ids": positions, "attention_mask": mask}
+    expected = model(**inputs).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    shown = ... if mask is None else mask.bool()
+    close = {"rtol": 1e-5, "atol": 2e-5}
+    torch.testing.assert_close(compiled(**inputs).logits[shown], expected[shown], **close)
+    exported = torch.export.export(model, (), {**inputs, "use_cache": False}).module()
+    found = exported(**inputs, use_cache=False).logits
+    torch.testing.assert_close(found[shown], expected[shown], **close)
+    assert model.to("meta")(IDS.to("meta"), position_ids=positions.to("meta")).logits.is_meta
+
+
 @pytest.mark.parametrize("body", BODIES)
 def test_a_model_without_storage_has_a_forward_pass(body):
     model = make_model(body).to("meta")

@@ -9,11 +9,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, BertConfig, LlamaConfig
 
 from harmonic_sft.hub.adapter import covering_modules
-from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
+from harmonic_sft.models import (
+    DistLayer,
+    HarmonicConfig,
+    HarmonicForCausalLM,
+    HarmonicForMaskedLM,
+    HarmonicForSequenceClassification,
+    NeoBERTConfig,
+)
 from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
 from harmonic_sft.training.adapters import (
     add_lora_,
@@ -343,3 +351,23 @@ def test_peft_itself_adapts_all_linear_layers_but_the_head(bases, tmp_path):
         HarmonicForMaskedLM.from_base(str(bases / "bert")), str(tmp_path)
     )
     assert torch.equal(logits(again), logits(wrapped))
+
+
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 40}
+BODIES = {
+    "bert": (HarmonicForMaskedLM, BertConfig(**SIZES)),
+    "neobert": (HarmonicForMaskedLM, NeoBERTConfig(**SIZES)),
+    "llama": (HarmonicForCausalLM, LlamaConfig(**SIZES)),
+    "classes": (HarmonicForSequenceClassification, BertConfig(**SIZES)),
+}
+
+
+@OLD_NAME
+@pytest.mark.parametrize("name", BODIES)
+def test_peft_alone_adapts_all_linear_layers_of_the_body(name):
+    model_class, body = BODIES[name]
+    config = HarmonicConfig(text_config=body, is_causal=name == "llama")
+    wrapped = get_peft_model(model_class(config), LoraConfig())
+    linear = [n for n, m in model_class(config).model.named_modules() if isinstance(m, nn.Linear)]
+    adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
+    assert [n.removeprefix("base_model.model.model.") for n in adapted] == linear
