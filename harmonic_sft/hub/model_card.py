@@ -32,7 +32,7 @@ HEAD_KINDS = {
 MAX_LOG_ROWS = 12
 FITTED = (1 / 16, 16)  # where the evaluation looks for the best factor on `h_exp`
 NEEDS = ("torch>=2.10", "transformers>=5.10.1")  # as in pyproject.toml
-NEEDS_FOR_ADAPTERS = ("peft>=0.18",)
+NEEDS_FOR_ADAPTERS = ("peft>=0.19",)
 # Keys of `training` about this machine and its accounts, not about what was trained.
 PRIVATE_SETTINGS = re.compile(
     r"output_dir|logging_dir|run_name|report_to|project|trackio_|hub_|push_to_hub|resume_from"
