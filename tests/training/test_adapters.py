@@ -267,7 +267,7 @@ def put_on_base(adapter, base, dtype=torch.float32):
 
 def save(model, folder):
     """Save as a run does, and return the folder of the adapter."""
-    model.config.base_model, model.config.base_revision = "me/base", "abc"
+    model.config.base_model, model.config.base_revision = "me/base", "a" * 40
     model.save_pretrained(folder, state_dict=merged_state(model))
     save_adapter(model, folder)
     return folder / "adapter"
@@ -303,7 +303,7 @@ def test_an_adapter_on_its_base_computes_what_the_trained_model_does(
         layer.lora_B.requires_grad_(False)["default"].weight.zero_()
     assert (logits(model) - expected).abs().mean() > 0.05  # what merging must not lose
     config = json.loads((adapter / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", "abc")
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", "a" * 40)
     assert (config["r"], config["lora_alpha"]) == (4, 16)
     assert len(config["target_modules"]) == 2 * (3 if family == "bert" else 2)
     assert config["target_modules"] == sorted(config["target_modules"])
