@@ -14,7 +14,8 @@ from harmonic_sft.training.callbacks import StoppedError
 
 logger = logging.getLogger(__name__)
 STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
-WARN_AFTER = 0.8  # of the timeout: before NCCL ends the process
+SAID_AFTER = 120.0  # seconds of waiting: others may be at work on their own for as long
+LAST_SAID_AFTER = 0.8  # of the timeout: before NCCL ends the process
 
 
 @contextmanager
@@ -50,29 +51,36 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
 
 def _watch(args: TrainingArguments, ended: threading.Event, behind: list[int]) -> None:
-    """Find which processes have started fewer exchanges than this one, when it has waited long."""
+    """Find which processes have started fewer exchanges than this one, when it has waited long.
+
+    They are found again in every long wait, and named in the log twice at most.
+    """
     store = distributed.distributed_c10d._get_default_store()
     group: Any = distributed.distributed_c10d._get_default_group()
-    own, since = -1, time.monotonic()
+    last = LAST_SAID_AFTER * args.ddp_timeout
+    marks = sorted({min(SAID_AFTER, last), last})  # seconds of a wait
+    own, since, num_passed, num_said = -1, time.monotonic(), 0, 0
     with suppress(RuntimeError):  # the store went with its process
         while not ended.wait(1.0):
             before, own = own, group._get_sequence_number_for_group()
             waited = time.monotonic() - since
             if own != before:
-                since = time.monotonic()
+                since, num_passed = time.monotonic(), 0
                 store.set(STARTED.format(args.process_index), str(own))
-            elif waited > WARN_AFTER * args.ddp_timeout:
+            elif num_passed < len(marks) and waited > marks[num_passed]:
+                num_passed += 1
                 keys = [STARTED.format(rank) for rank in range(args.world_size)]
                 found = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-                behind += [rank for rank, count in enumerate(found) if count < own]
-                if behind:
-                    logger.error(
-                        "Process %d has waited for %.0f of the %d seconds of training.ddp_timeout; "
-                        "behind are %s of %d, counted from 0.",
+                behind[:] = [rank for rank, count in enumerate(found) if count < own]
+                if behind and num_said < len(marks):
+                    num_said += 1
+                    logger.warning(
+                        "Process %d has waited for %.0f seconds: %s of %d, counted from 0, have "
+                        "started fewer exchanges. They are at work alone, or hang; "
+                        "training.ddp_timeout ends the run after %d seconds.",
                         args.process_index,
                         waited,
-                        args.ddp_timeout,
                         behind,
                         args.world_size,
+                        args.ddp_timeout,
                     )
-                    return
