@@ -74,6 +74,7 @@ class HarmonicConfig(PreTrainedConfig):
 
         PEFT calls this right before it looks up which layers LoRA adapts by default, in a table of
         its own without a hook (PEFT 0.21.2, `tuners/tuners_utils.py:867`): all linear layers.
+        This can go when a model can name these layers itself.
         """
         if (peft := sys.modules.get("peft.utils.constants")) is not None:
             table = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

@@ -118,7 +118,7 @@ def _unseen_documents(
     It need not know how many documents there are: transformers makes the mask of one and of several
     from the positions, where there is no cache.
     """
-    if position_ids.is_meta:
+    if position_ids.is_meta:  # transformers would look at the values of positions that it is given
         return {"attention_mask": attention_mask}
     is_pairwise = attention_mask is not None and attention_mask.dim() != 2
     if attention_mask is not None and not is_pairwise and model_type in PACKABLE_DECODERS:

@@ -37,6 +37,8 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
             code: elsewhere it would wait for the device or break the graph, and the lookup of the
             class fails.
     """
+    if labels.is_meta:  # they have no values; as many as there can be
+        return torch.arange(labels.numel(), device="meta")
     scored = labels != IGNORE_INDEX
     if causal:
         scored[:, 0] = False

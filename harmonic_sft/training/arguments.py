@@ -19,8 +19,10 @@ from harmonic_sft.training.run_config import (
     FORCED,
     METRICS,
     NOT_IN_HEAD,
+    OWN_WEIGHTS,
     PeftConfig,
     RunConfig,
+    check_refused,
     fill_recipe,
 )
 
@@ -59,8 +61,8 @@ TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets gi
 RECIPE = "Source: NeoBERT recipe."
 ACCELERATE_PLUGINS = {  # why each is refused
     "ACCELERATE_USE_FSDP": "evaluations would read shards of the head",
-    "ACCELERATE_USE_DEEPSPEED": "it keeps weights of its own, and prototypes would lose norm 1",
-    "ACCELERATE_USE_MEGATRON_LM": "it keeps weights of its own, and prototypes would lose norm 1",
+    "ACCELERATE_USE_DEEPSPEED": OWN_WEIGHTS,
+    "ACCELERATE_USE_MEGATRON_LM": OWN_WEIGHTS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": "processes would share their rows, and count them twice",
 }
 
@@ -252,6 +254,7 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def _check_theirs(self) -> None:
         """Settle or refuse what transformers would end at in a traceback, or let pass."""
+        check_refused({"deepspeed": self.deepspeed})  # transformers would ask for the package
         self.report_to = "none" if self.report_to is None else self.report_to
         for name in ("log_level", "log_level_replica"):
             if (level := getattr(self, name)) not in trainer_log_levels:

@@ -76,6 +76,7 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
+OWN_WEIGHTS = "it keeps weights of its own, and prototypes would lose norm 1"
 REFUSED = {  # arguments of transformers that another section decides, or that break the recipe
     "use model.dtype: bfloat16; prototypes need more than 16 bits": ("fp16", "bf16"),
     "it would cast the head to 16 bits": ("fp16_full_eval", "bf16_full_eval"),
@@ -93,7 +94,8 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "a resumed run would read other rows": ("ignore_data_skip",),
     "dropout would not be that of a resumed run": ("dataloader_persistent_workers",),
     "training.seed decides": ("data_seed", "train_sampling_strategy"),
-    "it is not supported yet; use DDP": ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"),
+    f"{OWN_WEIGHTS}; use DDP": ("deepspeed",),
+    "it is not supported yet; use DDP": ("fsdp", "fsdp_config", "parallelism_config"),
     "use gradient_checkpointing": (
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
@@ -546,11 +548,7 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     if output_dir.startswith("~"):
         raise ValueError(f"training.output_dir: expected a home that exists, got {output_dir!r}")
     training["output_dir"] = str(Path(output_dir))
-    for instead, keys in REFUSED.items():
-        for key in keys:
-            if training.get(key):
-                got = "a secret" if key == "hub_token" else " ".join(repr(training[key]).split())
-                raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
+    check_refused(training)
     for key, value in FORCED.items():
         if training.get(key, value) != value:
             raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
@@ -564,6 +562,19 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
             "Or set model.unfreeze.dtype: float32"
         )
     return training
+
+
+def check_refused(training: Mapping[str, Any]) -> None:
+    """Refuse arguments of transformers that no run can have, with the reason.
+
+    Raises:
+        ValueError: One of `REFUSED` is there and not empty.
+    """
+    for instead, keys in REFUSED.items():
+        for key in keys:
+            if training.get(key):
+                got = "a secret" if key == "hub_token" else " ".join(repr(training[key]).split())
+                raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
 
 
 def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:

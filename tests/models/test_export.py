@@ -273,8 +273,10 @@ def test_a_decoder_with_positions_is_one_graph(mask):
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_model_without_storage_has_a_forward_pass(body):
-    model = make_model(body).to("meta")
-    assert model(IDS.to("meta")).logits.shape == (2, 5, V)
+    model, ids = make_model(body).to("meta"), IDS.to("meta")
+    assert model(ids).logits.shape == (2, 5, V)
+    cache = {"use_cache": True} if model.is_causal else {}
+    assert model.train()(ids, labels=ids, **cache).loss.is_meta
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForMaskedLM, BertConfig, LlamaConfig
+from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
+from transformers.pytorch_utils import Conv1D
 
 from harmonic_sft.hub.adapter import covering_modules
 from harmonic_sft.models import (
@@ -358,6 +359,7 @@ BODIES = {
     "bert": (HarmonicForMaskedLM, BertConfig(**SIZES)),
     "neobert": (HarmonicForMaskedLM, NeoBERTConfig(**SIZES)),
     "llama": (HarmonicForCausalLM, LlamaConfig(**SIZES)),
+    "gpt2": (HarmonicForCausalLM, GPT2Config(**SIZES)),
     "classes": (HarmonicForSequenceClassification, BertConfig(**SIZES)),
 }
 
@@ -366,8 +368,9 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_peft_alone_adapts_all_linear_layers_of_the_body(name):
     model_class, body = BODIES[name]
-    config = HarmonicConfig(text_config=body, is_causal=name == "llama")
-    wrapped = get_peft_model(model_class(config), LoraConfig())
-    linear = [n for n, m in model_class(config).model.named_modules() if isinstance(m, nn.Linear)]
+    config = HarmonicConfig(text_config=body, is_causal=model_class.is_causal)
+    model, linear = model_class(config), nn.Linear | Conv1D
+    expected = [f"model.{n}" for n, m in model.model.named_modules() if isinstance(m, linear)]
+    wrapped = get_peft_model(model, LoraConfig(fan_in_fan_out=name == "gpt2"))
     adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
-    assert [n.removeprefix("base_model.model.model.") for n in adapted] == linear
+    assert [n.removeprefix("base_model.model.") for n in adapted] == expected  # not the head

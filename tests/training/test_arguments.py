@@ -170,6 +170,10 @@ def test_the_best_model_is_that_of_a_metric_of_any_evaluation_set(metric, known,
         ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
         ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
         ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),
+        (
+            {"deepspeed": {"x": 1}},
+            "training.deepspeed: expected nothing, .* would lose norm 1; use",
+        ),
     ],
 )
 def test_what_transformers_would_take_or_end_at_is_refused(options, message):

@@ -193,6 +193,7 @@ REFUSED = [
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
     (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
+    (["training.deepspeed=ds.json"], "got 'ds.json'; it keeps weights .* lose norm 1; use DDP"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
     (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
