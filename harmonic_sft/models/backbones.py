@@ -560,6 +560,10 @@ def settle_quantized_(model: PreTrainedModel, merged: Sequence[str] = ()) -> Non
             module.hf_quantizer = quantizer
         if isinstance(module, nn.Linear | Conv1D) and not is_quantized(module.weight):
             plain.append(name.removeprefix("model."))  # an ending, also where the body is alone
+        # bitsandbytes 0.50.2 undoes this packing in `functional.py:1780` when it saves, and leaves
+        # the statistics in bfloat16, and transposed unless they are nested (the same packing as in
+        # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2078). This can go when
+        # test_bitsandbytes_still_saves_other_statistics_after_a_pass_on_some_cpus fails.
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
     quantization = copy.deepcopy(quantizer.quantization_config)

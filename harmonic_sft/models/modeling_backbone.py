@@ -168,7 +168,10 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         """
         super().dequantize(dtype)
         vars(self.config.text_config).pop("quantization_config", None)
-        # transformers 5.23 keeps how weights were unpacked, and fails to undo it when it saves.
+        # transformers 5.23 keeps how packed weights were loaded, and cannot undo it when it saves:
+        # `Bnb4bitDeserialize` has no `reverse_op` (`core_model_loading.py:102`,
+        # https://github.com/huggingface/transformers/pull/45743, closed). This can go when
+        # test_transformers_still_cannot_save_what_it_has_unpacked fails.
         vars(self).pop("_weight_conversions", None)
         return self
 

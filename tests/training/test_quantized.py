@@ -342,6 +342,25 @@ def test_packed_weights_are_not_cast(base, dtype):
         assert torch.equal(tensor, kept.to(dtype) if plain else kept), name
 
 
+def test_bitsandbytes_still_saves_other_statistics_after_a_pass_on_some_cpus(four_bits):
+    """When this fails, `settle_quantized_` need not turn the packing off any more."""
+    model = AutoModelForCausalLM.from_pretrained(four_bits).eval()
+    layer = model.model.layers[0].mlp.up_proj
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("needs a CPU with AVX512-BF16")
+    before = layer.state_dict()["weight.absmax"].clone()
+    with torch.no_grad():
+        model(ROWS)
+    assert not torch.equal(layer.state_dict()["weight.absmax"], before)
+
+
+def test_transformers_still_cannot_save_what_it_has_unpacked(four_bits, tmp_path):
+    """When this fails, our `dequantize` need not remove `_weight_conversions` any more."""
+    model = AutoModelForCausalLM.from_pretrained(four_bits).dequantize()
+    with pytest.raises(NotImplementedError):
+        model.save_pretrained(tmp_path)
+
+
 @pytest.fixture
 def qlora(four_bits, tmp_path):
     """A 4-bit body with LoRA and a head that trained for 8 steps; the model and its folder."""
