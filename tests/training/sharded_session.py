@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harmonic_sft import HarmonicForCausalLM, HarmonicLoss
-from harmonic_sft.models import DistLayer
+from harmonic_sft.models import DistLayer, HarmonicConfig
 from harmonic_sft.training.sharding import shard_
+from tests.decoders import decoder_config
 
 STEPS, SAVED_AFTER, HEAD = 6, 3, {"name": "dist", "h_exp": -6.0}
 
@@ -27,8 +28,14 @@ def rows() -> torch.Tensor:
     return torch.randint(3, 100, (STEPS, 8, 12), generator=torch.Generator().manual_seed(0))
 
 
-def make(base: Path) -> HarmonicForCausalLM:
-    model = HarmonicForCausalLM.from_base(str(base), head=HEAD)
+def make(base: Path | None) -> HarmonicForCausalLM:
+    """A model on a base, or from scratch."""
+    if base is None:
+        torch.manual_seed(0)
+        config = HarmonicConfig(text_config=decoder_config("llama"), head=HEAD, is_causal=True)
+        model = HarmonicForCausalLM(config)
+    else:
+        model = HarmonicForCausalLM.from_base(str(base), head=HEAD)
     model.loss_fn = HarmonicLoss().prepare(model.dist_head)
     return model.train()
 
@@ -94,6 +101,10 @@ def main(base: Path, out: Path) -> None:
         optim_state_dict=states["optimizer"],
     )
     found["resumed"] = train(model, optimizer, rest, rank, world)
+
+    model = make(None)
+    shard_(model, mesh)
+    found["from_scratch"] = train(model, optimizer_of(model), range(STEPS), rank, world)
 
     seen = []
 

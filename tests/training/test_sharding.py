@@ -57,6 +57,15 @@ def test_losses_are_those_of_one_process(found, alone):
 
 
 @pytest.mark.slow
+def test_losses_from_scratch_are_those_of_one_process(found):
+    model = sharded_session.make(None)
+    optimizer = sharded_session.optimizer_of(model)
+    alone = sharded_session.train(model, optimizer, range(sharded_session.STEPS))
+    assert found[0]["from_scratch"] == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0] - 0.1
+
+
+@pytest.mark.slow
 def test_prototypes_are_normalized_on_every_shard(found):
     assert max(result["norm_error"] for result in found) < 1e-6
 
