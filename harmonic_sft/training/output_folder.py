@@ -172,7 +172,11 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
     An address that is signed again is the same one.
     """
-    before, after = (leaves(without_secrets(to_plain(run))) for run in (old, new))
+    return _changed_keys(to_plain(old), to_plain(new))
+
+
+def _changed_keys(*settings: dict[str, Any]) -> list[str]:
+    before, after = (leaves(without_secrets(plain)) for plain in settings)
     return sorted(
         key
         for key in before.keys() | after.keys()
@@ -372,9 +376,20 @@ def verify_path(output_dir: Path) -> Path:
     return output_dir.with_name(f"{output_dir.name}.verify.json")
 
 
-def read_verdicts(output_dir: Path) -> dict[str, str] | None:
-    """Return the verdict of `verify` on every pair of ways to train, None where it was not run."""
-    results = read_whole(verify_path(output_dir), "pairs")
-    if results is None:
+def read_verdicts(run: RunConfig) -> dict[str, str] | None:
+    """Return what `verify` said of every pair of ways to train a run with these settings.
+
+    Each verdict has the largest relative difference of the losses. None where it was not run, or
+    with other settings.
+    """
+    results = read_whole(verify_path(run.output_dir), "pairs", "config")
+    if results is None or _changed_keys(results["config"], to_plain(run)):
         return None
-    return {pair["name"]: pair["verdict"] for pair in results["pairs"]}
+    return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
+
+
+def _verdict(pair: dict[str, Any]) -> str:
+    loss = pair.get("loss")
+    return (
+        pair["verdict"] if loss is None else f"{pair['verdict']} (losses to {loss['largest']:.0e})"
+    )

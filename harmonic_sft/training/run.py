@@ -346,7 +346,7 @@ def _results(
         "history": _history(before["before"], trainer.state.log_history),
         "data": {**left_out, "held_out": held_out, "eval_sha256": eval_sha256},
         "peak_memory_bytes": peak_memory_bytes(),
-        "verified": read_verdicts(run.output_dir),
+        "verified": read_verdicts(run),
         "config": to_plain(run),
         "environment": environment(),
     }

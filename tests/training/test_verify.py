@@ -1,6 +1,7 @@
 """What `harmonic-sft verify` compares, that it can fail, and that it leaves a run alone."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -41,7 +42,10 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
     nothing = {"largest": 0, "mean_signed": 0}
     assert (resumed["loss"], resumed["grad_norm"], resumed["tolerance"]) == (nothing, nothing, 0)
     assert all(0 < pair["loss"]["largest"] < 1e-5 for pair in others)
-    assert set(read_verdicts(tmp_path / "run").values()) == {"agrees"}
+    verdicts = read_verdicts(load_run_config(path))
+    assert verdicts[NAMES[0]] == "agrees (losses to 0e+00)"
+    assert all(re.fullmatch(r"agrees \(losses to \de[-+]\d\d\)", v) for v in verdicts.values())
+    assert read_verdicts(load_run_config(path, ["training.learning_rate=0.5"])) is None
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
     assert [line.split("  ")[1] for line in lines if "agrees" in line] == [
