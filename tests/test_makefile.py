@@ -26,7 +26,8 @@ def pretend(path):
 
 
 def make(*arguments, **options):
-    command = [str(shutil.which("make")), "--file", str(ROOT / "Makefile"), *arguments]
+    command = [str(shutil.which("make")), "--no-print-directory", "--file", str(ROOT / "Makefile")]
+    command += arguments
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
