@@ -138,7 +138,8 @@ def save_bad_step(
     elif place is not None:
         examples = place.examples
     else:
-        tokens = [ids for batch in batches for ids in batch["input_ids"].tolist()]
+        given = [batch["input_ids"] for batch in batches if "input_ids" in batch]
+        tokens = [ids for rows in given for ids in rows.tolist()]
         examples = [{"input_ids": ids} for ids in tokens]
     values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(gradient_norm)}
     path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))
