@@ -59,7 +59,8 @@ def train(num_heads: int, seeds: Sequence[int], num_epochs: int) -> tuple[Stacke
 
     Source:
         Baek et al. 2025, arXiv:2502.01628, the released code's setting for their standard MLP,
-        but without a bias in the output layer.
+        but without a bias in the output layer, and with an embedding penalty that acts: in the
+        released code that of the MLPs has no gradient.
     """
     generators = seeded_generators(seeds)
     pairs, labels = draw_examples(generators)
