@@ -44,7 +44,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--figure", required=True, choices=list(DRAW), help="of the paper")
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
     parser.add_argument("--epochs", type=int, help="other than the paper's, of every cell")
-    parser.add_argument("--penalty", type=float, help="other than the paper's, of every cell")
+    parser.add_argument("--penalty", type=float, help="other than the released one, of every cell")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")

@@ -73,10 +73,10 @@ def test_a_cell_that_has_its_file_is_not_trained_again(folder, monkeypatch):
 
 
 def test_another_penalty_makes_cells_that_are_not_the_papers(folder):
-    command = ["harmonic_loss", "--figure", "B", "--quick", "--penalty", "0", "--out", str(folder)]
-    assert main(command) == 0
+    command = ["harmonic_loss", "--figure", "B", "--quick", "--penalty", "0.01"]
+    assert main([*command, "--out", str(folder)]) == 0
     rows = read_results(folder / "figure_B.json")["rows"]
-    assert [row["cell"]["penalty"] for row in rows] == [0, 0]
+    assert [row["cell"]["penalty"] for row in rows] == [0.01, 0.01]
     assert [row["published"] for row in rows] == [None, None]
 
 
@@ -116,6 +116,7 @@ def test_main_chosenare_five_tasks_four_models_and_two_splits():
     for cell in models("permutation"):
         assert cell.num_epochs == (10000 if cell.model == "transformer" else 7000)
         assert cell.weight_decay == (0.005 if cell.model == "transformer" else 0.01)
+        assert cell.penalty == (0.01 if cell.model == "transformer" else 0)
 
 
 def test_seeds_are_trained_in_tens():
