@@ -132,7 +132,7 @@ def test_seeds_trained_together_are_those_trained_alone_over_50_steps(settings):
 
 def test_a_step_is_adamw_on_loss_and_penalty(monkeypatch):
     """One epoch of one seed of the MLP, with modules of PyTorch and batches of its own order."""
-    cell = Cell(task="permutation", head="dist", num_epochs=1)
+    cell = Cell(task="permutation", head="dist", num_epochs=1, penalty=0.01)
     generators = seeded_generators([0])
     examples = bench.draw_examples(TASKS["permutation"](), "released", 0.8, generators)
     network = bench.Network(cell, TASKS["permutation"](), generators)
@@ -186,7 +186,8 @@ def test_chance_levels_are_those_of_random_rows():
 def test_compiled_code_trains_as_pytorch_does_over_50_steps(head, task, monkeypatch):
     if library() is None:
         pytest.skip("no C++ compiler")
-    cell = Cell(task=task, head=head, h_exp=-2.0, num_epochs=2 if task == "in_context" else 4)
+    num_epochs = 2 if task == "in_context" else 4
+    cell = Cell(task=task, head=head, h_exp=-2.0, num_epochs=num_epochs, penalty=0.01)
     compiled, *_ = train(cell, [0, 1])
     monkeypatch.setattr(bench, "library", lambda: None)
     expected, *_ = train(cell, [0, 1])
