@@ -106,7 +106,8 @@ void gradient(const float* at, float* by, const Long* tokens, const Long* labels
   for (int i = 0; i < N; ++i)
     for (int j = 0; j < W; ++j) {
       const float x = a[i * W + j] + at[sizes.first_bias() + j];
-      const float gate = 1 / (1 + std::exp(-x));
+      // -ffast-math makes NaN of the reciprocal of infinity.
+      const float gate = 1 / (1 + std::exp(std::fmin(-x, 80.f)));
       h[i * W + j] = x * gate;
       slopes[i * W + j] = gate * (1 + x * (1 - gate));
     }

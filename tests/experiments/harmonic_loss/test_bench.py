@@ -7,7 +7,7 @@ from torch import nn
 
 from experiments.harmonic_loss import bench
 from experiments.harmonic_loss.bench import Cell, head_logits, losses, run, train
-from experiments.harmonic_loss.compiled import library
+from experiments.harmonic_loss.compiled import CompiledTrainer, library
 from experiments.harmonic_loss.data import TASKS
 from experiments.stacked import seeded_generators
 from harmonic_sft.models import build_head
@@ -194,3 +194,18 @@ def test_compiled_code_trains_as_pytorch_does_over_50_steps(head, task, monkeypa
     for name, parameter in compiled.named_parameters():
         # AdamW turns the rounding of a gradient near 0 into a part of its step of 2e-3.
         torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=0, atol=5e-5)
+
+
+def test_compiled_gates_do_not_overflow():
+    """Far below zero exp(-x) is infinite, of whose reciprocal fast arithmetic makes NaN."""
+    if (code := library()) is None:
+        pytest.skip("no C++ compiler")
+    cell = Cell(task="permutation", head="l2")
+    generators = seeded_generators([0])
+    examples = bench.draw_examples(TASKS["permutation"](), "released", 0.8, generators)
+    network = bench.Network(cell, TASKS["permutation"](), generators)
+    with torch.no_grad():
+        network.body.weight_in.mul_(1e4)
+    trainer = CompiledTrainer(code, cell, network.body, network.bias, examples)
+    trainer.train(torch.arange(460).view(1, 1, 460))
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
