@@ -114,6 +114,8 @@ def describe_setting(setting: Row) -> str:
 
 def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     """Draw the variance in two components over the number of heads, and one seed's tokens."""
+    from experiments.harmonic_loss.bench import chance_variance  # which imports this module
+
     settings, shown = payload["settings"], payload["chosen"] or 0
     figure = new_figure(width=12.0, height=8.4)
     panels = figure.subplots(2, 2).flat
@@ -128,6 +130,8 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     blog = payload["blog_percent"]
     label = "blog: one run, settings unknown"
     panels[0].plot(list(map(int, blog)), blog.values(), "D", color=POST_HOC, ms=6, label=label)
+    chance = 100 * chance_variance(len(rows[0]["x"]), settings[shown]["hidden_size"])
+    panels[0].axhline(chance, color=REFERENCE, linestyle="--", label="random numbers of that shape")
     panels[0].set_ylabel("variance in two components (%)")
     panels[0].set_title("hollow: Bayes loss not reached", loc="left", fontsize="medium")
     figure.legend(
