@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
-from harmonic_sft.hub.model_card import TASKS
+from harmonic_sft.hub.model_card import CARD_TASKS
 from harmonic_sft.hub.run_folder import is_pinned, public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
@@ -269,7 +269,7 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
         license_name=license.get("license_name"),
         license_link=license.get("license_link"),
         library_name="transformers",
-        pipeline_tag=TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
+        pipeline_tag=CARD_TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
         base_model=base if is_pinned(base, config.base_revision) else None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n"

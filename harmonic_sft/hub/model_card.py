@@ -55,7 +55,7 @@ class Task(NamedTuple):
         return "documents" if self.choice == "token" else "rows"
 
 
-TASKS = {
+CARD_TASKS = {
     "HarmonicForMaskedLM": Task(
         "fill-mask", "Masked language modeling", "to fill masked tokens", "masked token", "token"
     ),
@@ -102,9 +102,9 @@ def model_card(
         results = {**results, "before": {}, "final": {}, "history": []}
     run = without_secrets(run)
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
-    names = [name for name in config.architectures or [] if name in TASKS]
+    names = [name for name in config.architectures or [] if name in CARD_TASKS]
     architecture = names[0] if names else "HarmonicForMaskedLM"
-    task, name, hub_name = TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
+    task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
     # The exponent of several heads is no factor on their logits.

@@ -28,7 +28,7 @@ from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
 NUM_TOKENS = 1024
-STEEPNESS = (1 / 64, 4096.0)  # least and greatest -h_exp
+STEEPNESS = (FLAT / 1.01, 4096.0)  # least and greatest -h_exp; a search that ends there is flat
 SCALES = (1e-3, 1e3)  # of the prototypes off the sphere
 
 
