@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from transformers import BertConfig
 
 from harmonic_sft.eval.calibration import BOUNDS
-from harmonic_sft.hub.model_card import FITTED, NEEDS, TASKS, model_card
+from harmonic_sft.hub.model_card import CARD_TASKS, FITTED, NEEDS, model_card
 from harmonic_sft.models import HarmonicConfig, NeoBERTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -462,7 +462,7 @@ def test_the_citations_are_those_of_head_and_base():
 
 
 def test_every_task_has_words_and_old_models_fill_masks():
-    for architecture, task in TASKS.items():
+    for architecture, task in CARD_TASKS.items():
         card = make_card(make_config(architectures=[architecture], num_labels=2))
         assert ModelCard(card).data.pipeline_tag == task.pipeline
         assert f"fine-tuned {task.purpose}." in card
