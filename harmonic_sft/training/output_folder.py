@@ -17,7 +17,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_saved
-from harmonic_sft.results import leaves, read_results, read_whole, without_secrets, write_whole
+from harmonic_sft.results import (
+    leaves,
+    read_results,
+    read_whole,
+    without_secrets,
+    write_results,
+    write_whole,
+)
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
@@ -386,6 +393,14 @@ def read_verdicts(run: RunConfig) -> dict[str, str] | None:
     if results is None or _changed_keys(results["config"], to_plain(run)):
         return None
     return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
+
+
+def note_verdicts(run: RunConfig) -> None:
+    """Write what `verify` said into the results of this run, where it is finished."""
+    path = results_path(run.output_dir)
+    results = read_whole(path, "config")
+    if results is not None and not _changed_keys(results["config"], to_plain(run)):
+        write_results(path.parent, path.stem, {**results, "verified": read_verdicts(run)})
 
 
 def _verdict(pair: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data, packs
-from harmonic_sft.training.output_folder import verify_path
+from harmonic_sft.training.output_folder import note_verdicts, verify_path
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -103,8 +103,8 @@ class StopAfter(TrainerCallback):
 def verify(run: RunConfig) -> dict[str, Any]:
     """Compare ways of training that have to agree, with the model and the data of a run.
 
-    Every way is the same short training with one thing changed. Its folder is a temporary one
-    beside the run's, which stays as it is.
+    Every way is the same short training with one thing changed, in a temporary folder beside the
+    run's. Of a finished run the results, and so its card, get the verdicts.
 
     Args:
         run: The checked configuration.
@@ -134,6 +134,7 @@ def verify(run: RunConfig) -> dict[str, Any]:
         "environment": environment(),
     }
     write_results(path.parent, path.stem, results)
+    note_verdicts(run)
     _show(run, pairs)
     logger.info("Written: %s", path)
     different = [pair["name"] for pair in pairs if pair["verdict"] == "differs"]

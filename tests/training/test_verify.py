@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
-from harmonic_sft.training.output_folder import read_verdicts
+from harmonic_sft.training.output_folder import note_verdicts, read_verdicts
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
@@ -51,6 +51,20 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
     assert [line.split("  ")[1] for line in lines if "agrees" in line] == [
         name for name in NAMES if name != PROCESSES
     ]
+
+
+def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, only):
+    only("table = stream")
+    path = make_yaml(check_base=False)
+    assert main(["train", str(path)]) == 0
+    results = tmp_path / "run" / "results" / "train.json"
+    before = json.loads(results.read_text())
+    assert before["verified"] is None
+    assert main(["verify", str(path)]) == 0
+    after = json.loads(results.read_text())
+    assert after == {**before, "verified": read_verdicts(load_run_config(path))}
+    note_verdicts(load_run_config(path, ["training.learning_rate=0.5"]))
+    assert json.loads(results.read_text()) == after
 
 
 def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
