@@ -43,8 +43,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
     parser.add_argument("--figure", required=True, choices=list(DRAW), help="of the paper")
     parser.add_argument("--seeds", type=int, default=20, help="how many; default: 20")
-    parser.add_argument("--epochs", type=int, help="other than the paper's, of every cell")
-    parser.add_argument("--penalty", type=float, help="other than the released one, of every cell")
+    parser.add_argument("--epochs", type=int, help="other than the released code's")
+    parser.add_argument("--penalty", type=float, help="other than the released code's")
+    parser.add_argument("--weight-decay", type=float, help="other than the released code's")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--only", default="", help="cells with this text in their name")
     parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
@@ -56,6 +57,10 @@ def main(name: str, arguments: Sequence[str]) -> None:
         "--out", "--output", type=Path, default=Path("runs") / name, help="a folder"
     )
     options = parser.parse_args(arguments)
+    for key in ("epochs", "penalty", "weight_decay"):
+        is_known = options.figure in CELLS or (key, options.figure) == ("epochs", "4-mnist")
+        if vars(options)[key] is not None and not is_known:
+            raise ValueError(f"{key}: expected nothing for figure {options.figure}, got a value")
     if options.quick:
         options.seeds, options.epochs = 2, 1
     for key in ("seeds", "epochs"):
@@ -90,7 +95,7 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
     if options.figure == "4-mnist":
         if options.mnist is None:
             raise ValueError("mnist: expected the folder of the digits, got nothing. Say --mnist")
-        num_epochs = 1 if options.quick else mnist.NUM_EPOCHS
+        num_epochs = options.epochs or mnist.NUM_EPOCHS
         payload = mnist.run(options.mnist, options.seeds, num_epochs, options.out)
         columns = ["head", "seed", "epochs", "accuracy", "cosine to class means"]
         columns += ["near zero", "below 0.01"]
@@ -104,9 +109,11 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("data: expected a folder of texts, got nothing. Say --data")
         num_steps = QUICK_STEPS if options.quick else gpt.NUM_STEPS
         return (_language if options.figure == "5" else _probes)(options, num_steps)
-    rows, pairs = _cells(options), pairs_of(options.figure)
-    if options.penalty is not None:
-        pairs = [(_with(one, options), _with(other, options)) for one, other in pairs]
+    rows = _cells(options)
+    pairs = [
+        (_as_asked(one, options), _as_asked(other, options))
+        for one, other in pairs_of(options.figure)
+    ]
     found = compare(rows, pairs)
     if found:
         columns = ["cell", "and", "variances (%)", "", "p", "p (Holm)"]
@@ -162,10 +169,7 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     cells = [cell for cell in CELLS[options.figure]() if options.only in cell_name(cell)]
     if not cells:
         raise ValueError(f"only: expected a part of a cell's name, got {options.only!r}")
-    if options.epochs:
-        cells = [replace(cell, num_epochs=options.epochs) for cell in cells]
-    if options.penalty is not None:
-        cells = [_with(cell, options) for cell in cells]
+    cells = [_as_asked(cell, options) for cell in cells]
     if not options.tabulate:
         train_cells(cells, options.seeds, options.out, options.workers)
     found = [one for cell in cells if (one := read_cell(cell, options.seeds, options.out))]
@@ -183,8 +187,14 @@ def _cells(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _with(cell: Cell, options: argparse.Namespace) -> Cell:
-    return replace(cell, penalty=options.penalty)
+def _as_asked(cell: Cell, options: argparse.Namespace) -> Cell:
+    """Return a cell with what differs from the released code by the command."""
+    asked = {
+        "num_epochs": options.epochs,
+        "penalty": options.penalty,
+        "weight_decay": options.weight_decay,
+    }
+    return replace(cell, **{key: value for key, value in asked.items() if value is not None})
 
 
 def _line(row: Row) -> list[object]:

@@ -72,12 +72,13 @@ def test_a_cell_that_has_its_file_is_not_trained_again(folder, monkeypatch):
     assert main([*command, "--tabulate"]) == 0
 
 
-def test_another_penalty_makes_cells_that_are_not_the_papers(folder):
-    command = ["harmonic_loss", "--figure", "B", "--quick", "--penalty", "0.01"]
-    assert main([*command, "--out", str(folder)]) == 0
+def test_cells_are_trained_otherwise_if_asked(folder):
+    command = ["harmonic_loss", "--figure", "B", "--quick", "--out", str(folder)]
+    assert main([*command, "--penalty", "0.01", "--weight-decay", "0.1"]) == 0
     rows = read_results(folder / "figure_B.json")["rows"]
-    assert [row["cell"]["penalty"] for row in rows] == [0.01, 0.01]
-    assert [row["published"] for row in rows] == [None, None]
+    found = [(row["cell"]["penalty"], row["cell"]["weight_decay"]) for row in rows]
+    assert found == [(0.01, 0.1)] * 2
+    assert [row["published"] for row in rows] == [None, None]  # of one epoch
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,8 @@ def test_another_penalty_makes_cells_that_are_not_the_papers(folder):
         (["--figure", "2", "--seeds", "0"], "seeds: expected at least 1, got 0"),
         (["--figure", "2", "--epochs", "0"], "epochs: expected at least 1, got 0"),
         (["--figure", "2", "--workers", "0"], "workers: expected at least 1, got 0"),
+        (["--figure", "1", "--penalty", "0"], "penalty: expected nothing for figure 1"),
+        (["--figure", "5", "--epochs", "1"], "epochs: expected nothing for figure 5"),
         (["--figure", "4-mnist"], "mnist: expected the folder of the digits, got nothing"),
         (["--figure", "1", "--draw"], "results: expected an existing JSON file"),
     ],
@@ -148,9 +151,10 @@ def test_groups_of_seeds_are_joined(tmp_path, monkeypatch):
     assert summary(found)["dirty"]
     assert len(found["embedding"]) == len(found["variance"]) == 3
     assert summary(found)["published"] is None
-    full = replace(cell, num_epochs=7000)
-    row = summary({**found, "cell": cells.asdict(full)})
-    assert row["published"] == PUBLISHED["permutation", "mlp", "linear"]
+    for penalty in (0.0, 0.01):  # one that acts is compared too
+        full = replace(cell, num_epochs=7000, penalty=penalty)
+        row = summary({**found, "cell": cells.asdict(full)})
+        assert row["published"] == PUBLISHED["permutation", "mlp", "linear"]
 
 
 def test_files_of_a_cell_are_read_whatever_groups_its_seeds_were_trained_in(tmp_path):
