@@ -130,8 +130,9 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     blog = payload["blog_percent"]
     label = "blog: one run, settings unknown"
     panels[0].plot(list(map(int, blog)), blog.values(), "D", color=POST_HOC, ms=6, label=label)
-    chance = 100 * chance_variance(len(rows[0]["x"]), settings[shown]["hidden_size"])
-    panels[0].axhline(chance, color=REFERENCE, linestyle="--", label="random numbers of that shape")
+    shape = len(rows[0]["x"]), settings[shown]["hidden_size"]
+    label = "random numbers, {} x {}".format(*shape)
+    panels[0].axhline(100 * chance_variance(*shape), color=REFERENCE, linestyle="--", label=label)
     panels[0].set_ylabel("variance in two components (%)")
     panels[0].set_title("hollow: Bayes loss not reached", loc="left", fontsize="medium")
     figure.legend(

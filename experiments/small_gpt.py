@@ -78,9 +78,12 @@ COMPARED = (
     ("few_shot", "smoothing", "uniform"),
 )
 # Arms whose rate came out as 3e-3, against the control: is it the rate?
-CONTROLLED = tuple(
-    ("best_loss", arm, "linear_faster")
-    for arm in ("smoothing", "cosine", "together", "vmf_auxiliary")
+CONTROLLED = (
+    *(
+        ("best_loss", arm, "linear_faster")
+        for arm in ("smoothing", "cosine", "together", "vmf_auxiliary")
+    ),
+    ("few_shot", "smoothing", "linear_faster"),
 )
 OTHER_TEXT = "tinyshakespeare.txt"
 NUM_SHOTS, FEW_STEPS, FEW_RATES = 8, (5, 10, 20), (3e-4, 1e-3, 3e-3)
