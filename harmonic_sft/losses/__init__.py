@@ -6,7 +6,7 @@ from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
 from harmonic_sft.losses.margins import ArcFaceLoss, CosFaceLoss
-from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables, refresh_intervals
+from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 
 LOSSES = {**TERMS, "distill": DistillLoss, "sum": SumLoss}
@@ -24,5 +24,4 @@ __all__ = [
     "SumLoss",
     "WassersteinLoss",
     "neighbor_tables",
-    "refresh_intervals",
 ]

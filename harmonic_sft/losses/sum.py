@@ -137,13 +137,6 @@ class _Weighted(torch.autograd.Function):
         return grad * ctx.weight, None
 
 
-def refresh_intervals(loss: Any) -> list[int]:
-    """Return after how many steps the tables of a loss of `LOSSES` are made again."""
-    losses = [term.loss for term in loss.terms] if isinstance(loss, SumLoss) else [loss]
-    tables = [part for part in losses if isinstance(part, KNNLabelSmoothingLoss)]
-    return [table.refresh_every for table in tables if table.refresh_every is not None]
-
-
 def neighbor_tables(loss: LossFunction) -> list[NeighborSmoothing]:
     """Return the tables of neighbors that a prepared loss holds."""
     losses = loss.losses if isinstance(loss, WeightedSum) else (loss,)

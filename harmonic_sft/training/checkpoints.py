@@ -16,7 +16,10 @@ from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from harmonic_sft.losses import neighbor_tables
+from harmonic_sft.losses.knn_label_smoothing import NeighborTable
 from harmonic_sft.models import HarmonicHeadModel
+from harmonic_sft.models.objective import LossFunction
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.results import write_whole
 
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "trainer_state.json"
 LOSS_NAME = "running_loss_{}.json"  # of a process
+NEIGHBORS_NAME = "neighbors.safetensors"
 # What a checkpoint of an earlier version, which has no manifest, holds at least.
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
@@ -185,6 +189,27 @@ def load_running_loss(folder: Path, args: TrainingArguments) -> tuple[float, int
     chosen = [own] if len(paths) == args.world_size else paths
     saved = [json.loads(path.read_text()) for path in chosen]
     return fmean(one["sum"] for one in saved), saved[0]["last_logged_step"]
+
+
+def save_neighbors(folder: Path, loss: LossFunction) -> None:
+    """Save the tables of neighbors that a loss holds, which are those of some step before."""
+    tables = neighbor_tables(loss)
+    tensors = {
+        f"{number}.{name}": tensor.contiguous()
+        for number, found in enumerate(tables)
+        for name, tensor in found.table._asdict().items()
+    }
+    if tensors:
+        save_file(tensors, folder / NEIGHBORS_NAME)
+
+
+def load_neighbors_(folder: Path, loss: LossFunction) -> None:
+    """Give a loss the tables that `save_neighbors` was given; earlier versions saved none."""
+    path = folder / NEIGHBORS_NAME
+    tensors = load_file(path) if path.is_file() else {}
+    for number, found in enumerate(neighbor_tables(loss) if tensors else []):
+        names = found.table._fields
+        found.table = NeighborTable(*(tensors[f"{number}.{name}"] for name in names))
 
 
 def all_checkpoints(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from harmonic_sft.config import (
     to_plain,
 )
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
-from harmonic_sft.losses import LOSSES, refresh_intervals
+from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS, build_head
 
 if TYPE_CHECKING:
@@ -553,7 +553,6 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
         if training.get(key, value) != value:
             raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
     _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
-    _check_refresh(training, refresh_intervals(run.loss))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     optim = str(training.get("optim", "adamw_torch"))
     if run.model.unfreeze.dtype == "bfloat16" and not optim.startswith("adamw_torch"):
@@ -593,24 +592,6 @@ def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:
         )
     if (norm := training.get("max_grad_norm", 1.0)) < 0:
         raise ValueError(f"training.max_grad_norm: expected 0 or more, got {norm}")
-
-
-def _check_refresh(training: Mapping[str, Any], intervals: Sequence[int]) -> None:
-    """Let a resumed run find the neighbors of an uninterrupted one: both look at a checkpoint."""
-    strategy = training.get("save_strategy", "steps")
-    save_steps = training.get("save_steps", 500)
-    why = "A resumed run could not tell its neighbors"
-    if intervals and strategy not in ("no", "steps"):
-        raise ValueError(
-            "training.save_strategy: expected 'steps' or 'no' with refresh_every in the loss, "
-            f"got {strategy!r}. {why}"
-        )
-    for interval in intervals:
-        if strategy == "steps" and (save_steps < 1 or save_steps % interval):
-            raise ValueError(
-                f"training.save_steps: expected a multiple of the loss's refresh_every {interval}, "
-                f"got {save_steps:g}. {why}"
-            )
 
 
 def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:

@@ -68,11 +68,13 @@ from harmonic_sft.training.checkpoints import (
     check_whole,
     find_checkpoint,
     frozen_sha256,
+    load_neighbors_,
     load_running_loss,
     read_state,
     rotate,
     rows_per_step,
     same_accumulation,
+    save_neighbors,
     save_running_loss,
     save_trained,
     write_manifest,
@@ -286,6 +288,7 @@ class HarmonicTrainer(Trainer):
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
+            load_neighbors_(checkpoint, self.model.loss_fn)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
         listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
@@ -484,6 +487,7 @@ class HarmonicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            save_neighbors(folder, unwrapped.loss_fn)
             is_part = has_lora(unwrapped) or self.args.save == "trainable"
             if is_part and self._frozen is None:
                 self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds

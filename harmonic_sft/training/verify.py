@@ -28,7 +28,6 @@ from harmonic_sft.data.files import BAD, NUMBER, PLACE, Row
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
-from harmonic_sft.losses import refresh_intervals
 from harmonic_sft.models.backbones import set_dropout_
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.arguments import check_launch
@@ -331,10 +330,8 @@ def _take(run: RunConfig, way: Way, material: Material, folder: Path) -> list[di
     if way.streaming:
         material = Material(material.rows.to_iterable_dataset())
     if way.is_stopped:
-        intervals = refresh_intervals(run.loss)  # whose neighbors are those of a checkpoint
-        stop = StopAfter(min([STOPPED_AFTER, *intervals]))
         trainer = _trainer(settings, material)
-        trainer.add_callback(stop)
+        trainer.add_callback(StopAfter(STOPPED_AFTER))
         trainer.train()
     trainer = _trainer(settings, material)
     trainer.train(resume_from_checkpoint=way.is_stopped or None)

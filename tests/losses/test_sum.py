@@ -9,7 +9,6 @@ from harmonic_sft.losses import (
     SumLoss,
     WassersteinLoss,
     neighbor_tables,
-    refresh_intervals,
 )
 from harmonic_sft.losses.sum import TERMS, Term, WeightedSum
 from harmonic_sft.models import build_head
@@ -170,10 +169,7 @@ def test_the_tables_of_the_terms_are_found():
         ("knn_label_smoothing", 1.0, {"num_neighbors": 2}),
         ("harmonic", 1.0, {}),
     ]
-    assert refresh_intervals(make(terms)) == [5]
     assert [t.loss.num_neighbors for t in neighbor_tables(make(terms).prepare(head))] == [4, 2]
     single = TERMS["knn_label_smoothing"](num_neighbors=4, refresh_every=7)
-    assert refresh_intervals(single) == [7]
     assert len(neighbor_tables(single.prepare(head))) == 1
-    assert refresh_intervals(TERMS["harmonic"]()) == []
     assert neighbor_tables(TERMS["harmonic"]()) == []
