@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # How the system, safetensors and PyTorch say that a file could not be written to its end.
-DISK_FULL = ("No space left", "StorageFull", "code: 28", "inline_container")
+DRIVE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+DISK_FULL = (
+    "No space left",
+    "Disk quota",
+    "StorageFull",
+    "code: 28",
+    "code: 122",
+    "inline_container",
+)
 ALONE = ("eval", "verify", "explain", "push", "export")  # commands for one process
 PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
 NUM_HELD_OUT = 64  # documents of a run without a file
@@ -77,7 +85,7 @@ def _is_ours(error: Exception) -> bool:
     if isinstance(error, ValueError):
         return True
     if isinstance(error, OSError):
-        return error.errno != errno.ENOSPC
+        return error.errno not in DRIVE_ERRORS
     from harmonic_sft.hub import PushError
     from harmonic_sft.training.callbacks import StoppedError
 

@@ -337,6 +337,8 @@ def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
         (SafetensorError("Error while deserializing header: header too large"), False),
         (EOFError("Ran out of input"), False),
         (OSError(28, "No space left on device"), True),
+        (OSError(122, "Disk quota exceeded"), True),
+        (OSError(5, "Input/output error"), False),
         (RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"), True),
         (SafetensorError("I/O error: Os { code: 28, kind: StorageFull }"), True),
     ],

@@ -201,6 +201,11 @@ def record(
         np.save(folder / "results" / TRAINED, trained)
 
 
+def is_recorded(folder: Path) -> bool:
+    """Whether a run's folder has the whole list of its held-out documents."""
+    return read_whole(folder / "results" / f"{LIST}.json", "digest") is not None
+
+
 def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str]:
     """Name what differs from what was recorded in a run's folder, as far as it is there."""
     saved = read_whole(folder / "results" / f"{LIST}.json", "digest")

@@ -59,7 +59,9 @@ TOKENIZER = (
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
 NAMES_CODE = ("auto_map", "custom_pipelines")  # of the base, which training does not run
-SECRET = re.compile(r"hf_[A-Za-z0-9]{30}|signature=|token=", re.I)  # in a card or JSON
+SECRET = re.compile(  # in a card or JSON
+    r"hf_[A-Za-z0-9]{30}|signature=|token=|[?&]sig=|x-(amz|goog)-credential=", re.I
+)
 
 
 def stage(

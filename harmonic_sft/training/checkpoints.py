@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harmonic_sft.losses import neighbor_tables
 from harmonic_sft.losses.knn_label_smoothing import NeighborTable
-from harmonic_sft.models import HarmonicHeadModel
+from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.objective import LossFunction
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.results import write_whole
@@ -32,17 +32,29 @@ NEIGHBORS_NAME = "neighbors.safetensors"
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
 
-def write_manifest(folder: Path, *, rows_per_step: int, frozen_sha256: str | None = None) -> None:
+def write_manifest(
+    folder: Path,
+    *,
+    rows_per_step: int,
+    frozen_sha256: str | None = None,
+    rows_sha256: str | None = None,
+) -> None:
     """Write the last file of a checkpoint: the checksums of all the others, and of itself.
 
-    That of frozen weights is for checkpoints that do not hold them as they are.
+    That of frozen weights is for checkpoints that do not hold them as they are; that of the
+    training rows for all whose rows are known, which are those of a table of ours.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints go
         with path.open("rb") as file:
             os.fsync(file.fileno())
     files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
-    content = {"rows_per_step": rows_per_step, "frozen_sha256": frozen_sha256, "files": files}
+    content: dict[str, Any] = {
+        "rows_per_step": rows_per_step,
+        "frozen_sha256": frozen_sha256,
+        "rows_sha256": rows_sha256,
+        "files": files,
+    }
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
     write_whole(folder / MANIFEST_NAME, text)
 
@@ -65,7 +77,10 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
         ValueError: No number of micro-batches gives it.
     """
     saved, at_once = read_rows_per_step(folder), args.per_device_train_batch_size * args.world_size
-    if saved is None or saved == rows_per_step(args):
+    now = rows_per_step(args)
+    if saved is None:
+        logger.warning("%s does not say how many rows a step had; it has %d now.", folder, now)
+    if saved is None or saved == now:
         return args.gradient_accumulation_steps
     shape = f"{args.world_size} processes with {args.per_device_train_batch_size} rows each"
     if saved % at_once:
@@ -154,6 +169,28 @@ def check_whole(folder: Path, *, is_best: bool = False) -> None:
     raise ValueError(
         f"checkpoint: expected {name} as it was saved, got a damaged one: {damage}. {advice}"
     )
+
+
+def check_continues(folder: Path, config: HarmonicConfig, *, rows_sha256: str | None) -> None:
+    """Refuse to continue from a checkpoint on other rows, or on another commit of the base.
+
+    Raises:
+        ValueError: The rows, or the base's commit, are known and others.
+    """
+    known = (_read_manifest(folder) or {}).get("rows_sha256")
+    if None not in (known, rows_sha256) and known != rows_sha256:
+        raise ValueError(
+            f"resume: expected the training rows of {str(folder)!r}, got others. Give the same "
+            "data and tokenizer, or give the checkpoint as the model of a new run"
+        )
+    saved = HarmonicConfig.from_pretrained(folder)
+    if None not in (saved.base_revision, config.base_revision) and (
+        saved.base_revision != config.base_revision
+    ):
+        raise ValueError(
+            f"resume: expected the base at commit {saved.base_revision}, got "
+            f"{config.base_revision}: its branch has moved on. Set model.revision to the first"
+        )
 
 
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:

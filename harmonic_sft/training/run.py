@@ -13,9 +13,15 @@ from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArgument
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.batches import MaskedRows
-from harmonic_sft.data.heldout import Duplicates, changed, lineage, record, seen_by
+from harmonic_sft.data.heldout import (
+    Duplicates,
+    changed,
+    is_recorded,
+    lineage,
+    record,
+    seen_by,
+)
 from harmonic_sft.data.loading import LoadedData
-from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.sources import check_path
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
@@ -50,6 +56,7 @@ from harmonic_sft.training.output_folder import (
     read_verdicts,
     results_path,
 )
+from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.publishing import (
     PushCallback,
     destination_of,
@@ -105,7 +112,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     checksums = _checksums(ready)
     is_other = run.resume and _is_changed(ready, checksums)
     _claim(ready.trainer)
-    with ready.trainer.folder_lock.hold():
+    with ready.trainer.folder_lock.hold(), naming_silent_peers(ready.trainer.args):
         before = _measure_before(ready, checksums, again=is_other)
         trained = _train(ready.trainer)
         results = _results(ready, before, trained, eval_sha256=checksums[EVAL_TOKENS])
@@ -207,8 +214,8 @@ def _checksums(ready: Ready) -> dict[str, str]:
         "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
         EVAL_TOKENS: fingerprint(data.eval),
     }
-    if isinstance(data.train, MaskedRows):
-        found["the training rows"] = rows_digest(data.train.rows)
+    if (digest := ready.trainer.rows_sha256) is not None:
+        found["the training rows"] = digest
     return found
 
 
@@ -234,7 +241,7 @@ def _measure_before(ready: Ready, checksums: dict[str, str], *, again: bool) -> 
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     before = None if again else read_whole(path, "before", "unigram_loss", "neighbors_before")
-    if before is not None:
+    if before is not None and is_recorded(run.output_dir):
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before

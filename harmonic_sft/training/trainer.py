@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +37,7 @@ from transformers.trainer_utils import (
 )
 
 from harmonic_sft.data.batches import EpochSampler, MaskedRows
+from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
@@ -65,6 +67,7 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
+    check_continues,
     check_whole,
     find_checkpoint,
     frozen_sha256,
@@ -288,6 +291,7 @@ class HarmonicTrainer(Trainer):
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
+            check_continues(checkpoint, self.model.config, rows_sha256=self.rows_sha256)
             load_neighbors_(checkpoint, self.model.loss_fn)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
@@ -303,6 +307,12 @@ class HarmonicTrainer(Trainer):
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
+
+    @cached_property
+    def rows_sha256(self) -> str | None:
+        """The checksum of the training rows; None of a stream, and of rows that are no table."""
+        rows = self.train_dataset
+        return rows_digest(rows.rows) if isinstance(rows, MaskedRows) else None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.
@@ -492,7 +502,12 @@ class HarmonicTrainer(Trainer):
             if is_part and self._frozen is None:
                 self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
             rows = rows_per_step(self.args)
-            write_manifest(folder, rows_per_step=rows, frozen_sha256=self._frozen)
+            write_manifest(
+                folder,
+                rows_per_step=rows,
+                frozen_sha256=self._frozen,
+                rows_sha256=self.rows_sha256,
+            )
             best = self.state.best_model_checkpoint
             rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
 

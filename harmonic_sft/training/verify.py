@@ -241,7 +241,12 @@ def _compared(run: RunConfig, material: Material, folder: Path) -> list[dict[str
     on_cpu = run.training_arguments().device.type == "cpu"
     taken: dict[Way, list[dict[str, float]]] = {}
     results: list[dict[str, Any]] = []
-    for name, (first, second) in PAIRS.items():
+    is_stream = any(source.streaming for source in run.data.sources)
+    for name, pair in PAIRS.items():
+        # A resume is tried with rows that are read as those of the run.
+        first, second = (
+            way._replace(streaming=way.streaming or (is_stream and way.has_dropout)) for way in pair
+        )
         if reason := _why_not(run, second, material, on_cpu=on_cpu):
             results.append({"name": name, "verdict": "skipped", "reason": reason})
             continue

@@ -135,7 +135,14 @@ def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
 
 
 @pytest.mark.parametrize(
-    "secret", ["hf_" + 30 * "a", "https://x.org/a?X-Amz-Signature=1", "https://x.org/a?token=1"]
+    "secret",
+    [
+        "hf_" + 30 * "a",
+        "https://x.org/a?X-Amz-Signature=1",
+        "https://x.org/a?token=1",
+        "https://x.org/a?sv=2024&sig=1",
+        "https://x.org/a?X-Goog-Credential=me",
+    ],
 )
 def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
     path = run_copy / "tokenizer_config.json"

@@ -14,10 +14,11 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCal
 
 from harmonic_sft.config import to_yaml
 from harmonic_sft.hub import read_trained
-from harmonic_sft.models import HarmonicForMaskedLM
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
+    check_continues,
     check_whole,
     find_damage,
     last_checkpoint,
@@ -417,3 +418,15 @@ def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):
     run = load_run_config(make_yaml(), ["save=trainable"])
     with pytest.raises(ValueError, match="save: expected 'full' on a base quantized by bitsandb"):
         check_base_config(run, config)
+
+
+def test_another_commit_of_the_base_is_refused(run_copy):
+    """A branch that was not pinned has moved on; a base without a commit is not compared."""
+    path = run_copy / "config.json"
+    config = HarmonicConfig.from_pretrained(run_copy)
+    check_continues(run_copy, config, rows_sha256=None)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_revision": 40 * "a"}))
+    check_continues(run_copy, config, rows_sha256=None)
+    config.base_revision = 40 * "b"
+    with pytest.raises(ValueError, match=f"expected the base at commit {40 * 'a'}, got {40 * 'b'}"):
+        check_continues(run_copy, config, rows_sha256=None)

@@ -1,6 +1,7 @@
 """The output folder: one process trains in it, and a run that saved nothing does not block it."""
 
 import fcntl
+import json
 import os
 import re
 import threading
@@ -170,6 +171,20 @@ def test_damaged_results_are_made_again(run_copy, finished_results, caplog, cont
         assert re.search(f"Damaged, and left out: {re.escape(str(path))}: {found}", caplog.text)
     for key in ("before", "final"):
         assert again[key] == finished_results[key]
+
+
+def test_a_lost_list_of_held_out_documents_is_made_again(run_copy, finished_results):
+    (run_copy / "results" / "train.json").unlink()
+    path = run_copy / "results" / "held_out.json"
+    before = path.read_text()
+    path.unlink()
+    overrides = [f"training.output_dir={run_copy}", "resume=true"]
+    assert (
+        train(load_run_config(run_copy / "run.yaml", overrides))["final"]
+        == (finished_results["final"])
+    )
+    lists = [json.loads(text)["fingerprints"] for text in (before, path.read_text())]
+    assert lists[0] == lists[1]
 
 
 def test_a_damaged_run_yaml_is_an_error_that_names_it(run_copy):

@@ -1,5 +1,6 @@
 """HarmonicTrainer from Python: a user's models, data sets and callables, without a YAML file."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -451,6 +452,16 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     fresh = make(arguments("fresh"))
     with pytest.raises(ValueError, match="resume_from_checkpoint: expected a whole checkpoint"):
         fresh.train(resume_from_checkpoint=True)
+
+
+def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    make(arguments("run", **saving)).train()
+    folder = arguments("run").output_dir
+    shutil.rmtree(f"{folder}/checkpoint-4")
+    again = make(arguments("run", **saving), train_dataset=texts.select(range(len(texts) - 1)))
+    with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
+        again.train(resume_from_checkpoint=True)
 
 
 LENGTHS = {"steps": {"max_steps": 4}, "epochs": {"max_steps": -1, "num_train_epochs": 0.2}}

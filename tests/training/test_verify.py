@@ -17,6 +17,7 @@ from tests.conftest import write_run
 
 NAMES = list(verify.PAIRS)
 PROCESSES = "one process = two"
+STEP = {"loss": 1.0, "grad_norm": 1.0}  # of a log
 
 
 @pytest.fixture
@@ -65,6 +66,16 @@ def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, onl
     assert after == {**before, "verified": read_verdicts(load_run_config(path))}
     note_verdicts(load_run_config(path, ["training.learning_rate=0.5"]))
     assert json.loads(results.read_text()) == after
+
+
+def test_a_stream_is_resumed_as_a_stream(make_yaml, text_file, only, monkeypatch):
+    only(NAMES[0])
+    taken = []
+    monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or [STEP])
+    source = {"path": str(text_file), "streaming": True}
+    path = make_yaml(check_base=False, data={"sources": [source]})
+    assert main(["verify", str(path)]) == 0
+    assert [way.streaming for way in taken] == [True, True]
 
 
 def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
