@@ -55,6 +55,7 @@ SCENARIOS = {  # what differs from the plain run
     "bfloat16 masters": {"model": BFLOAT16},
     "accumulation": {"training": {"gradient_accumulation_steps": 2}, "model": {"dropout": 0.2}},
     "decoder": {"model": {"task": "causal_lm"}},
+    "neighbors": {"loss": {"name": "knn_label_smoothing", "num_neighbors": 3, "refresh_every": 3}},
     "pushes": {"hub": {"push": True, "repo_id": "me/x", "every_save": True}},
 }
 
@@ -251,7 +252,7 @@ def trial(number, seed, world, wholes):
     path, log = world.yaml_of(scenario, folder), folder.with_suffix(".log")
     before, kills = world.listing(), [Kill(generator, scenario, seconds) for _ in range(3)]
     kills = kills[: generator.randint(1, 3)]
-    counts, wrong = Counter(), []
+    counts, wrong, killed = Counter(), [], 0
     words = [str(path)]
     for kill in kills:
         status, _ = take(words, world, log, kill)
@@ -259,6 +260,7 @@ def trial(number, seed, world, wholes):
             wrong.append("hang")
         if status == 0:
             break  # it ended before
+        killed += 1
         counts[kill.signal.name] += 1
         counts[f"aimed at {kill.aim}" if kill.aim else "aimed at nothing"] += 1
         is_early = not has_checkpoint(folder) and generator.random() < 0.5
@@ -273,7 +275,7 @@ def trial(number, seed, world, wholes):
         wrong.append("traceback")
     if world.listing() != before:
         wrong.append("outside")
-    counts["ends compared"] += 1
+    counts["ends compared" if killed else "ended before the kill"] += 1
     if wrong:
         plan = [(k.signal.name, k.aim, k.number, round(k.after, 3)) for k in kills]
         kept = world.folder / f"wrong {number}.log"
