@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
-# How the system, safetensors and PyTorch say that a file could not be written to its end.
 DRIVE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+# How the system, safetensors and PyTorch say that a file could not be written to its end.
 DISK_FULL = (
     "No space left",
     "Disk quota",
