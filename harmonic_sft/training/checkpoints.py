@@ -41,8 +41,8 @@ def write_manifest(
 ) -> None:
     """Write the last file of a checkpoint: the checksums of all the others, and of itself.
 
-    That of frozen weights is for checkpoints that do not hold them as they are; that of the
-    training rows for all whose rows are known, which are those of a table of ours.
+    That of frozen weights is missing where packed ones change as they are used; that of the
+    training rows where these are no table of ours.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints go
@@ -323,6 +323,16 @@ def load_exactly_(
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
+    check_frozen(model, folder)
+    model.load_state_dict(saved, strict=False)
+
+
+def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
+    """Refuse a model whose frozen weights are not those of a checkpoint, where that knows them.
+
+    Raises:
+        ValueError: They are others.
+    """
     frozen = (_read_manifest(folder) or {}).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
@@ -330,7 +340,6 @@ def load_exactly_(
             "Give the base as it was, on the Hub by its commit in model.revision, or start a new "
             "run"
         )
-    model.load_state_dict(saved, strict=False)
 
 
 def frozen_sha256(model: HarmonicHeadModel) -> str:

@@ -48,6 +48,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
@@ -68,6 +69,7 @@ from harmonic_sft.training.callbacks import (
 )
 from harmonic_sft.training.checkpoints import (
     check_continues,
+    check_frozen,
     check_whole,
     find_checkpoint,
     frozen_sha256,
@@ -228,7 +230,7 @@ class HarmonicTrainer(Trainer):
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
-        self._frozen: str | None = None  # checksum of the frozen weights, if checkpoints need it
+        self._frozen: str | None = None  # checksum of the frozen weights
         if args.gradient_checkpointing:
             built.gradient_checkpointing_enable()
 
@@ -499,7 +501,8 @@ class HarmonicTrainer(Trainer):
             unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             save_neighbors(folder, unwrapped.loss_fn)
             is_part = has_lora(unwrapped) or self.args.save == "trainable"
-            if is_part and self._frozen is None:
+            is_packed = quantization_method(unwrapped.config) is not None
+            if self._frozen is None and (is_part or not is_packed):
                 self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
             rows = rows_per_step(self.args)
             write_manifest(
@@ -686,8 +689,12 @@ class HarmonicTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights; of some checkpoints only those that train."""
+        """Load weights; of some checkpoints only those that train.
+
+        A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
+        """
         if not load_part_(self.model, Path(resume_from_checkpoint)):
+            check_frozen(self.model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

@@ -193,6 +193,8 @@ def arguments(rows, processes, accumulation):
 
 def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers(tmp_path, caplog):
     assert same_accumulation(tmp_path, arguments(8, 2, 3)) == 3  # of an earlier version
+    assert "does not say how many rows a step had; it has 48 now" in caplog.text
+    caplog.clear()
     write_manifest(tmp_path, rows_per_step=16)
     assert same_accumulation(tmp_path, arguments(8, 2, 1)) == 1
     assert not caplog.records
@@ -361,8 +363,8 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
     AutoModelForMaskedLM.from_pretrained(run)
 
 
-@pytest.mark.parametrize("sections", [{"save": "trainable"}, {"peft": LORA}], ids=str)
-def test_another_base_than_such_a_checkpoint_was_trained_on_is_refused(
+@pytest.mark.parametrize("sections", [{}, {"save": "trainable"}, {"peft": LORA}], ids=str)
+def test_another_base_than_a_checkpoint_was_trained_on_is_refused(
     make_yaml, tmp_path, tiny_base, add_callbacks, sections
 ):
     base = shutil.copytree(tiny_base, tmp_path / "base")
