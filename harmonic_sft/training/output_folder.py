@@ -41,6 +41,18 @@ SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wro
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
 REASONS = ("error.txt", "error-[0-9]*.txt", "bad_step_[0-9]*.json")  # why a run ended
 BOARD, EVENTS = "runs", "events.out.tfevents.*"  # of TensorBoard
+OF_CHECKPOINTS = (
+    "*.safetensors",
+    "*.json",
+    ".*.json.*",  # half written
+    "*.pt",
+    "*.pth",
+    "*.py",
+    "*.model",
+    "*.jinja",
+    "vocab.txt",
+    "merges.txt",
+)
 MAX_STEPS = "training.max_steps"
 RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
 BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
@@ -199,6 +211,9 @@ def _leftovers(folder: Path) -> list[Path]:
     """
     checkpoints = all_checkpoints(folder)
     if any(map(was_saved, checkpoints)) or not _is_claim(folder / RUN_FILE):
+        return []
+    saved = [path for one in checkpoints for path in one.rglob("*") if not path.is_dir()]
+    if not all(any(map(path.match, OF_CHECKPOINTS)) for path in saved):
         return []
     results = folder / "results"
     reasons = [path for pattern in REASONS for path in folder.glob(pattern)]

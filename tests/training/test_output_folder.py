@@ -64,6 +64,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         "errors_mine.txt",
         ".run.yaml.mine",
         "runs/mine.txt",
+        "checkpoint-3/mine.txt",
     ],
 )
 def test_what_no_run_writes_is_not_deleted(make_yaml, own):
@@ -73,7 +74,7 @@ def test_what_no_run_writes_is_not_deleted(make_yaml, own):
     texts = {"a run.yaml with a comment": f"# mine\n{claim.read_text()}", "damaged": "head: ["}
     if own in texts:
         claim.write_text(texts[own])
-    elif own.startswith("checkpoint"):
+    elif own == "checkpoint-3-best":
         (run.output_dir / own).mkdir()
     else:
         (run.output_dir / own).parent.mkdir(exist_ok=True)
