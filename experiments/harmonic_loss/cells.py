@@ -250,6 +250,7 @@ def summary(found: Row) -> Row:
     interval widened by the registered margin; None of the clean split, which is ours.
     """
     cell = Cell(**found["cell"])
+    # A penalty that acts on an MLP is the text's, and is compared with the same figures.
     same = replace(cell, penalty=Cell.penalty) if cell.model == "mlp" else cell
     is_published = replace(same, split="released") in models(cell.task)
     published = PUBLISHED[cell.task, cell.model, cell.head] if is_published else None

@@ -291,9 +291,9 @@ class HarmonicTrainer(Trainer):
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
                 self.load_finished(checkpoint, state)
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+            check_continues(checkpoint, self.model.config, rows_sha256=self.rows_sha256)
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
-            check_continues(checkpoint, self.model.config, rows_sha256=self.rows_sha256)
             load_neighbors_(checkpoint, self.model.loss_fn)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
