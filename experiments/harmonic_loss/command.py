@@ -14,6 +14,7 @@ from experiments.harmonic_loss.bench import Cell
 from experiments.harmonic_loss.cells import (
     CELLS,
     Row,
+    both_splits,
     cell_name,
     compare,
     pairs_of,
@@ -166,7 +167,9 @@ def _probes(options: argparse.Namespace, num_steps: int) -> dict[str, Any]:
 
 def _cells(options: argparse.Namespace) -> list[Row]:
     """Train the cells of a figure, print their table and return its lines."""
-    cells = [cell for cell in CELLS[options.figure]() if options.only in cell_name(cell)]
+    cells = [
+        cell for cell in both_splits(CELLS[options.figure]()) if options.only in cell_name(cell)
+    ]
     if not cells:
         raise ValueError(f"only: expected a part of a cell's name, got {options.only!r}")
     cells = [_as_asked(cell, options) for cell in cells]

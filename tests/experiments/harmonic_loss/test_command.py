@@ -13,6 +13,7 @@ from experiments.harmonic_loss.bench import Cell
 from experiments.harmonic_loss.cells import (
     CELLS,
     PUBLISHED,
+    both_splits,
     cell_name,
     compare,
     main_cells,
@@ -102,17 +103,17 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, ca
     assert error.count("\n") == 1
 
 
-def test_chosenof_a_figure_have_names_of_their_own():
+def test_cells_of_a_figure_have_names_of_their_own():
     for figure in CELLS.values():
-        names = [cell_name(cell) for cell in figure()]
+        names = [cell_name(cell) for cell in both_splits(figure())]
         assert len(set(names)) == len(names)
     assert cell_name(Cell(task="permutation")) == "permutation-mlp-linear"
     cell = Cell(task="permutation", head="dist", h_exp=-2.0, num_epochs=5)
     assert cell_name(cell) == "permutation-mlp-dist-h_exp=-2.0-num_epochs=5"
 
 
-def test_main_chosenare_five_tasks_four_models_and_two_splits():
-    chosen = list(main_cells())
+def test_main_cells_are_five_tasks_four_models_and_two_splits():
+    chosen = list(both_splits(main_cells()))
     assert len(chosen) == 5 * 4 * 2 - 4  # permutations have one split
     keys = {(cell.task, cell.model, cell.head) for cell in chosen}
     assert keys == PUBLISHED.keys()
