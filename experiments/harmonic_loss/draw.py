@@ -1,6 +1,7 @@
 """Pictures of the figures' results files."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
@@ -23,6 +24,7 @@ MODELS = {
     ("transformer", "linear"): ("transformer, cross-entropy", "#c9b37e"),
     ("transformer", "dist"): ("transformer, harmonic", POST_HOC),
 }
+SPLITS = {"released": ("released split", CURRENT), "clean": ("clean split", GREEN)}
 ARMS = {
     "linear": ("linear, cross-entropy", "black"),
     "comment": ("distance, h_exp -11.3", CURRENT),
@@ -101,10 +103,8 @@ def draw_variance(payload: Row, out_png: Path) -> Path:
     for axes, chosen in panels.items():
         for place, model in enumerate(models):
             for row in (row for row in chosen if _model(row) == model):
-                released = row["cell"]["split"] == "released"
-                at = place - 0.18 if released else place + 0.02
-                label = "released split" if released else "clean split"
-                _dots(axes, at, row["variance_percent"], CURRENT if released else GREEN, label)
+                at = place - 0.18 if row["cell"]["split"] == "released" else place + 0.02
+                _dots(axes, at, row["variance_percent"], *_split(row))
             mean, least, most = PUBLISHED[chosen[0]["cell"]["task"], *model]
             spread = [[mean - least], [most - mean]]
             label = "published: mean and range"
@@ -124,7 +124,7 @@ def draw_variance(payload: Row, out_png: Path) -> Path:
         names = [MODELS[model][0].replace(", ", "\n") for model in models]
         axes.set_xticks(range(len(models)), names, fontsize="x-small")
         axes.set_xlim(-0.6, len(models) - 0.4)
-    next(iter(panels)).plot([], [], "_", color="black", ms=12, label="mean")
+    next(iter(panels)).plot([], [], "_", color="black", ms=8, label="mean")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
@@ -146,14 +146,25 @@ def draw_cumulative(payload: Row, out_png: Path) -> Path:
 
 
 def draw_efficiency(payload: Row, out_png: Path) -> Path:
-    """Draw test accuracy over the share of examples trained on: median and range of seeds."""
+    """Draw test accuracy over the share of examples trained on: median and range of seeds.
+
+    Of the clean split the median alone, dashed.
+    """
     panels, figure = _task_panels(payload["rows"], "share of examples trained on", "test accuracy")
     for axes, rows in panels.items():
-        for model, (label, color) in MODELS.items():
-            if chosen := [row for row in rows if _model(row) == model]:
-                fractions = [row["cell"]["train_fraction"] for row in chosen]
-                curves = [[f(r["test_accuracies"]) for r in chosen] for f in (min, median, max)]
-                _band(axes, fractions, curves, color, label)
+        for (model, (label, color)), split in product(MODELS.items(), SPLITS):
+            of_split = [row for row in rows if row["cell"]["split"] == split]
+            chosen = [row for row in of_split if _model(row) == model]
+            if not chosen:
+                continue
+            fractions = [row["cell"]["train_fraction"] for row in chosen]
+            low, middle, high = (
+                [f(row["test_accuracies"]) for row in chosen] for f in (min, median, max)
+            )
+            if split == "released":
+                _band(axes, fractions, (low, middle, high), color, label)
+            else:
+                axes.plot(fractions, middle, "--", color=color, label=f"{label}, clean split")
     _legend_of(figure, list(panels))
     return save_figure(figure, out_png, grid="both")
 
@@ -187,43 +198,48 @@ def draw_grokking(payload: Row, out_png: Path) -> Path:
 def draw_cells(payload: Row, out_png: Path) -> Path:
     """Draw explained variance and test accuracy of every cell: seeds, mean, chance level."""
     tasks = _by_task(payload["rows"])
-    longest = max(map(len, tasks.values()))
-    figure = new_figure(width=9.5, height=1.0 + len(tasks) * (0.8 + 0.3 * longest))
+    longest = max(map(len, tasks.values())) / len(SPLITS)
+    figure = new_figure(width=9.5, height=1.2 + len(tasks) * (0.8 + 0.42 * longest))
     panels = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
     keys = (("variance_percent", 1), ("test_accuracies", 100))
     for line, (task, chosen) in zip(panels, tasks.items(), strict=True):
-        for place, row in enumerate(chosen):
+        names = list(dict.fromkeys(_settings(row, payload["figure"]) for row in chosen))
+        for row in chosen:
+            label, color = _split(row)
+            place = names.index(_settings(row, payload["figure"]))
+            place += -0.17 if row["cell"]["split"] == "released" else 0.17
             for axes, (key, scale) in zip(line, keys, strict=True):
                 values = [scale * value for value in row[key]]
-                axes.plot(values, [place] * len(values), "o", color=CURRENT, ms=4, alpha=0.5)
-                axes.plot(fmean(values), place, "|", color="black", ms=14)
+                places = [place] * len(values)
+                axes.plot(values, places, "o", color=color, ms=4, alpha=0.5, label=label)
+                axes.plot(fmean(values), place, "|", color="black", ms=11)
         line[0].axvline(chosen[0]["chance_percent"], color=REFERENCE, linestyle="--")
         line[1].axvline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, linestyle="--")
-        line[0].set_yticks(
-            range(len(chosen)), [_settings(row, payload["figure"]) for row in chosen]
-        )
-        line[0].set_ylim(len(chosen) - 0.5, -0.5)
+        line[0].set_yticks(range(len(names)), names)
+        line[0].set_ylim(len(names) - 0.5, -0.5)
         line[0].set_title(
             f"{task.replace('_', ' ')}: variance in\ntwo components (%)", fontsize="medium"
         )
         line[1].set_title("test accuracy (%)", fontsize="medium")
     figure.supxlabel("dots: seeds; bar: mean; dashed: chance", fontsize="small")
+    _legend_of(figure, [panels[0, 0]])
     return save_figure(figure, out_png, grid="x")
 
 
 def draw_exponents(payload: Row, out_png: Path) -> Path:
-    """Draw explained variance and test accuracy over the exponent."""
+    """Draw explained variance and test accuracy over the exponent: seeds, and their mean."""
     tasks = _by_task(payload["rows"])
     figure = new_figure(width=10.5, height=0.8 + 2.9 * len(tasks))
     panels = figure.subplots(len(tasks), 2, squeeze=False, sharex=True)
     for (left, right), (task, chosen) in zip(panels, tasks.items(), strict=True):
         for row in chosen:
             place = -row["cell"]["h_exp"]
-            _dots(left, place, row["variance_percent"], CURRENT, "seeds, and their mean")
+            place += 0.0 if row["cell"]["split"] == "released" else 0.2
+            _dots(left, place, row["variance_percent"], *_split(row))
             accuracies = [100 * value for value in row["test_accuracies"]]
-            _dots(right, place, accuracies, CURRENT, "seeds, and their mean")
+            _dots(right, place, accuracies, *_split(row))
         published = PUBLISHED_EXPONENTS[task]
-        places = [0.25 - h for h in EXPONENTS[1:]]  # beside our seeds
+        places = [-0.2 - h for h in EXPONENTS[1:]]  # beside our seeds
         left.plot(places, published, "D", color=POST_HOC, ms=5, label="published")
         left.axhline(chosen[0]["chance_percent"], color=REFERENCE, ls="--", label="chance")
         right.axhline(100 * chosen[0]["chance_accuracy"], color=REFERENCE, ls="--", label="chance")
@@ -231,6 +247,7 @@ def draw_exponents(payload: Row, out_png: Path) -> Path:
         right.set(ylabel="test accuracy (%)")
     for axes in panels[-1]:
         axes.set_xlabel("-h_exp (on the squared distance); 0.5: the text's literal n = 1")
+    panels[0, 0].plot([], [], "_", color="black", ms=8, label="mean")
     _legend_of(figure, panels[0])
     return save_figure(figure, out_png, grid="both")
 
@@ -247,7 +264,7 @@ def draw_cosets(payload: Row, out_png: Path) -> Path:
         axes = figure.add_subplot(grid[0, place])
         _draw_partition(axes, best)
         axes.set_title(f"{name}: silhouette {best['silhouette']:.2f}\n{fill(best['name'], 40)}")
-        _dots(silhouettes, place, [one["silhouette"] for one in row["cosets"]], color, name)
+        _dots(silhouettes, place, [one["silhouette"] for one in row["cosets"]], name, color)
         quantile = [one["chance"] for one in row["cosets"]]
         silhouettes.plot(place + 0.1, fmean(quantile), "_", color=REFERENCE, ms=20)
     silhouettes.set_xticks(range(len(rows)), [MODELS[_model(row)][0] for row in rows])
@@ -396,7 +413,7 @@ def draw_probes(payload: Row, out_png: Path) -> Path:
             for place, row in enumerate(chosen):
                 values = [100 * value for value in row["accuracy"]["values"]]
                 x = place + 0.2 * (shift - 1)
-                _dots(axes, x, values, color, label)
+                _dots(axes, x, values, label, color)
         chance = 100 * payload["chance"][task]["accuracy"]
         axes.axhline(chance, color=REFERENCE, linestyle="--", label="the commoner class")
         axes.set_xticks(range(3), ["first layer", "middle", "last"])
@@ -439,6 +456,11 @@ def _by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _model(row: Row) -> tuple[str, str]:
     return row["cell"]["model"], row["cell"]["head"]
+
+
+def _split(row: Row) -> tuple[str, str]:
+    """Return the name of a row's split in a legend, and its color."""
+    return SPLITS[row["cell"]["split"]]
 
 
 def _heading(row: Row) -> str:
@@ -496,10 +518,10 @@ def _band(axes: "Axes", x: Sequence[float], curves: Sequence[Any], color: str, l
     axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def _dots(axes: "Axes", place: float, values: Sequence[float], color: str, label: str) -> None:
+def _dots(axes: "Axes", place: float, values: Sequence[float], label: str, color: str) -> None:
     """Draw every seed as a dot and the mean as a line."""
     axes.plot([place] * len(values), values, "o", color=color, ms=4, alpha=0.5, label=label)
-    axes.plot(place, fmean(values), "_", color="black", ms=12)
+    axes.plot(place, fmean(values), "_", color="black", ms=8)
 
 
 def _legend_of(figure: Any, panels: Sequence["Axes"]) -> None:
