@@ -137,11 +137,11 @@ def reader(
                 f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
                 "turns to tell apart."
             )
-        return partial(_read_text, column=column)
+        return partial(_read_text, column=column, spells=False)
     if row_format in LABELED:
         names = {"column": column, "label_column": label_column, "class_names": class_names}
         if row_format == "labeled_text":
-            return partial(_read_labeled_text, **names)
+            return partial(_read_text, **names, spells=True)
         # A byte-level tokenizer has other tokens for a word after a space.
         one, other = (
             tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
@@ -161,19 +161,13 @@ def reader(
     return partial(_read_conversation, row_format=row_format, write=write)
 
 
-def _read_text(row: Mapping[str, Any], *, column: str) -> Draft:
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise BadRow(_missing(row, column))
-    return Draft(check_pieces([Piece(text if text.strip() else "", False, True)]), text, text)
-
-
-def _read_labeled_text(
+def _read_text(
     row: Mapping[str, Any],
     *,
     column: str,
-    label_column: str | None,
-    class_names: Sequence[str] | None,
+    spells: bool,
+    label_column: str | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> Draft:
     text = row.get(column)
     if not isinstance(text, str):
@@ -181,7 +175,7 @@ def _read_labeled_text(
     if not text.strip():
         raise BadRow(BLANK)
     label = None if label_column is None else _label(row.get(label_column), class_names)
-    return Draft(check_pieces([Piece(text, True, True, label)]), text, text)
+    return Draft(check_pieces([Piece(text, spells, True, label)]), text, text)
 
 
 def _read_labeled_words(
@@ -265,7 +259,8 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     elif row_format == "sharegpt":
         messages = _sharegpt(row)
     else:
-        messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
+        _, turns = _turns(row, "messages", "conversations")
+        messages = [_message(turn, i) for i, turn in enumerate(turns)]
     return Conversation(
         messages=messages,
         tools=[_tool(tool) for tool in tools],
@@ -274,14 +269,18 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     )
 
 
-def _turns(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Read a column of turns; without one called `messages` it is `conversations`."""
-    is_renamed = name == "messages" and "messages" not in row and "conversations" in row
-    column = "conversations" if is_renamed else name
+def _column(row: Mapping[str, Any], *names: str) -> str:
+    """Return the first of several names for one column that a row has, else the first of all."""
+    return next((name for name in names if name in row), names[0])
+
+
+def _turns(row: Mapping[str, Any], *names: str) -> tuple[str, list[dict[str, Any]]]:
+    """Read a column of turns, which has one of several names; the name is returned too."""
+    column = _column(row, *names)
     turns = row.get(column)
     if not _is_list(turns) or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(_missing(row, column, "a list of turns"))
-    return [_without_none(turn) for turn in turns]
+    return column, [_without_none(turn) for turn in turns]
 
 
 def _without_none(value: Any) -> Any:
@@ -339,12 +338,11 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    is_renamed = "conversations" not in row and "messages" in row
-    column = "messages" if is_renamed else "conversations"
+    column, turns = _turns(row, "conversations", "messages")
     messages: list[dict[str, Any]] = []
     if row.get("system"):
         messages.append({"role": "system", "content": row["system"]})
-    for index, turn in enumerate(_turns(row, column)):
+    for index, turn in enumerate(turns):
         name = f"{column}[{index}]"
         speaker, value = turn.get("from"), turn.get("value")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
@@ -359,8 +357,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     # Dolly has the same columns by other names.
-    context = "input" if "input" in row or "context" not in row else "context"
-    answer = "output" if "output" in row or "response" not in row else "response"
+    context, answer = _column(row, "input", "context"), _column(row, "output", "response")
     for name in ("instruction", answer):
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise BadRow(_missing(row, name))
@@ -383,7 +380,7 @@ def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
         if isinstance(value, str) and value.strip():
             parts.append([{"role": role, "content": value}])
         elif _is_list(value) and len(value):
-            parts.append([_message(turn, i) for i, turn in enumerate(_turns(row, name))])
+            parts.append([_message(turn, i) for i, turn in enumerate(_turns(row, name)[1])])
         else:
             raise BadRow(_missing(row, name, "text or a list of turns"))
     return parts[0] + parts[1], len(parts[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.formats import reader, recognize
 from tests.data.conftest import encode_rows
@@ -116,7 +116,7 @@ def test_text_may_stand_in_another_column(tokenizer):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": " \n"}, NOTHING),
+        ({"text": " \n"}, BLANK),
         ({"text": "\x00"}, NOTHING),  # BERT drops control characters
         ({"text": None}, "text: expected text, got NoneType None"),
         ({"text": 5}, "text: expected text, got int 5"),
