@@ -69,11 +69,12 @@ def inspect_data(
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    skipped = data.bad_rows.total + sum(place.skipped for place in places)
-    reasons = [reason for place in places for reason in place.snapshot["reasons"]]
+    windows = [place.snapshot for place in places]
+    skipped = data.bad_rows.total + sum(window["skipped"] for window in windows)
+    reasons = [reason for window in windows for reason in window["reasons"]]
     reasons = dict.fromkeys([*data.bad_rows.first, *reasons])
     console.print("\n  ".join([f"Rows left out: {skipped}", *list(reasons)[:SHOWN_REASONS]]))
-    exact, near = np.sum([data.duplicates, *(place.duplicates for place in places)], axis=0)
+    exact, near = np.sum([data.duplicates, *(window["duplicates"] for window in windows)], axis=0)
     copies = f"{exact} exact ones, left out, and {near} near ones"
     console.print(f"Copies of held-out documents: {copies}")
     lengths = row_lengths(rows)

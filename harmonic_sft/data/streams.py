@@ -34,12 +34,12 @@ class Snapshot(TypedDict):
 
     rows: int  # that the stream had given by then
     windows: int  # that it had read
-    # Rows of the source that it had left out, each counted in the first pass alone, and those found
-    # while opening the sources not at all.
-    skipped: int
-    reasons: list[str]  # the first of these that were not blank, those of the window included
     sources: list[dict[str, Any]]  # of each its `epoch`, documents read in it, the library's state
-    duplicates: Duplicates  # that it had met in the first pass
+    # What it has left out, the window included: each row of the first pass counts once, and those
+    # found while opening the sources not at all.
+    skipped: int
+    reasons: list[str]  # the first of these that were not blank
+    duplicates: Duplicates
 
 
 class StreamState(TypedDict):
@@ -50,12 +50,10 @@ class StreamState(TypedDict):
 
 
 class Place(NamedTuple):
-    """Which row of which logical stream, what that has left out, and the window it came from."""
+    """Which row of which logical stream, and the window it came from."""
 
     stream: int
     row: int
-    skipped: int
-    duplicates: Duplicates
     snapshot: Snapshot
 
 
@@ -206,6 +204,7 @@ class LogicalStream:
             for reader, state in zip(readers, snapshot["sources"], strict=True):
                 reader.load(state)
         barren = [0] * len(readers)  # ends of each source since the last row
+        is_counted = snapshot is not None  # what the window leaves out
         while min(barren) < 2:
             states = [reader.state() for reader in readers]
             documents, ended = self._read(readers, windows)
@@ -213,24 +212,26 @@ class LogicalStream:
             bad_rows = self._counter()
             kinds: list[Kind | None] = []
             for (source, epoch), group in documents.items():
-                counter = bad_rows if epoch == 0 else self._counter()
+                is_new = epoch == 0 and not is_counted
+                counter = bad_rows if is_new else self._counter()
                 made, found = self._without_duplicates(self.make_rows[source](group, counter))
                 rows += [(row, epoch) for row in made]
-                kinds += found if epoch == 0 else []
+                kinds += found if is_new else []
+            is_counted = False
             reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
+            skipped += bad_rows.total
+            duplicates = duplicates.plus(kinds)
             here = Snapshot(
                 rows=given,
                 windows=windows,
+                sources=states,
                 skipped=skipped,
                 reasons=reasons,
-                sources=states,
                 duplicates=duplicates,
             )
-            skipped += bad_rows.total
-            duplicates = duplicates.plus(kinds)
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
-                yield members, Place(self.number, given, skipped, duplicates, here)
+                yield members, Place(self.number, given, here)
                 given += 1
             windows += 1
         if not any(self._starts):
@@ -363,13 +364,9 @@ def merge(states: Sequence[StreamState]) -> StreamState:
     return StreamState(rows=max(state["rows"] for state in states), streams=streams)
 
 
-class PlacedCollator:
-    """Keep the rows' places beside the batch that a collator makes of them, as `places`."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]):
-        self.collator = collator
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make one batch."""
-        plain = [{key: row[key] for key in row if key != "place"} for row in rows]
-        return {**self.collator(plain), "places": [row["place"] for row in rows]}
+def collate_placed(
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Make a batch of rows by a collator, and keep their places beside it as `places`."""
+    plain = [{key: row[key] for key in row if key != "place"} for row in rows]
+    return {**collator(plain), "places": [row["place"] for row in rows]}

@@ -1,4 +1,5 @@
 import copy
+import functools
 import itertools
 import json
 from collections import Counter
@@ -14,10 +15,10 @@ from harmonic_sft.data.loading import split_streams
 from harmonic_sft.data.streams import (
     DataError,
     LogicalStream,
-    PlacedCollator,
     StreamedRows,
     StreamState,
     advance,
+    collate_placed,
     merge,
 )
 
@@ -123,9 +124,8 @@ def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
     for process in range(processes):
         part = copy.copy(streamed)
         part.share(process_index=process, num_processes=processes, batch_size=batch_size)
-        loader = DataLoader(
-            part, batch_size=batch_size, num_workers=workers, collate_fn=PlacedCollator(listed)
-        )
+        collator = functools.partial(collate_placed, listed)
+        loader = DataLoader(part, batch_size=batch_size, num_workers=workers, collate_fn=collator)
         batches.append(list(itertools.islice(loader, steps)))
     rows = []
     for step in zip(*batches, strict=True):
@@ -328,7 +328,7 @@ def test_blank_documents_passed_over_while_looking_ahead_are_counted_once():
     assert streams[0].hold_out(5)[1:] == (5, True)
     assert streams[0].bad_rows.total == 0  # document 5 is looked at to see whether any is left
     _, place = next(streams[0].rows(None))
-    assert place.skipped == 1
+    assert place.snapshot["skipped"] == 1
     assert streams[0].hold_out(12)[1:] == (12, False)  # it and two more, up to the end
     assert streams[0].bad_rows.total == 3
 

@@ -95,9 +95,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         return {"skipped": skipped, "reasons": list(reasons), "duplicates": duplicates}
 
     place = StreamPlace(SimpleNamespace(), SimpleNamespace(world_size=1))
-    streams = {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
+    streams = {"0": snapshot(5, "b: cut", duplicates=[1, 2]), "3": snapshot(1)}
     place._state = {"rows": 0, "streams": streams}
-    place._left_out = {0: (5, 1, 2)}  # in the window begun last
     ready = SimpleNamespace(
         data=SimpleNamespace(
             bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None, duplicates=Duplicates()
@@ -117,6 +116,20 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         "reasons": ["a: cut", "b: cut", "c: cut", "d: cut"],
         "fill_rate": None,
         "unscored_tokens_left_out": None,
+    }
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_what_was_left_out(tmp_path):
+    window = {"rows": 3, "skipped": 2, "reasons": ["b: cut"], "duplicates": [1, 0]}
+    state = {"rows": 9, "streams": {"0": window}, "left_out": {"0": [5, 1, 2]}}
+    (tmp_path / "stream_state_0.json").write_text(json.dumps(state))
+    rows = SimpleNamespace()
+    place = StreamPlace(rows, SimpleNamespace())
+    place.load(tmp_path)
+    assert place.left_out() == [("0", (5, 1, 2), ["b: cut"])]
+    assert rows.state == {
+        "rows": 9,
+        "streams": {"0": window | {"skipped": 5, "duplicates": [1, 2]}},
     }
 
 
