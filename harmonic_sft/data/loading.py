@@ -141,16 +141,15 @@ def load_data(
     )
     if config.padding_free:
         collator = PaddingFreeCollator()
-    bad_rows = BadRows(skip=config.on_bad_row == "skip")
     if masker is not None and config.sources[0].streaming:
-        streams = _logical_streams(opened, config, seed, bad_rows)
-        return _streamed_data(streams, config, masker, collator, bad_rows)
-    rows = _table_rows(opened, config, bad_rows)
+        return _streamed_data(opened, config, masker, collator, seed)
+    rows, bad_rows = _table_rows(opened, config)
     eval_rows = rows
     if not eval_only and config.eval.source is not None:
         place, index = "data.eval.source", len(config.sources)
         other = _open(unweighted, config.eval.source, place, index, tokenizer=tokenizer, task=task)
-        eval_rows = _table_rows([other], config, bad_rows)
+        eval_rows, left_out = _table_rows([other], config)
+        bad_rows.merge(left_out)
     elif not eval_only:
         count = config.eval.documents
         rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
@@ -182,18 +181,35 @@ def load_data(
 
 
 def _streamed_data(
-    streams: list[LogicalStream],
+    opened: Sequence[tuple[Any, RowMaker]],
     config: DataConfig,
     masker: RowLabels,
     collator: PaddingCollator | PaddingFreeCollator,
-    bad_rows: BadRows,
+    seed: int,
 ) -> LoadedData:
-    streams, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
+    """Read the sources in as many logical streams as all of them have shards for."""
+    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
+    weights = [source.weight for source in config.sources if source.weight is not None]
+    streams = [
+        LogicalStream(
+            [documents.shard(count, number) for documents, _ in opened],
+            number,
+            weights=weights or None,
+            make_rows=[maker for _, maker in opened],
+            window=config.window,
+            seed=seed,
+            capacity=config.context_length if config.packing else None,
+        )
+        for number in range(count)
+    ]
+    unfinished, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
+    bad_rows = BadRows()
     for stream in streams:
         stream.held_out = held_out
+        bad_rows.merge(stream.bad_rows)
     return LoadedData(
-        train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
+        train=StreamedRows(unfinished, functools.partial(_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
         bad_rows=bad_rows,
@@ -208,14 +224,11 @@ def _table_data(
     masker: RowLabels,
     collator: PaddingCollator | PaddingFreeCollator,
 ) -> LoadedData:
-    packs = rate = labels = None
     lengths = row_lengths(rows)
-    if config.packing:
-        packs = pack(lengths, config.context_length)
-        rate = fill_rate(lengths, packs, config.context_length)
+    packs = pack(lengths, config.context_length) if config.packing else None
     train = MaskedRows(_plain(rows), masker, packs=packs)
     if isinstance(masker, ClassLabels):
-        labels, counts, num_tokens = list(masker.names), class_counts(train), int(lengths.sum())
+        counts, num_tokens = class_counts(train), int(lengths.sum())
         for name, part in (("training", rows), ("evaluation", eval_rows)):
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
@@ -228,11 +241,11 @@ def _table_data(
         train=train,
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
-        labels=labels,
+        labels=train.class_names,
         unigram_counts=counts,
         num_documents=int(document_numbers(rows)[-1]) + 1,
         num_tokens=num_tokens,
-        fill_rate=rate,
+        fill_rate=fill_rate(lengths, packs, config.context_length) if packs else None,
     )
 
 
@@ -373,6 +386,7 @@ def _open(
         word_ids=config.mask.whole_word,
         is_causal=task == "causal_lm",
         weight_column=config.weight_column,
+        skip=config.on_bad_row == "skip",
     )
     return documents, maker
 
@@ -392,13 +406,12 @@ def _recognized(source: Source, first: Row, name: str) -> Format:
 
 
 def _table_rows(
-    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, bad_rows: BadRows
-) -> datasets.Dataset:
-    """Tokenize tables and join them."""
-    tables = []
+    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig
+) -> tuple[datasets.Dataset, BadRows]:
+    """Tokenize tables and join them; return also what makes no row."""
+    tables, bad_rows = [], BadRows()
     for documents, maker in opened:
-        found = BadRows(skip=bad_rows.skip)
-        rows = tokenize_table(documents, maker, found, config.num_proc)
+        rows, found = tokenize_table(documents, maker, config.num_proc)
         if len(rows) == 0:
             reasons = "".join(f" {reason}." for reason in found.first[:1])
             raise ValueError(
@@ -409,25 +422,4 @@ def _table_rows(
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)
-    return datasets.concatenate_datasets(tables)
-
-
-def _logical_streams(
-    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, seed: int, bad_rows: BadRows
-) -> list[LogicalStream]:
-    """Split the sources into as many streams as all of them have shards for."""
-    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
-    weights = [source.weight for source in config.sources if source.weight is not None]
-    return [
-        LogicalStream(
-            [documents.shard(count, number) for documents, _ in opened],
-            number,
-            weights=weights or None,
-            make_rows=[maker for _, maker in opened],
-            bad_rows=bad_rows,
-            window=config.window,
-            seed=seed,
-            capacity=config.context_length if config.packing else None,
-        )
-        for number in range(count)
-    ]
+    return datasets.concatenate_datasets(tables), bad_rows

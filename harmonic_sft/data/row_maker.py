@@ -1,6 +1,5 @@
 """Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -115,6 +114,7 @@ class RowMaker:
     scored: bool = False  # whether rows say which of their tokens may be predicted
     is_causal: bool = False  # what ends a text stands once, after its last chunk
     weight_column: str | None = None
+    skip: bool = False  # whether what cannot be used is left out instead of an error
 
     @property
     def columns(self) -> list[str]:
@@ -127,12 +127,13 @@ class RowMaker:
         }
         return [name for name in FEATURES if optional.get(name, True)]
 
-    def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
-        """Return the rows of documents, which have a `NUMBER`; some may be bad rows.
+    def __call__(self, documents: Sequence[Row]) -> tuple[list[Row], BadRows]:
+        """Return the rows of documents, which have a `NUMBER`, and what makes none.
 
         Raises:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
+        bad_rows = BadRows(skip=self.skip)
         drafts: list[Draft] = []
         readable: list[Row] = []
         for document in documents:
@@ -166,7 +167,7 @@ class RowMaker:
                 # What tells copies of a document stands in its first row.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
                 rows += [chunks[0] | traces, *chunks[1:]]
-        return rows
+        return rows, bad_rows
 
     def _is_whole(self, encoded: Encoded) -> bool:
         """Whether nothing comes around a row: a decoder's that is given, or written, without."""
@@ -231,21 +232,18 @@ def weight_of(row: Row, column: str) -> float:
 
 
 def tokenize_table(
-    documents: Documents,
-    maker: RowMaker,
-    bad_rows: BadRows,
-    num_proc: int | None = None,
-) -> datasets.Dataset:
+    documents: Documents, maker: RowMaker, num_proc: int | None = None
+) -> tuple[datasets.Dataset, BadRows]:
     """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
 
     Args:
         documents: All rows of the source; a stream's go to memory.
         maker: Makes its rows, and says which ValueError there may be.
-        bad_rows: Where documents that make no row are reported; those of an earlier run too.
         num_proc: Processes to tokenize in; None is this one, best below some million words.
 
     Returns:
-        The rows in the order of the documents, mapped into memory from the library's cache.
+        The rows in the order of the documents, mapped into memory from the library's cache, and
+        what made none.
     """
     # A table that another version of these files has made must not be found.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
@@ -256,7 +254,7 @@ def tokenize_table(
         source = numbered = list(numbered)
     elif isinstance(documents, datasets.Dataset):
         source = documents._fingerprint
-    key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
+    key = Hasher.hash([code, versions, maker, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
     found = _read_report(table, report)
@@ -265,23 +263,18 @@ def tokenize_table(
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             # A run that shares the cache sees either nothing or the whole, the report first.
             new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
-            found = BadRows(skip=bad_rows.skip)
+            found = BadRows(skip=maker.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
-                batches = batches_of(
-                    numbered,
-                    _characters,
-                    size=BATCH_CHARACTERS,
-                    count=BATCH_DOCUMENTS,
-                )
-                for rows, bad in _made(batches, maker, found.skip, num_proc):
+                limits = {"size": BATCH_CHARACTERS, "count": BATCH_DOCUMENTS}
+                batches = batches_of(numbered, _characters, **limits)
+                for rows, bad in _made(batches, maker, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
             new_report.write_text(json.dumps([_checksum(new_table), asdict(found)]))
             os.replace(new_report, report)
             os.replace(new_table, table)
-    bad_rows.merge(found)
-    return datasets.Dataset.from_file(str(table))
+    return datasets.Dataset.from_file(str(table)), found
 
 
 def _read_report(table: Path, report: Path) -> BadRows | None:
@@ -291,8 +284,9 @@ def _read_report(table: Path, report: Path) -> BadRows | None:
     try:
         checksum, found = json.loads(report.read_text())
         if checksum == _checksum(table):
-            return BadRows(**found)
-    except (OSError, TypeError, ValueError):
+            places = {place: (reason, rows) for place, (reason, rows) in found["places"].items()}
+            return BadRows(**found | {"places": places})
+    except (OSError, KeyError, TypeError, ValueError):
         pass  # the report is damaged
     logger.warning("The cached table %s is damaged. It is made again.", table)
     return None
@@ -304,32 +298,26 @@ def _checksum(path: Path) -> str:
 
 
 def _made(
-    batches: Iterator[list[Row]], maker: RowMaker, skip: bool, num_proc: int | None
+    batches: Iterator[list[Row]], maker: RowMaker, num_proc: int | None
 ) -> Iterator[tuple[list[Row], BadRows]]:
     """Make the rows of batches in order, in processes if there are any."""
-    make = functools.partial(_make, maker, skip)
     with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
         if num_proc is None:
             for batch in batches:
-                yield make(batch)
+                yield maker(batch)
                 progress.update(len(batch))
             return
         context = multiprocessing.get_context("spawn")
         try:
             with ProcessPoolExecutor(num_proc, mp_context=context) as pool:
                 while group := list(itertools.islice(batches, 4 * num_proc)):
-                    yield from pool.map(make, group)
+                    yield from pool.map(maker, group)
                     progress.update(sum(map(len, group)))
         except BrokenProcessPool as error:
             raise ValueError(
                 "data.num_proc: expected processes that start and stay, got one that ended. Put "
                 "the script's code under if __name__ == '__main__':, or leave the setting out"
             ) from error
-
-
-def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row], BadRows]:
-    bad_rows = BadRows(skip=skip)
-    return maker(documents, bad_rows), bad_rows
 
 
 def _characters(row: Row) -> int:

@@ -125,7 +125,6 @@ class LogicalStream:
         number: The stream's number.
         weights: The sources' shares of a mixture; None reads them in turn, each once in a pass.
         make_rows: What makes rows, for every source.
-        bad_rows: Where `hold_out` reports what makes no row.
         window: Documents.
         seed: Decides how rows are shuffled and sources mixed.
         capacity: Longest packed row, in tokens; None keeps rows as they are.
@@ -138,14 +137,14 @@ class LogicalStream:
         *,
         weights: Sequence[float] | None,
         make_rows: Sequence[RowMaker],
-        bad_rows: BadRows,
         window: int,
         seed: int,
         capacity: int | None,
     ):
         self.sources, self.number, self.weights = sources, number, weights
-        self.make_rows, self.bad_rows = make_rows, bad_rows
+        self.make_rows = make_rows
         self.window, self.seed, self.capacity = window, seed, capacity
+        self.bad_rows = BadRows()  # what `hold_out` has found and training will not
         self._starts: list[dict[str, Any] | None] = [None] * len(sources)
         self.held_out = HeldOut()  # copies of these are left out as they pass
 
@@ -159,7 +158,7 @@ class LogicalStream:
         rows: list[Row] = []
         documents, is_left = 0, False
         starts: list[dict[str, Any] | None] | None = None
-        bad_rows, ahead = self._counter(), self._counter()
+        ahead = BadRows()
         while waiting and not is_left:
             source = waiting.popleft()
             if documents == count and starts is None:
@@ -167,19 +166,16 @@ class LogicalStream:
             found, is_document = readers[source].next()
             if is_document:
                 waiting.append(source)
-            made = self.make_rows[source](found, bad_rows if starts is None else ahead)
+            made, bad_rows = self.make_rows[source](found)
+            (self.bad_rows if starts is None else ahead).merge(bad_rows)
             is_left = bool(made) and documents == count
             if not is_left:
                 rows += made
                 documents += bool(made)
         self._starts = starts or self._starts
-        self.bad_rows.merge(bad_rows)
         if not is_left:  # else training finds these again
             self.bad_rows.merge(ahead)
         return rows, documents, is_left
-
-    def _counter(self) -> BadRows:
-        return BadRows(skip=self.bad_rows.skip)
 
     def _readers(self) -> list[SourceReader]:
         return [
@@ -209,14 +205,15 @@ class LogicalStream:
             states = [reader.state() for reader in readers]
             documents, ended = self._read(readers, windows)
             rows: Members = []
-            bad_rows = self._counter()
+            bad_rows = BadRows()
             kinds: list[Kind | None] = []
             for (source, epoch), group in documents.items():
-                is_new = epoch == 0 and not is_counted
-                counter = bad_rows if is_new else self._counter()
-                made, found = self._without_duplicates(self.make_rows[source](group, counter))
-                rows += [(row, epoch) for row in made]
-                kinds += found if is_new else []
+                made, left_out = self.make_rows[source](group)
+                kept, found = self._without_duplicates(made)
+                rows += [(row, epoch) for row in kept]
+                if epoch == 0 and not is_counted:
+                    bad_rows.merge(left_out)
+                    kinds += found
             is_counted = False
             reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
             skipped += bad_rows.total

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
-from harmonic_sft.data.bad_rows import BadRow, BadRows
+from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.files import NUMBER
@@ -343,10 +343,9 @@ def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(
     maker = RowMaker(
         name="s", source=0, row_format="messages", read=read, context_length=8, **settings
     )
-    with pytest.raises(
-        ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
-    ):
-        maker([{"messages": CHAT[:2], NUMBER: 0}], BadRows(skip=False))
+    message = "loss_on assistant: expected tokens to score, got none of 1"
+    with pytest.raises(ValueError, match=message):
+        maker([{"messages": CHAT[:2], NUMBER: 0}])
 
 
 def test_tokenizer_that_cannot_end_a_turn_is_refused(bert):

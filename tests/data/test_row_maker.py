@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ def row_maker(tokenizer, **settings):
 
 def make(maker, documents, skip=False):
     """Rows, and what makes none."""
-    bad_rows = BadRows(skip=skip)
-    return [plain(row) for row in maker(documents, bad_rows)], bad_rows
+    rows, bad_rows = replace(maker, skip=skip)(documents)
+    return [plain(row) for row in rows], bad_rows
 
 
 def plain(row):
@@ -53,9 +54,8 @@ def plain(row):
 
 
 def make_table(maker, documents, skip=False, num_proc=None):
-    bad_rows = BadRows(skip=skip)
-    table = tokenize_table(documents, maker, bad_rows, num_proc).to_list()
-    return [plain(row) for row in table], bad_rows
+    table, bad_rows = tokenize_table(documents, replace(maker, skip=skip), num_proc)
+    return [plain(row) for row in table.to_list()], bad_rows
 
 
 def texts_table(texts):
@@ -193,9 +193,9 @@ def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache
 def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
     sizes = []
 
-    def counted(maker, documents, bad_rows, original=RowMaker.__call__):
+    def counted(maker, documents, original=RowMaker.__call__):
         sizes.append(len(documents))
-        return original(maker, documents, bad_rows)
+        return original(maker, documents)
 
     monkeypatch.setattr(RowMaker, "__call__", counted)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)

@@ -58,9 +58,9 @@ class Maker:
     def __init__(self, source):
         self.source, self.name, self.asked = source, f"data.sources[{source}]", 0
 
-    def __call__(self, documents, bad_rows):
+    def __call__(self, documents):
         self.asked += len(documents)
-        rows = []
+        rows, bad_rows = [], BadRows()
         for document in documents:
             size = document["size"]
             if size == 0:
@@ -69,7 +69,7 @@ class Maker:
                 name = {"source": self.source, "chunk": chunk}
                 tokens = [1] * min(CHUNK, size - start)
                 rows.append({**document, **name, "document": document[NUMBER], "input_ids": tokens})
-        return rows
+        return rows, bad_rows
 
 
 def shards(source, size, count):
@@ -78,7 +78,6 @@ def shards(source, size, count):
 
 
 def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, capacity=None):
-    bad_rows = BadRows()
     sources = [
         IterableDataset.from_generator(generate, gen_kwargs={"shards": shards(source, size, count)})
         for source, size in enumerate(sizes)
@@ -90,7 +89,6 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
             number,
             weights=weights,
             make_rows=makers,
-            bad_rows=bad_rows,
             window=window,
             seed=seed,
             capacity=capacity,
@@ -340,9 +338,8 @@ class Blank(Maker):
         super().__init__(source)
         self.blank = range(first, last)
 
-    def __call__(self, documents, bad_rows):
-        some = [row for row in documents if row["original"] not in self.blank]
-        return super().__call__(some, bad_rows)
+    def __call__(self, documents):
+        return super().__call__([row for row in documents if row["original"] not in self.blank])
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
