@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import datasets
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowLabels
+
+Collator = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, Tensor]]
 
 
 class MaskedRows(torch.utils.data.Dataset):
@@ -136,18 +138,12 @@ class PaddingCollator:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
-class PaddingFreeCollator:
-    """Put all rows or packs of a batch into a single row without padding.
+def collate_padding_free(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+    """Put all rows or packs of a batch into a single row without padding, `[1, T]`.
 
-    The model tells the documents apart by their positions.
+    The model tells the documents apart by their positions, see `join_rows`.
     """
-
-    def __call__(self, rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        """Return the columns of the rows, one after the other: `[1, T]`, int64.
-
-        The positions start again at 0 in every document.
-        """
-        return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
+    return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
 
 
 def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -31,8 +31,10 @@ Format = Literal[
     "labeled_text",
     "labeled_words",
 ]
-LABELED = ("labeled_text", "labeled_words")
-
+LABELED: dict[str, Format] = {  # by the task of a classifier
+    "sequence_classification": "labeled_text",
+    "token_classification": "labeled_words",
+}
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -138,7 +140,7 @@ def reader(
                 "turns to tell apart."
             )
         return partial(_read_text, column=column, spells=False)
-    if row_format in LABELED:
+    if row_format in LABELED.values():
         names = {"column": column, "label_column": label_column, "class_names": class_names}
         if row_format == "labeled_text":
             return partial(_read_text, **names, spells=True)

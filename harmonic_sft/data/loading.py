@@ -12,16 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import (
+    Collator,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     fill_rate,
     join_rows,
     pack,
 )
 from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.files import Row
-from harmonic_sft.data.formats import Format, reader, recognize
+from harmonic_sft.data.formats import LABELED, Format, reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
@@ -54,10 +55,6 @@ from harmonic_sft.data.sources import (
 from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
 
 logger = logging.getLogger(__name__)
-LABELED: dict[str, Format] = {  # formats of the tasks of classifiers
-    "sequence_classification": "labeled_text",
-    "token_classification": "labeled_words",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ class LoadedData:
 
     train: MaskedRows | StreamedRows
     eval: MaskedRows
-    collator: PaddingCollator | PaddingFreeCollator
+    collator: Collator
     labels: list[str] | None = None  # of labeled rows: the classes, in the order of their numbers
     # [V], tokens that may be predicted: of an encoder, ordinary; or labels of every class.
     unigram_counts: np.ndarray | None = None
@@ -136,11 +133,11 @@ def load_data(
     # Rows of all sources have the same columns.
     scored = any(maker.row_format not in ("text", *LABELED.values()) for _, maker in opened)
     opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
-    collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
-        pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
-    )
-    if config.padding_free:
-        collator = PaddingFreeCollator()
+    collator: Collator = collate_padding_free
+    if not config.padding_free:
+        collator = PaddingCollator(
+            pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
+        )
     if masker is not None and config.sources[0].streaming:
         return _streamed_data(opened, config, masker, collator, seed)
     rows, bad_rows = _table_rows(opened, config)
@@ -184,7 +181,7 @@ def _streamed_data(
     opened: Sequence[tuple[Any, RowMaker]],
     config: DataConfig,
     masker: RowLabels,
-    collator: PaddingCollator | PaddingFreeCollator,
+    collator: Collator,
     seed: int,
 ) -> LoadedData:
     """Read the sources in as many logical streams as all of them have shards for."""
@@ -222,7 +219,7 @@ def _table_data(
     eval_rows: datasets.Dataset,
     config: DataConfig,
     masker: RowLabels,
-    collator: PaddingCollator | PaddingFreeCollator,
+    collator: Collator,
 ) -> LoadedData:
     lengths = row_lengths(rows)
     packs = pack(lengths, config.context_length) if config.packing else None

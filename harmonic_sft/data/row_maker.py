@@ -122,7 +122,7 @@ class RowMaker:
         optional = {
             "scored": self.scored,
             "word_ids": self.word_ids,
-            "labels": self.row_format in LABELED,
+            "labels": self.row_format in LABELED.values(),
             "weight": self.weight_column is not None,
         }
         return [name for name in FEATURES if optional.get(name, True)]
@@ -149,7 +149,7 @@ class RowMaker:
         if self.is_causal:
             special = SpecialTokens(special.prefix, [])
         # Chat templates write the first token of a row themselves.
-        prefix = [] if self.row_format in LABELED else special.prefix
+        prefix = [] if self.row_format in LABELED.values() else special.prefix
         encoded = encode_pieces(
             [draft.content for draft in drafts],
             tokenizer=self.tokenizer,
@@ -193,9 +193,9 @@ class RowMaker:
         fills = {"scored": self.row_format == "text", "word_ids": NO_WORD, "labels": None}
         fills = {name: fills[name] for name in self.columns if name in fills}
         size = self._body(special)
-        starts = range(0, len(encoded.input_ids), size)
+        end = 1 if self.row_format in LABELED.values() else len(encoded.input_ids)
         rows = []
-        for chunk, start in enumerate(starts[:1] if self.row_format in LABELED else starts):
+        for chunk, start in enumerate(range(0, end, size)):
             names = ("input_ids", "scored", "word_ids", "labels")
             part = {name: getattr(encoded, name)[start : start + size] for name in names}
             if not any(part["scored"]):

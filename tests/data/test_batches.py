@@ -11,7 +11,7 @@ from harmonic_sft.data.batches import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     fill_rate,
     pack,
 )
@@ -223,7 +223,7 @@ def test_padded_packs_have_padding_outside_every_document():
 
 
 def test_a_batch_without_padding_is_one_row():
-    batch = PaddingFreeCollator()(PACKS)
+    batch = collate_padding_free(PACKS)
     assert list(batch) == ["input_ids", "labels", "position_ids"]
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9]]
     assert batch["labels"].tolist() == [[50, 60, 70, 80, 90, 90]]

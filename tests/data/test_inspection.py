@@ -15,7 +15,7 @@ from harmonic_sft.data.batches import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     pack,
 )
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
@@ -140,7 +140,7 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
         str(round(8 * row_lengths(data.train.rows).mean())),
         str(-(-len(data.train) // 8)),
     ]
-    free = dataclasses.replace(data, collator=PaddingFreeCollator())
+    free = dataclasses.replace(data, collator=collate_padding_free)
     assert cells(show(free, tokenizer, capsys), "rows ")[5] == "100.0 %"
 
 
