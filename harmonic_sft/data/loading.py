@@ -1,8 +1,9 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import (
     Collator,
     MaskedRows,
@@ -52,7 +53,7 @@ from harmonic_sft.data.sources import (
     load_documents,
     names_of_classes,
 )
-from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
+from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,19 @@ class LoadedData:
     # In the sources; streams count while training.
     duplicates: Duplicates = field(default_factory=Duplicates)
     trained: np.ndarray | None = None  # `short_hashes` of the training documents
+
+    def left_out(self, streams: Mapping[Any, Snapshot]) -> tuple[int, list[str], Duplicates]:
+        """Total what was left out, of streams up to the windows that they have come to.
+
+        Returns:
+            The number of bad rows, the first reasons, and the copies of held-out documents.
+        """
+        windows = [window for _, window in sorted(streams.items())]
+        rows = self.bad_rows.total + sum(window["skipped"] for window in windows)
+        found = [self.bad_rows.first, *(window["reasons"] for window in windows)]
+        reasons = list(dict.fromkeys(itertools.chain.from_iterable(found)))[:SHOWN_REASONS]
+        copies = [self.duplicates, *(window["duplicates"] for window in windows)]
+        return rows, reasons, Duplicates(*map(sum, zip(*copies, strict=True)))
 
 
 def load_data(

@@ -358,7 +358,7 @@ def merge(states: Sequence[StreamState]) -> StreamState:
     """Join what the processes of a run know: of every stream the latest window."""
     known = [item for state in states for item in state["streams"].items()]
     streams = dict(sorted(known, key=lambda item: item[1]["rows"]))  # the latest one stays
-    return StreamState(rows=max(state["rows"] for state in states), streams=streams)
+    return StreamState(rows=max((state["rows"] for state in states), default=0), streams=streams)
 
 
 def collate_placed(

@@ -25,7 +25,7 @@ class StreamPlace:
 
     def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
         self._rows, self._args = rows, args
-        self._state = StreamState(rows=0, streams={})
+        self.state = StreamState(rows=0, streams={})  # as far as this process knows
         self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
 
     def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
@@ -47,23 +47,12 @@ class StreamPlace:
         """Take the places of their rows out of the batches of a step, and note them."""
         places = [place for batch in batches for place in batch.pop("places")]
         self.examples = [{"stream": place.stream, "row": place.row} for place in places]
-        self._state = advance(self._state, places, len(places) * self._args.world_size)
-
-    def left_out(self) -> list[tuple[str, tuple[int, ...], list[str]]]:
-        """Return what every stream left out so far.
-
-        Returns:
-            The stream; its bad rows, exact and near duplicates; the first reasons of bad rows.
-        """
-        return [
-            (stream, (known["skipped"], *known["duplicates"]), known["reasons"])
-            for stream, known in self._state["streams"].items()
-        ]
+        self.state = advance(self.state, places, len(places) * self._args.world_size)
 
     def save(self, checkpoint: Path) -> None:
         """Write what this process knows."""
         path = checkpoint / STREAM_FILES.format(self._args.process_index)
-        path.write_text(json.dumps(self._state))
+        path.write_text(json.dumps(self.state))
 
     def load(self, checkpoint: Path) -> None:
         """Continue where the run of a checkpoint stood."""
@@ -73,4 +62,4 @@ class StreamPlace:
             # Until 2026-11-24 the counts of a window stood beside its snapshot.
             for stream, (skipped, *duplicates) in state.pop("left_out", {}).items():
                 state["streams"][stream] |= {"skipped": skipped, "duplicates": duplicates}
-        self._rows.state = self._state = merge(states)
+        self._rows.state = self.state = merge(states)
