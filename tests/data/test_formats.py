@@ -1,5 +1,3 @@
-from functools import partial
-
 import datasets
 import numpy as np
 import pytest
@@ -106,11 +104,8 @@ def test_text_is_tokenized_without_the_wrapping_and_without_special_tokens(token
     tokens = [tokenizer.convert_ids_to_tokens(row.input_ids) for row in encoded]
     assert tokens == [["word1", "[", "m", "##a", "##s", "##k", "]", "word2"], ["a", "##b"]]
     assert all(all(row.scored) and not row.word_ids for row in encoded)
-
-
-def test_text_may_stand_in_another_column(tokenizer):
-    encoded = one({"content": "word1"}, "text", tokenizer, column="content")
-    assert tokenizer.decode(encoded.input_ids) == "word1"
+    other = one({"content": "ab", "text": "cd"}, "text", tokenizer, column="content")
+    assert other == encoded[1]
 
 
 @pytest.mark.parametrize(
@@ -320,40 +315,49 @@ def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
     assert one(row, "tokens", tokenizer) == of_tokens([10, 11])
 
 
-def test_a_word_labeled_minus_100_has_no_label(tokenizer):
-    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
-    pieces = read("labeled_words")({"w": ["a", "b"], "l": [-100, 1]}).content
-    assert [piece.label for piece in pieces] == [None, "1"]
-    with pytest.raises(BadRow, match="expected a label for one of 2 words, got -100 for all"):
-        read("labeled_words")({"w": ["a", "b"], "l": [-100, -100]})
-    for nothing in (-100, "", " "):
-        with pytest.raises(BadRow, match=f"expected a class as label, got {nothing!r}, which"):
-            read("labeled_text")({"w": "a", "l": nothing})
+def pieces_of(content, label, row_format, tokenizer, **settings):
+    settings = {"loss_on": "all", "column": "w", "label_column": "l", **settings}
+    return reader(row_format, tokenizer=tokenizer, **settings)({"w": content, "l": label}).content
 
 
-@pytest.mark.parametrize("label", [2, -1, "yes"])
-def test_a_label_of_named_classes_is_the_number_of_one(tokenizer, label):
-    read = reader(
-        "labeled_text", tokenizer=tokenizer, loss_on="all", label_column="l", class_names=("a", "b")
-    )
-    assert read({"text": "a", "l": 1}).content[0].label == '"b"'
-    with pytest.raises(BadRow, match=f"expected the number of one of 2 classes, got {label!r}"):
-        read({"text": "a", "l": label})
+@pytest.mark.parametrize(
+    ("label", "names", "expected"),
+    [("x", None, '"x"'), (np.int64(1), None, "1"), (torch.tensor(1), None, "1"), (1, "ab", '"b"')],
+    ids=["string", "numpy", "torch", "number of a name"],
+)
+def test_a_label_is_a_string_an_integer_or_the_number_of_a_name(tokenizer, label, names, expected):
+    [piece] = pieces_of("a", label, "labeled_text", tokenizer, class_names=names)
+    assert piece.label == expected
+    pieces = pieces_of(["a", "b"], [-100, label], "labeled_words", tokenizer, class_names=names)
+    assert [piece.label for piece in pieces] == [None, expected]
 
 
-@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)], ids=["numpy", "torch"])
-def test_a_label_may_be_an_integer_of_another_library(tokenizer, number):
-    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
-    assert read("labeled_text")({"w": "a", "l": number}).content[0].label == "1"
-    with pytest.raises(BadRow, match="expected a string or an integer as label, got"):
-        read("labeled_text")({"w": "a", "l": number / 2})
+@pytest.mark.parametrize(
+    ("content", "label", "names", "reason"),
+    [
+        *(("a", bad, None, f"a class as label, got {bad!r}, which") for bad in (-100, "", " ")),
+        *(("a", bad, "ab", f"the number of one of 2 classes, got {bad}") for bad in (2, -1)),
+        ("a", "yes", "ab", "the number of one of 2 classes, got 'yes'"),
+        ("a", None, None, "a string or an integer as label, got None"),
+        ("a", True, None, r"a string or an integer as label, got True \(write it as a string\)"),
+        ("a", np.float64(0.5), None, "a string or an integer as label, got"),
+        ("a", torch.tensor(0.5), None, "a string or an integer as label, got"),
+        (["a", "b"], [-100, -100], None, "a label for one of 2 words, got -100 for all"),
+        (["a"], ["x", "y"], None, "a label for each of 1 words, got 2"),
+        (["a"], "x", None, "a label for each of 1 words, got str"),
+        ([1], ["x"], None, "a list of words, got list"),
+    ],
+)
+def test_bad_labels_say_what_was_found(tokenizer, content, label, names, reason):
+    row_format = "labeled_words" if isinstance(content, list) else "labeled_text"
+    with pytest.raises(BadRow, match=f"expected {reason}"):
+        pieces_of(content, label, row_format, tokenizer, class_names=names)
 
 
 def test_words_are_apart_where_the_tokenizer_keeps_spaces(tokenizer, byte_tokenizer):
-    row = {"w": ["ab", "c"], "l": ["x", "y"]}
     for given, expected in ((tokenizer, ["ab", "c"]), (byte_tokenizer, ["ab", " c"])):
-        read = reader("labeled_words", tokenizer=given, loss_on="all", column="w", label_column="l")
-        assert [piece.text for piece in read(row).content] == expected
+        pieces = pieces_of(["ab", "c"], ["x", "y"], "labeled_words", given)
+        assert [piece.text for piece in pieces] == expected
 
 
 def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):

@@ -276,10 +276,16 @@ def test_source_is_named_by_its_place(tokenizer, path):
         load(tokenizer, Source(path=path), Source(path="missing.txt"))
 
 
-def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, path, monkeypatch):
+def test_whole_words_need_a_tokenizer_that_tells_them_apart(tokenizer, path, monkeypatch):
+    settings = {"mask": MaskConfig(whole_word=True)}
+    metaspace = copy.deepcopy(tokenizer)
+    metaspace.backend_tokenizer.normalizer = normalizers.Replace(" ", "_")
+    metaspace.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    with pytest.raises(ValueError, match="expected a tokenizer that tells words apart"):
+        load(metaspace, Source(path=path), **settings)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"whole_word: expected a fast tokenizer, which"):
-        load(tokenizer, Source(path=path), mask=MaskConfig(whole_word=True))
+        load(tokenizer, Source(path=path), **settings)
 
 
 TABLE, STREAM = {"path": "a.txt"}, {"path": "a.txt", "streaming": True}
@@ -484,14 +490,6 @@ def test_a_prompt_and_its_completion_follow_each_other(tmp_path, causal_tokenize
     assert row["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, 1]
 
 
-def test_words_need_a_tokenizer_that_tells_them_apart(text, tokenizer):
-    metaspace = copy.deepcopy(tokenizer)
-    metaspace.backend_tokenizer.normalizer = normalizers.Replace(" ", "_")
-    metaspace.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    with pytest.raises(ValueError, match="expected a tokenizer that tells words apart"):
-        load(metaspace, Source(path=str(text)), mask=MaskConfig(whole_word=True))
-
-
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer, packing=True)
     packs = [data.train[i] for i in range(len(data.train))]
@@ -505,14 +503,10 @@ def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
         assert np.array_equal(pack["labels"][~first], pack["input_ids"][~first])
 
 
-def test_counts_are_of_all_tokens(text, causal_tokenizer):
+def test_counts_are_of_all_tokens_and_none_is_a_mask(text, causal_tokenizer):
+    assert causal_tokenizer.mask_token is None
     data = load_causal(text, causal_tokenizer)
     assert data.unigram_counts[1] >= 2  # the eos token is one that is predicted
     # 17 words and 4 ends; the second document has two rows.
     held_out = sum(len(data.eval[index]["input_ids"]) for index in range(len(data.eval)))
     assert data.num_tokens == 17 + 4 - held_out
-
-
-def test_a_mask_token_is_not_needed(text, causal_tokenizer):
-    assert causal_tokenizer.mask_token is None
-    load_causal(text, causal_tokenizer)

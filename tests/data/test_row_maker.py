@@ -98,12 +98,6 @@ def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_blank_documents_make_no_row_and_are_counted(byte_tokenizer):
-    rows, bad_rows = make(row_maker(byte_tokenizer), documents(["", "  \n", "a"]))
-    assert [row["document"] for row in rows] == [2]
-    assert bad_rows == BadRows(blank=2, skip=False)
-
-
 def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
     maker = row_maker(tokenizer)
     message = (
@@ -125,13 +119,13 @@ def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
         make(maker, [unread])
 
 
-def test_bad_documents_are_left_out_and_counted_if_asked(tokenizer):
-    texts = ["a", None, "", "b"]
-    rows, bad_rows = make(row_maker(tokenizer), documents(texts), skip=True)
-    assert [row["document"] for row in rows] == [0, 3]
-    assert make_table(row_maker(tokenizer), texts_table(texts), skip=True) == (rows, bad_rows)
+def test_blank_documents_are_left_out_and_counted_and_bad_ones_if_asked(byte_tokenizer):
+    maker, texts = row_maker(byte_tokenizer), ["a", None, "", "  \n", "b"]
+    rows, bad_rows = make(maker, documents(texts), skip=True)
+    assert [row["document"] for row in rows] == [0, 4]
     assert list(bad_rows.places) == ["data.sources[1], document 1"]
-    assert bad_rows.blank == 1
+    assert make_table(maker, texts_table(texts), skip=True) == (rows, bad_rows)
+    assert make(maker, documents(["", " ", "a"]))[1] == BadRows(blank=2, skip=False)
 
 
 @pytest.fixture
@@ -306,18 +300,19 @@ def test_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer, settings, m
         check(tokenizer, **settings)
 
 
-@pytest.mark.parametrize("role", ["mask", "pad"])
-def test_tokenizer_without_a_needed_token_is_refused(tokenizer, role):
-    tokens = {"mask_token": "[MASK]", "pad_token": "[PAD]"}
-    del tokens[f"{role}_token"]
-    lacking = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokens)
-    with pytest.raises(ValueError, match=f"tokenizer: expected a {role} token, got none"):
-        check(lacking)
-
-
-def test_tokenizer_without_ordinary_tokens_is_refused():
-    words = {"[PAD]": 0, "[MASK]": 1}
-    backend = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
-    bare = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]")
-    with pytest.raises(ValueError, match="expected ordinary tokens, got only special ones"):
-        check(bare)
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("mask", "tokenizer: expected a mask token, got none"),
+        ("pad", "tokenizer: expected a pad token, got none"),
+        ("ordinary", "tokenizer: expected ordinary tokens, got only special ones"),
+    ],
+)
+def test_tokenizer_without_needed_tokens_is_refused(lacking, message):
+    roles = {name: f"[{name}]" for name in ("mask", "pad") if name != lacking}
+    words = [*roles.values(), *(["word"] if lacking != "ordinary" else [])]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    tokens = {f"{name}_token": token for name, token in roles.items()}
+    with pytest.raises(ValueError, match=message):
+        check(PreTrainedTokenizerFast(tokenizer_object=backend, **tokens))

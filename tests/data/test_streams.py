@@ -208,51 +208,35 @@ def test_no_number_of_processes_or_workers_changes_the_order(count, processes, w
     assert rows == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "mixture", "capacity"),
-    [(3, "weights", None), (1, "turns", 9)],
-)
-def test_run_stopped_after_any_row_continues_with_the_same_rows(count, mixture, capacity):
-    settings = {
-        "count": count,
-        "weights": MIXTURES[mixture],
-        "capacity": capacity,
-        "eval_documents": 4,
-    }
-    total = 110
-    streamed = open_streams(**settings)
-    expected = plain_order(streamed, total)
-    assert max(epoch for *_, epoch in names(expected)) >= 2
-    for stop in range(0, total - 4, 5):
-        streamed.state = advance(
-            StreamState(rows=0, streams={}), [place for _, place in expected[:stop]], stop
-        )
-        assert read(streamed, 4)[0] == expected[stop : stop + 4]
-
-
 PLAN = [(2, 3), (1, 2), (3, 1)]  # processes, batch size
 
 
 @pytest.mark.parametrize(
-    ("mixture", "capacity", "plan", "workers"),
+    ("count", "mixture", "capacity", "plan", "steps", "workers"),
     [
-        ("turns", 9, [(1, 2)] * 7, 0),
-        ("weights", None, PLAN, 1),
+        (1, "turns", 9, [(1, 1)] * 22, 5, 0),
+        (3, "weights", None, [(1, 1)] * 22, 5, 0),
+        (3, "turns", 9, [(1, 2)] * 7, 4, 0),
+        (3, "weights", None, PLAN, 4, 1),
     ],
 )
 def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(
-    mixture, capacity, plan, workers
+    count, mixture, capacity, plan, steps, workers
 ):
     """Also where the number of processes changes at every restart."""
-    settings = {"count": 3, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": capacity}
-    expected = plain_order(open_streams(**settings), sum(4 * p * b for p, b in plan))
+    settings = {"weights": MIXTURES[mixture], "eval_documents": 4, "capacity": capacity}
+    expected = plain_order(
+        open_streams(count=count, **settings), steps * sum(p * b for p, b in plan)
+    )
+    assert len(plan) < 22 or max(epoch for *_, epoch in names(expected)) >= 2
     state = StreamState(rows=0, streams={})
     rows = []
     for processes, batch_size in plan:
         # As in a new process: nothing is left of the last one but the state.
-        streamed = open_streams(**settings)
+        streamed = open_streams(count=count, **settings)
         streamed.state = state
-        num_rows, parts = 4 * processes * batch_size, {"processes": processes, "workers": workers}
+        num_rows = steps * processes * batch_size
+        parts = {"processes": processes, "workers": workers}
         found, states = read(streamed, num_rows, batch_size=batch_size, **parts)
         state = merge(states)
         rows += found
