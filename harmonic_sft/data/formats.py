@@ -2,9 +2,9 @@
 
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
@@ -103,109 +103,123 @@ class Draft(NamedTuple):
     own: str  # what of it is no prompt, no template and no one else's turn
 
 
-def reader(
-    row_format: Format,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    loss_on: LossOn,
-    column: str = "text",
-    word_ids: bool = False,
-    label_column: str | None = None,
-    class_names: Sequence[str] | None = None,
-    is_causal: bool = False,
-) -> Callable[[Mapping[str, Any]], Draft]:
-    """Return what reads documents of one format, and raises `BadRow` for what it cannot use.
+@dataclass(kw_only=True)
+class Reader:
+    """Reads documents of one format, and raises `BadRow` for what it cannot use.
 
     `text`, `tokens` and the labeled formats are taken as they are, every other one becomes a
     conversation, see `ConversationWriter`. Text that spells a special token, such as `[MASK]`, is
     tokenized as text, unless it is labeled.
 
-    Args:
-        row_format: The format that all documents have.
-        tokenizer: A fast one.
-        loss_on: What is scored; labels and masks of pretokenized rows count too.
-        column: Name of the column of text, or of words, where the format does not say.
-        word_ids: Whether words will be numbered, for masks of whole words.
-        label_column: Name of the column of labels, for labeled formats; None reads no labels.
-        class_names: What numbers in that column stand for; None keeps them.
-        is_causal: The rows are a decoder's.
-
     Raises:
         ValueError: The settings fit no document of the format.
     """
-    if row_format == "text":
-        if loss_on != "all":
+
+    row_format: Format  # that all documents have
+    tokenizer: PreTrainedTokenizerBase  # a fast one
+    loss_on: LossOn = "all"  # what is scored; labels and masks of pretokenized rows count too
+    column: str = "text"  # of text, or of words, where the format does not say
+    word_ids: bool = False  # whether words will be numbered, for masks of whole words
+    label_column: str | None = None  # for labeled formats; None reads no labels
+    class_names: Sequence[str] | None = None  # what numbers in it stand for; None keeps them
+    is_causal: bool = False  # the rows are a decoder's
+
+    def __post_init__(self) -> None:
+        if self.row_format == "text" and self.loss_on != "all":
             raise ValueError(
-                f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
-                "turns to tell apart."
+                f"data.loss_on: expected 'all' for plain text, got {self.loss_on!r}. Plain text "
+                "has no turns to tell apart."
             )
-        return partial(_read_text, column=column, spells=False)
-    if row_format in LABELED.values():
-        names = {"column": column, "label_column": label_column, "class_names": class_names}
-        if row_format == "labeled_text":
-            return partial(_read_text, **names, spells=True)
-        # A byte-level tokenizer has other tokens for a word after a space.
-        one, other = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
-        )
-        return partial(_read_labeled_words, **names, gap="" if one == other else " ")
-    if row_format == "tokens":
-        if word_ids:
+        if self.row_format == "tokens" and self.word_ids:
             raise ValueError(
                 "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
                 "Mask tokens, or give the text."
             )
-        special = SpecialTokens.of(tokenizer)
-        if is_causal:  # what ends a text may be a label: it stays in its place
-            special = SpecialTokens(special.prefix, [])
-        return partial(_read_tokens, tokenizer=tokenizer, special=special, loss_on=loss_on)
-    write = ConversationWriter(tokenizer, loss_on, is_causal=is_causal)
-    return partial(_read_conversation, row_format=row_format, write=write)
+        self._write = ConversationWriter(self.tokenizer, self.loss_on, is_causal=self.is_causal)
+        self.special = SpecialTokens.of(self.tokenizer)  # around a row
+        eos = self.tokenizer.eos_token_id
+        # What ends a decoder's text stands once, after its last chunk, and may be a label.
+        self.ending = self.special.suffix or ([] if eos is None else [eos])
+        if self.is_causal:
+            self.special = SpecialTokens(self.special.prefix, [])
+        # A byte-level tokenizer has other tokens for a word after a space.
+        one, other = (
+            self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
+        )
+        self._gap = "" if one == other else " "
 
+    @property
+    def is_labeled(self) -> bool:
+        """Whether documents have labels of classes."""
+        return self.row_format in LABELED.values()
 
-def _read_text(
-    row: Mapping[str, Any],
-    *,
-    column: str,
-    spells: bool,
-    label_column: str | None = None,
-    class_names: Sequence[str] | None = None,
-) -> Draft:
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise BadRow(_missing(row, column))
-    if not text.strip():
-        raise BadRow(BLANK)
-    label = None if label_column is None else _label(row.get(label_column), class_names)
-    return Draft(check_pieces([Piece(text, spells, True, label)]), text, text)
+    def __call__(self, row: Mapping[str, Any]) -> Draft:
+        """Read one document."""
+        if self.row_format in ("text", "labeled_text"):
+            return self._text(row)
+        if self.row_format == "labeled_words":
+            return self._words(row)
+        return self._tokens(row) if self.row_format == "tokens" else self._conversation(row)
 
+    def _text(self, row: Mapping[str, Any]) -> Draft:
+        text, label = row.get(self.column), None
+        if not isinstance(text, str):
+            raise BadRow(_missing(row, self.column))
+        if not text.strip():
+            raise BadRow(BLANK)
+        if self.is_labeled and self.label_column is not None:
+            label = _label(row.get(self.label_column), self.class_names)
+        return Draft(check_pieces([Piece(text, self.is_labeled, True, label)]), text, text)
 
-def _read_labeled_words(
-    row: Mapping[str, Any],
-    *,
-    column: str,
-    label_column: str | None,
-    class_names: Sequence[str] | None,
-    gap: str,
-) -> Draft:
-    words = row.get(column)
-    if not _is_list(words) or not all(isinstance(word, str) for word in words):
-        raise BadRow(f"expected a list of words, got {type(words).__name__}")
-    if not "".join(words).strip():
-        raise BadRow(BLANK)
-    is_labeled = label_column is not None
-    labels = row.get(label_column) if is_labeled else [IGNORE_INDEX] * len(words)
-    if not _is_list(labels) or len(labels) != len(words):
-        found = len(labels) if _is_list(labels) else type(labels).__name__
-        raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
-    pieces = []
-    for word, label in zip(words, labels, strict=True):
-        name = None if label == IGNORE_INDEX else _label(label, class_names)
-        pieces.append(Piece(gap * bool(pieces) + word, True, True, name))
-    if is_labeled and all(piece.label is None for piece in pieces):
-        raise BadRow(f"expected a label for one of {len(words)} words, got {IGNORE_INDEX} for all")
-    text = " ".join(words)
-    return Draft(check_pieces(pieces), text, text)
+    def _words(self, row: Mapping[str, Any]) -> Draft:
+        words = row.get(self.column)
+        if not _is_list(words) or not all(isinstance(word, str) for word in words):
+            raise BadRow(f"expected a list of words, got {type(words).__name__}")
+        if not "".join(words).strip():
+            raise BadRow(BLANK)
+        is_read = self.label_column is not None
+        labels = row.get(self.label_column) if is_read else [IGNORE_INDEX] * len(words)
+        if not _is_list(labels) or len(labels) != len(words):
+            found = len(labels) if _is_list(labels) else type(labels).__name__
+            raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
+        pieces = []
+        for word, label in zip(words, labels, strict=True):
+            name = None if label == IGNORE_INDEX else _label(label, self.class_names)
+            pieces.append(Piece(self._gap * bool(pieces) + word, True, True, name))
+        if is_read and all(piece.label is None for piece in pieces):
+            found = f"{IGNORE_INDEX} for all"
+            raise BadRow(f"expected a label for one of {len(words)} words, got {found}")
+        text = " ".join(words)
+        return Draft(check_pieces(pieces), text, text)
+
+    def _conversation(self, row: Mapping[str, Any]) -> Draft:
+        conversation = _conversation(row, self.row_format)
+        bodies = [plain_body(message) for message in conversation.messages]
+        first = conversation.completion or 0
+        answers = [
+            body
+            for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
+            if message["role"] == "assistant"
+        ]
+        pieces = check_pieces(self._write(conversation))
+        return Draft(pieces, "\n".join(bodies), "\n".join(answers))
+
+    def _tokens(self, row: Mapping[str, Any]) -> Draft:
+        input_ids = _integers(row, "input_ids", None)
+        if input_ids.min() < 0 or input_ids.max() >= len(self.tokenizer):
+            largest = max(self.tokenizer.get_vocab().values())  # beyond the length if it has gaps
+            outside = input_ids[(input_ids < 0) | (input_ids > largest)]
+            if len(outside):
+                raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
+        seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
+        if row.get("attention_mask") is not None:
+            seen = _integers(row, "attention_mask", len(input_ids)) != 0
+        _check_one_document(row, seen)
+        scored = _scored(row, input_ids, self.loss_on)
+        own = input_ids if scored is None else input_ids[scored]
+        texts = [" ".join(map(str, part)) for part in (input_ids, own)]
+        scored = None if scored is None else scored[seen]
+        return Draft(_unwrapped(input_ids[seen], scored, self.special), *texts)
 
 
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
@@ -222,21 +236,6 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
             raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value!r}")
         value = class_names[value]
     return json.dumps(value)
-
-
-def _read_conversation(
-    row: Mapping[str, Any], *, row_format: Format, write: ConversationWriter
-) -> Draft:
-    conversation = _conversation(row, row_format)
-    bodies = [plain_body(message) for message in conversation.messages]
-    first = conversation.completion or 0
-    answers = [
-        body
-        for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
-        if message["role"] == "assistant"
-    ]
-    pieces = check_pieces(write(conversation))
-    return Draft(pieces, "\n".join(bodies), "\n".join(answers))
 
 
 def _missing(row: Mapping[str, Any], column: str, what: str = "text") -> str:
@@ -386,30 +385,6 @@ def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
         else:
             raise BadRow(_missing(row, name, "text or a list of turns"))
     return parts[0] + parts[1], len(parts[0])
-
-
-def _read_tokens(
-    row: Mapping[str, Any],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    special: SpecialTokens,
-    loss_on: LossOn,
-) -> Draft:
-    input_ids = _integers(row, "input_ids", None)
-    if input_ids.min() < 0 or input_ids.max() >= len(tokenizer):
-        largest = max(tokenizer.get_vocab().values())  # beyond the length if there are gaps
-        outside = input_ids[(input_ids < 0) | (input_ids > largest)]
-        if len(outside):
-            raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
-    seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
-    if row.get("attention_mask") is not None:
-        seen = _integers(row, "attention_mask", len(input_ids)) != 0
-    _check_one_document(row, seen)
-    scored = _scored(row, input_ids, loss_on)
-    own = input_ids if scored is None else input_ids[scored]
-    texts = [" ".join(map(str, part)) for part in (input_ids, own)]
-    scored = None if scored is None else scored[seen]
-    return Draft(_unwrapped(input_ids[seen], scored, special), *texts)
 
 
 def _check_one_document(row: Mapping[str, Any], seen: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from harmonic_sft.data.batches import (
 )
 from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.files import Row
-from harmonic_sft.data.formats import LABELED, Format, reader, recognize
+from harmonic_sft.data.formats import LABELED, Format, Reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
@@ -145,7 +145,7 @@ def load_data(
         for index, source in enumerate(config.sources)
     ]
     # Rows of all sources have the same columns.
-    scored = any(maker.row_format not in ("text", *LABELED.values()) for _, maker in opened)
+    scored = any(maker.read.row_format not in ("text", *LABELED.values()) for _, maker in opened)
     opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
     collator: Collator = collate_padding_free
     if not config.padding_free:
@@ -376,8 +376,8 @@ def _open(
         is_text = row_format != "labeled_words"
         setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
         check_column(documents, first, source.column, name=setting, is_text=is_text)
-    read = reader(
-        row_format,
+    read = Reader(
+        row_format=row_format,
         tokenizer=tokenizer,
         loss_on=config.loss_on,
         column=source.column,
@@ -389,13 +389,8 @@ def _open(
     maker = RowMaker(
         name=name,
         source=number,
-        row_format=row_format,
         read=read,
-        tokenizer=tokenizer,
         context_length=config.context_length,
-        loss_on=config.loss_on,
-        word_ids=config.mask.whole_word,
-        is_causal=task == "causal_lm",
         weight_column=config.weight_column,
         skip=config.on_bad_row == "skip",
     )

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -28,10 +28,9 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens, batches_of, encode_pieces
 from harmonic_sft.data.files import BAD, NUMBER, PLACE, Row
-from harmonic_sft.data.formats import LABELED, Draft, Format
+from harmonic_sft.data.formats import Draft, Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD, TokenLabels
-from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.sources import Documents, document_name, numbered_rows
 
 logger = logging.getLogger(__name__)
@@ -105,14 +104,9 @@ class RowMaker:
 
     name: str  # where the source stands in the configuration
     source: int  # its number
-    row_format: Format
-    read: Callable[[Row], Draft]  # see `reader`
-    tokenizer: PreTrainedTokenizerBase
+    read: Reader
     context_length: int  # of the longest row, in tokens, special tokens included
-    loss_on: LossOn = "all"
-    word_ids: bool = False  # whether rows number their words
     scored: bool = False  # whether rows say which of their tokens may be predicted
-    is_causal: bool = False  # what ends a text stands once, after its last chunk
     weight_column: str | None = None
     skip: bool = False  # whether what cannot be used is left out instead of an error
 
@@ -121,8 +115,8 @@ class RowMaker:
         """The columns of a row."""
         optional = {
             "scored": self.scored,
-            "word_ids": self.word_ids,
-            "labels": self.row_format in LABELED.values(),
+            "word_ids": self.read.word_ids,
+            "labels": self.read.is_labeled,
             "weight": self.weight_column is not None,
         }
         return [name for name in FEATURES if optional.get(name, True)]
@@ -143,57 +137,46 @@ class RowMaker:
                 columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
                 drafts.append(self.read(columns))
                 readable.append(document)
-        special = SpecialTokens.of(self.tokenizer)
-        eos = self.tokenizer.eos_token_id
-        ending = special.suffix or ([] if eos is None else [eos])
-        if self.is_causal:
-            special = SpecialTokens(special.prefix, [])
+        read = self.read
         # Chat templates write the first token of a row themselves.
-        prefix = [] if self.row_format in LABELED.values() else special.prefix
+        prefix = [] if read.is_labeled else read.special.prefix
         encoded = encode_pieces(
             [draft.content for draft in drafts],
-            tokenizer=self.tokenizer,
-            word_ids=self.word_ids,
+            tokenizer=read.tokenizer,
+            word_ids=read.word_ids,
             prefix=prefix,
         )
         rows: list[Row] = []
         for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
-                if self.is_causal and self.row_format == "text" and tokens.input_ids:
-                    tokens.input_ids.extend(ending)
-                    tokens.scored.extend([True] * len(ending))
-                around = SpecialTokens([], []) if self._is_whole(tokens) else special
-                chunks = self._cut(tokens, around, document, bad_rows)
+                if read.is_causal and read.row_format == "text" and tokens.input_ids:
+                    tokens.input_ids.extend(read.ending)
+                    tokens.scored.extend([True] * len(read.ending))
+                chunks = self._cut(tokens, document, bad_rows)
                 # What tells copies of a document stands in its first row.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
                 rows += [chunks[0] | traces, *chunks[1:]]
         return rows, bad_rows
 
-    def _is_whole(self, encoded: Encoded) -> bool:
-        """Whether nothing comes around a row: a decoder's that is given, or written, without."""
-        is_written = self.row_format == "tokens" or self.tokenizer.chat_template is not None
-        return self.is_causal and self.row_format != "text" and is_written and not encoded.begins
-
     def _place(self, document: Row) -> str:
         return document.get(PLACE) or f"{self.name}, {document_name(document[NUMBER])}"
 
-    def _cut(
-        self, encoded: Encoded, special: SpecialTokens, document: Row, bad_rows: BadRows
-    ) -> list[Row]:
+    def _cut(self, encoded: Encoded, document: Row, bad_rows: BadRows) -> list[Row]:
         """Cut a document, and leave out the chunks in which nothing is scored."""
         if not encoded.input_ids:
             raise BadRow(BLANK)
         if not any(encoded.scored):
             found = f"expected tokens to score, got none of {len(encoded.scored)}"
-            raise BadRow(f"loss_on {self.loss_on}: {found}")
+            raise BadRow(f"loss_on {self.read.loss_on}: {found}")
         common = {"source": self.source, "document": document[NUMBER]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
         # What a column has at the special tokens of a row; a text may be predicted as a whole.
-        fills = {"scored": self.row_format == "text", "word_ids": NO_WORD, "labels": None}
+        fills = {"scored": self.read.row_format == "text", "word_ids": NO_WORD, "labels": None}
         fills = {name: fills[name] for name in self.columns if name in fills}
-        size = self._body(special)
-        end = 1 if self.row_format in LABELED.values() else len(encoded.input_ids)
+        special = self._around(encoded)
+        size = self.context_length - len(special.prefix) - len(special.suffix)
+        end = 1 if self.read.is_labeled else len(encoded.input_ids)
         rows = []
         for chunk, start in enumerate(range(0, end, size)):
             names = ("input_ids", "scored", "word_ids", "labels")
@@ -208,15 +191,22 @@ class RowMaker:
             rows.append({**row, **common, "chunk": chunk})
         return rows
 
-    def _body(self, special: SpecialTokens) -> int:
-        """Return how many tokens of its own a row may have."""
+    def _around(self, encoded: Encoded) -> SpecialTokens:
+        """Return what comes around the rows of a document.
+
+        Nothing does where a decoder's row is given, or written by a template, without it.
+        """
+        read, special = self.read, self.read.special
+        is_written = read.row_format == "tokens" or read.tokenizer.chat_template is not None
+        if read.is_causal and read.row_format != "text" and is_written and not encoded.begins:
+            special = SpecialTokens([], [])
         num_special = len(special.prefix) + len(special.suffix)
         if self.context_length <= num_special:
             raise ValueError(
                 f"data.context_length: expected more than the {num_special} special tokens of a "
                 f"row, got {self.context_length}."
             )
-        return self.context_length - num_special
+        return special
 
 
 def weight_of(row: Row, column: str) -> float:

@@ -13,7 +13,7 @@ from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.files import NUMBER
-from harmonic_sft.data.formats import reader
+from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.row_maker import RowMaker
 from tests.data.conftest import bert_like, encode_rows
 
@@ -338,11 +338,8 @@ def test_conversation_without_an_assistant_has_nothing_to_score(bert):
 
 def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
     tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
-    settings = {"tokenizer": tokenizer, "loss_on": "assistant"}
-    read = reader("messages", **settings)
-    maker = RowMaker(
-        name="s", source=0, row_format="messages", read=read, context_length=8, **settings
-    )
+    read = Reader(row_format="messages", tokenizer=tokenizer, loss_on="assistant")
+    maker = RowMaker(name="s", source=0, read=read, context_length=8)
     message = "loss_on assistant: expected tokens to score, got none of 1"
     with pytest.raises(ValueError, match=message):
         maker([{"messages": CHAT[:2], NUMBER: 0}])

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import reader, recognize
+from harmonic_sft.data.formats import Reader, recognize
 from tests.data.conftest import encode_rows
 
 USER = {"role": "user", "content": "word1"}
@@ -196,7 +196,7 @@ def test_alpaca_takes_the_prompts_of_stanford(byte_tokenizer):
 
 def test_an_alpaca_answer_follows_its_prompt_in_a_decoder(byte_tokenizer):
     settings = {"tokenizer": byte_tokenizer, "loss_on": "completion", "is_causal": True}
-    text, end = reader("alpaca", **settings)(WITH_INPUT).content
+    text, end = Reader(row_format="alpaca", **settings)(WITH_INPUT).content
     assert text.text.endswith("word2\n\n### Response:word3")
     assert end.text == "</s>"
     [(start, stop)] = text.scored
@@ -300,7 +300,7 @@ def test_pretokenized_rows_lose_the_wrapping_that_every_row_gets(tokenizer):
 def test_labels_of_the_wrapping_do_not_double_it(tokenizer):
     row = {"input_ids": [2, 10, 11, 3], "labels": [2, 10, 11, 3]}
     assert one(row, "tokens", tokenizer) == of_tokens([10, 11], begins=True)
-    read = reader("tokens", tokenizer=tokenizer, loss_on="all", is_causal=True)
+    read = Reader(row_format="tokens", tokenizer=tokenizer, is_causal=True)
     assert read(row).content == of_tokens([10, 11, 3], begins=True)
 
 
@@ -316,8 +316,8 @@ def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
 
 
 def pieces_of(content, label, row_format, tokenizer, **settings):
-    settings = {"loss_on": "all", "column": "w", "label_column": "l", **settings}
-    return reader(row_format, tokenizer=tokenizer, **settings)({"w": content, "l": label}).content
+    settings = {"row_format": row_format, "column": "w", "label_column": "l", **settings}
+    return Reader(tokenizer=tokenizer, **settings)({"w": content, "l": label}).content
 
 
 @pytest.mark.parametrize(
@@ -466,13 +466,13 @@ def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
     ],
 )
 def test_prompts_and_templates_are_not_a_rows_own(tokenizer, row, form, whole, own):
-    draft = reader(form, tokenizer=tokenizer, loss_on="all", column="body")(row)
+    draft = Reader(row_format=form, tokenizer=tokenizer, column="body")(row)
     assert draft.own == own
     assert whole is None or draft.text == whole
 
 
 def test_a_call_of_a_tool_is_the_assistants_own(tokenizer):
-    _, whole, own = reader("sharegpt", tokenizer=tokenizer, loss_on="all")(GLAIVE)
+    _, whole, own = Reader(row_format="sharegpt", tokenizer=tokenizer)(GLAIVE)
     assert own.split("\n")[0] == "word3"
     assert own.split("\n")[-1] == "word8 word9"
     assert '"word5"' in own

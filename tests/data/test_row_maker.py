@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.files import BAD, NUMBER, PLACE, FileRows, file_shards
-from harmonic_sft.data.formats import reader
+from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
@@ -29,16 +29,9 @@ def documents(texts):
 
 
 def row_maker(tokenizer, **settings):
-    defaults = {
-        "name": "data.sources[1]",
-        "source": 1,
-        "row_format": "text",
-        "context_length": 8,
-    }
-    settings = defaults | settings
-    shared = {key: settings[key] for key in ("loss_on", "word_ids") if key in settings}
-    read = reader(settings["row_format"], tokenizer=tokenizer, **({"loss_on": "all"} | shared))
-    return RowMaker(tokenizer=tokenizer, read=read, **settings)
+    own = {key: settings.pop(key) for key in ("context_length", "scored") if key in settings}
+    read = Reader(tokenizer=tokenizer, **{"row_format": "text", **settings})
+    return RowMaker(name="data.sources[1]", source=1, read=read, **{"context_length": 8, **own})
 
 
 def make(maker, documents, skip=False):
