@@ -203,8 +203,8 @@ def _streamed_data(
     weights = [source.weight for source in config.sources if source.weight is not None]
     streams = [
         LogicalStream(
-            [documents.shard(count, number) for documents, _ in opened],
-            number,
+            sources=[documents.shard(count, number) for documents, _ in opened],
+            number=number,
             weights=weights or None,
             make_rows=[maker for _, maker in opened],
             window=config.window,

@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import datasets
@@ -114,39 +115,26 @@ class SourceReader:
         return rows, False
 
 
+@dataclass(kw_only=True, eq=False)
 class LogicalStream:
     """One of a fixed number of streams that a run reads, whatever reads them.
 
     It reads a window of documents, makes rows of them, shuffles and packs these, gives them, and
     continues. A window depends on the seed and its place alone.
-
-    Args:
-        sources: This stream's part of every source.
-        number: The stream's number.
-        weights: The sources' shares of a mixture; None reads them in turn, each once in a pass.
-        make_rows: What makes rows, for every source.
-        window: Documents.
-        seed: Decides how rows are shuffled and sources mixed.
-        capacity: Longest packed row, in tokens; None keeps rows as they are.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[datasets.IterableDataset],
-        number: int,
-        *,
-        weights: Sequence[float] | None,
-        make_rows: Sequence[RowMaker],
-        window: int,
-        seed: int,
-        capacity: int | None,
-    ):
-        self.sources, self.number, self.weights = sources, number, weights
-        self.make_rows = make_rows
-        self.window, self.seed, self.capacity = window, seed, capacity
-        self.bad_rows = BadRows()  # what `hold_out` has found and training will not
-        self._starts: list[dict[str, Any] | None] = [None] * len(sources)
-        self.held_out = HeldOut()  # copies of these are left out as they pass
+    sources: Sequence[datasets.IterableDataset]  # this stream's part of every source
+    number: int
+    weights: Sequence[float] | None  # of the sources; None reads them in turn, each once in a pass
+    make_rows: Sequence[RowMaker]  # for every source
+    window: int  # documents
+    seed: int  # decides how rows are shuffled and sources mixed
+    capacity: int | None  # longest packed row, in tokens; None keeps rows as they are
+    bad_rows: BadRows = field(default_factory=BadRows)  # that `hold_out` has found for good
+    held_out: HeldOut = field(default_factory=HeldOut)  # copies of these are left out as they pass
+
+    def __post_init__(self) -> None:
+        self._starts: list[dict[str, Any] | None] = [None] * len(self.sources)
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
         """Keep the first documents from every pass, such as those of the evaluation.

@@ -85,8 +85,8 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
     makers = [Maker(source) for source in range(len(sizes))]
     return [
         LogicalStream(
-            [documents.shard(count, number) for documents in sources],
-            number,
+            sources=[documents.shard(count, number) for documents in sources],
+            number=number,
             weights=weights,
             make_rows=makers,
             window=window,
