@@ -173,7 +173,11 @@ CHATML_CHAT = (
 )
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+# The special token that ends a turn just after its mark.
+ENDED = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, ENDED])
 def test_chat_template_scores_what_is_written_by_hand(merges, template):
     tokenizer = with_template(merges, template)
     assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
@@ -196,13 +200,6 @@ def test_chat_template_writes_tools_and_several_calls(merges):
         "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nit<|im_end|>\n"
         "<|im_start|>assistant\n[[hello<|im_end|>]]\n<|im_start|>user\nis it ?<|im_end|>\n"
     )
-
-
-def test_end_of_turn_just_after_a_mark_is_scored(merges):
-    template = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
-    assert template != MARKED
-    tokenizer = with_template(merges, template)
-    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
 
 
 def test_token_across_the_start_of_a_turn_is_scored(merges):

@@ -105,14 +105,8 @@ def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):
     assert data.duplicates == (2, 0)  # whatever their labels are
     assert data.num_documents == len(data.train) == len(data.trained) == 7
     assert [5, 6] not in [row["input_ids"][1:3].tolist() for row in data.train]
-    assert len(data.held_out.fingerprints) == 1
-
-
-def test_another_file_is_evaluated_whole(write, tokenizer):
-    held_out = write([{"text": "gray", "label": "c"}], "eval.jsonl")
-    data = load(write(ROWS), tokenizer, eval={"source": {"path": held_out}})
-    assert (len(data.train), len(data.eval)) == (8, 1)
-    assert data.eval[0]["labels"] == 2
+    assert len(data.held_out.fingerprints) == len(data.eval) == 1  # another file, as a whole
+    assert data.eval[0]["labels"] == 0
 
 
 def test_a_long_text_is_cut_and_that_is_told(write, tokenizer, caplog):

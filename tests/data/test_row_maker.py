@@ -205,36 +205,26 @@ def test_rows_know_their_words_if_asked(tokenizer):
     assert second["word_ids"] == [-1, 2, 3, 3, -1]
 
 
-def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
-    row = {"prompt": TEXTS[3], "completion": "word1 word2", NUMBER: 0}
-    settings = {"row_format": "prompt_completion", "loss_on": "completion", "scored": True}
-    rows, bad_rows = make(row_maker(tokenizer, **settings), [row])
-    (whole,), all_scored = make(row_maker(tokenizer, context_length=512, **settings), [row])
-    expected = len(whole["input_ids"]) - 2 - sum(len(row["input_ids"]) - 2 for row in rows)
-    assert bad_rows.unscored_tokens == expected > 0
-    table = Dataset.from_list([row]).remove_columns(NUMBER)
-    assert make_table(row_maker(tokenizer, **settings), table) == (rows, bad_rows)
-    assert bad_rows.total == all_scored.total == all_scored.unscored_tokens == 0
-
-
-def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
+def test_only_chunks_with_a_scored_token_become_rows_and_other_tokens_are_counted(tokenizer):
     words = [f"word{index}" for index in range(14)]
     input_ids = tokenizer.convert_tokens_to_ids(words)
     labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
     maker = row_maker(tokenizer, row_format="tokens", scored=True)
-    rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, NUMBER: 5}])
+    row = {"input_ids": input_ids, "labels": labels}
+    rows, bad_rows = make(maker, [{**row, NUMBER: 0}])
+    assert make_table(maker, Dataset.from_list([row])) == (rows, bad_rows)
     assert rows == [
         {
             "input_ids": [tokenizer.cls_token_id, *input_ids[6:12], tokenizer.sep_token_id],
             "scored": [False, False, True, False, False, False, False, False],
             "source": 1,
-            "document": 5,
+            "document": 0,
             "chunk": 1,
             "fingerprint": fingerprint(" ".join(map(str, input_ids))),
             "words": word_hashes(str(input_ids[7])).tolist(),
         }
     ]
-    assert not bad_rows.total
+    assert bad_rows == BadRows(unscored_tokens=14 - 6, skip=False)
 
 
 @pytest.mark.parametrize(
