@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from harmonic_sft.data.encoding import (
     Encoded,
     Piece,
     SpecialTokens,
-    check_pieces,
 )
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.sections import LossOn
@@ -35,6 +35,7 @@ LABELED: dict[str, Format] = {  # by the task of a classifier
     "sequence_classification": "labeled_text",
     "token_classification": "labeled_words",
 }
+SURROGATE = re.compile("[\ud800-\udfff]")  # no tokenizer takes one
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -155,6 +156,13 @@ class Reader:
 
     def __call__(self, row: Mapping[str, Any]) -> Draft:
         """Read one document."""
+        draft = self._read(row)
+        pieces = [] if isinstance(draft.content, Encoded) else draft.content
+        if any(not piece.text.isascii() and SURROGATE.search(piece.text) for piece in pieces):
+            raise BadRow("expected text, got a surrogate, which is no character")
+        return draft
+
+    def _read(self, row: Mapping[str, Any]) -> Draft:
         if self.row_format in ("text", "labeled_text"):
             return self._text(row)
         if self.row_format == "labeled_words":
@@ -169,7 +177,7 @@ class Reader:
             raise BadRow(BLANK)
         if self.is_labeled and self.label_column is not None:
             label = _label(row.get(self.label_column), self.class_names)
-        return Draft(check_pieces([Piece(text, self.is_labeled, True, label)]), text, text)
+        return Draft([Piece(text, self.is_labeled, True, label)], text, text)
 
     def _words(self, row: Mapping[str, Any]) -> Draft:
         words = row.get(self.column)
@@ -190,7 +198,7 @@ class Reader:
             found = f"{IGNORE_INDEX} for all"
             raise BadRow(f"expected a label for one of {len(words)} words, got {found}")
         text = " ".join(words)
-        return Draft(check_pieces(pieces), text, text)
+        return Draft(pieces, text, text)
 
     def _conversation(self, row: Mapping[str, Any]) -> Draft:
         conversation = _conversation(row, self.row_format)
@@ -201,8 +209,7 @@ class Reader:
             for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
             if message["role"] == "assistant"
         ]
-        pieces = check_pieces(self._write(conversation))
-        return Draft(pieces, "\n".join(bodies), "\n".join(answers))
+        return Draft(self._write(conversation), "\n".join(bodies), "\n".join(answers))
 
     def _tokens(self, row: Mapping[str, Any]) -> Draft:
         input_ids = _integers(row, "input_ids", None)
