@@ -31,7 +31,7 @@ from harmonic_sft.data.batches import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     fill_rate,
     pack,
 )
@@ -147,7 +147,7 @@ def build_arms(lengths: np.ndarray, options: argparse.Namespace) -> dict[str, Ar
 
     return {
         PADDED: arm(rows, ROWS_PER_BATCH, padding),
-        PADDING_FREE: arm(rows, ROWS_PER_BATCH, PaddingFreeCollator()),
+        PADDING_FREE: arm(rows, ROWS_PER_BATCH, collate_padding_free),
         PACKED: arm(packed, options.packs, padding),
     }
 

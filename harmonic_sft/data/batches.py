@@ -2,16 +2,20 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowLabels
+
+Collator = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, Tensor]]
 
 
 class MaskedRows(torch.utils.data.Dataset):
@@ -114,40 +118,28 @@ class PaddingCollator:
             int64, and the float32 `label_weights`; labels that are classes, and their weights, are
             `[B]`. Padding has position 0: each such token is a document of its own.
         """
-        longest = max(len(row["input_ids"]) for row in rows)
-        multiple = self.pad_to_multiple_of or 1
-        shape = (len(rows), -(-longest // multiple) * multiple)  # [B, T]
         fillers = {"input_ids": self.pad_token_id, "attention_mask": 0}
-        others = {"labels": IGNORE_INDEX, "position_ids": 0, "label_weights": 0}
-        fillers |= {name: filler for name, filler in others.items() if name in rows[0]}
-        has_classes = "labels" in rows[0] and rows[0]["labels"].ndim == 0
-        types = {"label_weights": np.float32}
-        batch = {
-            name: np.full(shape, filler, dtype=types.get(name, np.int64))
-            for name, filler in fillers.items()
-        }
-        for index, row in enumerate(rows):
-            length = len(row["input_ids"])
-            for name, values in batch.items():
-                values[index, :length] = 1 if name == "attention_mask" else row[name]
-        if has_classes:
-            one_each = ("labels", "label_weights")
-            batch |= {name: batch[name][:, 0] for name in one_each if name in batch}
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
+        fillers |= {"labels": IGNORE_INDEX, "position_ids": 0, "label_weights": 0}
+        rows = [{**row, "attention_mask": np.ones_like(row["input_ids"])} for row in rows]
+        longest = max(len(row["input_ids"]) for row in rows)
+        more = -longest % (self.pad_to_multiple_of or 1)
+        batch = {}
+        for name in [name for name in fillers if name in rows[0]]:
+            columns = [torch.from_numpy(row[name]) for row in rows]
+            if columns[0].ndim == 0:  # one for the whole row
+                batch[name] = torch.stack(columns)  # [B]
+                continue
+            padded = pad_sequence(columns, batch_first=True, padding_value=fillers[name])
+            batch[name] = F.pad(padded, (0, more), value=fillers[name])  # [B, T]
+        return batch
 
 
-class PaddingFreeCollator:
-    """Put all rows or packs of a batch into a single row without padding.
+def collate_padding_free(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+    """Put all rows or packs of a batch into a single row without padding, `[1, T]`.
 
-    The model tells the documents apart by their positions.
+    The model tells the documents apart by their positions, see `join_rows`.
     """
-
-    def __call__(self, rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        """Return the columns of the rows, one after the other: `[1, T]`, int64.
-
-        The positions start again at 0 in every document.
-        """
-        return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
+    return {name: torch.from_numpy(values)[None] for name, values in join_rows(rows).items()}
 
 
 def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -176,19 +168,11 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
         The rows' numbers in each pack, int64 and ascending; the packs in the order of their first
         rows, so that rows keep to their neighborhood and lengths are mixed.
 
-    Raises:
-        ValueError: A row is empty or does not fit into a pack.
-
     Source:
         Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv:2404.10830. There rows
         that are too long for a pack are cut first; here they are refused.
     """
-    bad = np.flatnonzero((lengths < 1) | (lengths > capacity))
-    if len(bad):
-        raise ValueError(
-            f"lengths: expected rows of 1 to {capacity} tokens, the capacity of a pack, "
-            f"got {lengths[bad[0]]} in row {bad[0]}. Cut the rows or raise the capacity."
-        )
+    assert ((lengths >= 1) & (lengths <= capacity)).all(), "a row is empty or longer than a pack"
     packs: list[list[int]] = []
     by_space: defaultdict[int, deque[int]] = defaultdict(deque)
     spaces: list[int] = []  # sorted, those in which a pack waits in `by_space`
@@ -214,5 +198,4 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 def fill_rate(lengths: np.ndarray, packs: Sequence[np.ndarray], capacity: int) -> float:
     """Return the share of the places in packs of `pack` that tokens take, from 0 to 1."""
-    tokens = sum(int(lengths[rows].sum()) for rows in packs)
-    return tokens / (len(packs) * capacity) if packs else 0.0
+    return float(lengths.sum()) / (len(packs) * capacity)

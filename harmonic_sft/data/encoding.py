@@ -1,7 +1,6 @@
 """Text as tokens: what the formats of data have in common."""
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -9,10 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BadRow
-
 T = TypeVar("T")
-SURROGATE = re.compile("[\ud800-\udfff]")
 BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
 BATCH_TEXTS = 10_000
 
@@ -61,17 +57,6 @@ class SpecialTokens:
         return cls(input_ids[: ordinary[0]], input_ids[ordinary[-1] + 1 :])
 
 
-def check_pieces(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces of a document.
-
-    Raises:
-        BadRow: No tokenizer takes them.
-    """
-    if any(not piece.text.isascii() and SURROGATE.search(piece.text) for piece in pieces):
-        raise BadRow("expected text, got a surrogate, which is no character")
-    return pieces
-
-
 def encode_pieces(
     documents: Sequence[list[Piece] | Encoded],
     *,
@@ -82,7 +67,7 @@ def encode_pieces(
     """Tokenize the pieces of many documents in one batch and join them.
 
     Args:
-        documents: Pieces of each, which `check_pieces` accepts; what is encoded stays as it is.
+        documents: Pieces of each, without surrogates; what is encoded stays as it is.
         tokenizer: A fast one, if words are numbered or only spans of a piece are scored.
         word_ids: Whether to number the words; no word goes across two pieces.
         prefix: Tokens that every row gets anyway: a document that begins with them loses them.

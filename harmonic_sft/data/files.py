@@ -77,7 +77,7 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
         One shard per row group of a parquet file, one for any other file.
 
     Raises:
-        ValueError: The file is missing or empty, or a parquet file without a readable footer.
+        ValueError: The file is empty, cannot be reached, or is parquet without a readable footer.
     """
     kind = file_kind(file)
     assert kind is not None, f"file: expected a known ending, got {shown(file)}"
@@ -153,7 +153,7 @@ def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) ->
             if keep_blank or not line.isspace():
                 yield _row(f"{shown(file)}, line {number}", parse, line)
     except READ_ERRORS as error:  # what follows broken compression is one bad place
-        yield _bad_row(f"{shown(file)}, from line {number + 1} on", _reason(error))
+        yield _bad_row(f"{shown(file)}, from line {number + 1} on", error)
 
 
 def _csv_rows(file: str) -> Iterator[Row]:
@@ -170,10 +170,10 @@ def _csv_rows(file: str) -> Iterator[Row]:
         except csv.Error as error:  # an open quote takes the lines up to the next one along
             last = reader.line_num
             place = place if first == last else f"{shown(file)}, lines {first} to {last}"
-            yield _bad_row(place, _reason(error), rows=last - first + 1)
+            yield _bad_row(place, error, rows=last - first + 1)
             values = [] if names else None
         except READ_ERRORS as error:
-            yield _bad_row(f"{shown(file)}, from line {first} on", _reason(error))
+            yield _bad_row(f"{shown(file)}, from line {first} on", error)
             values = None
         if values is None:
             return
@@ -185,7 +185,7 @@ def _csv_rows(file: str) -> Iterator[Row]:
                 _check_names(values)
             names = names or values
         except READ_ERRORS as error:
-            yield _bad_row(place, _reason(error))
+            yield _bad_row(place, error)
             if not names:
                 return
 
@@ -199,7 +199,7 @@ def _json_list_rows(file: str) -> Iterator[Row]:
             raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
         rows = _parse_json(content.removeprefix(BYTE_ORDER_MARK))
     except READ_ERRORS as error:
-        yield _bad_row(shown(file), _reason(error))
+        yield _bad_row(shown(file), error)
         return
     for number, row in enumerate(rows, 1):
         yield _row(f"{shown(file)}, row {number}", _check_object, row)
@@ -234,7 +234,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
         raise
     except READ_ERRORS as error:
         place = f"{shown(shard.file)}, rows {first} to {end - 1} (row group {shard.row_group})"
-        yield _bad_row(place, _reason(error), rows=end - first)
+        yield _bad_row(place, error, rows=end - first)
 
 
 def _features(schema: pa.Schema) -> datasets.Features:
@@ -255,11 +255,11 @@ def _row(place: str, parse: Callable[[Any], Row], content: Any) -> Row:
     try:
         return {**parse(content), PLACE: place}
     except READ_ERRORS as error:
-        return _bad_row(place, _reason(error))
+        return _bad_row(place, error)
 
 
-def _bad_row(place: str, reason: str, rows: int = 1) -> Row:
-    return {PLACE: place, BAD: (reason, rows)}
+def _bad_row(place: str, error: Exception, rows: int = 1) -> Row:
+    return {PLACE: place, BAD: (_reason(error), rows)}
 
 
 def _reason(error: Exception) -> str:
@@ -360,8 +360,6 @@ def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
                 f"{name}.path: expected a file that can be reached, got {shown(file)}, "
                 f"which fails: {one_line(error)}"
             ) from error
-    if not Path(file).is_file():
-        raise ValueError(f"{name}.path: expected an existing file, got {shown(file)}.")
     stat = Path(file).stat()
     # The second time changes with the content even where the first one is set back.
     return stat.st_size, f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

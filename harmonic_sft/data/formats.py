@@ -2,9 +2,10 @@
 
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
@@ -16,7 +17,6 @@ from harmonic_sft.data.encoding import (
     Encoded,
     Piece,
     SpecialTokens,
-    check_pieces,
 )
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.sections import LossOn
@@ -31,8 +31,11 @@ Format = Literal[
     "labeled_text",
     "labeled_words",
 ]
-LABELED = ("labeled_text", "labeled_words")
-
+LABELED: dict[str, Format] = {  # by the task of a classifier
+    "sequence_classification": "labeled_text",
+    "token_classification": "labeled_words",
+}
+SURROGATE = re.compile("[\ud800-\udfff]")  # no tokenizer takes one
 PROMPTED = ("prompt", "completion")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -101,115 +104,129 @@ class Draft(NamedTuple):
     own: str  # what of it is no prompt, no template and no one else's turn
 
 
-def reader(
-    row_format: Format,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    loss_on: LossOn,
-    column: str = "text",
-    word_ids: bool = False,
-    label_column: str | None = None,
-    class_names: Sequence[str] | None = None,
-    is_causal: bool = False,
-) -> Callable[[Mapping[str, Any]], Draft]:
-    """Return what reads documents of one format, and raises `BadRow` for what it cannot use.
+@dataclass(kw_only=True)
+class Reader:
+    """Reads documents of one format, and raises `BadRow` for what it cannot use.
 
     `text`, `tokens` and the labeled formats are taken as they are, every other one becomes a
     conversation, see `ConversationWriter`. Text that spells a special token, such as `[MASK]`, is
     tokenized as text, unless it is labeled.
 
-    Args:
-        row_format: The format that all documents have.
-        tokenizer: A fast one.
-        loss_on: What is scored; labels and masks of pretokenized rows count too.
-        column: Name of the column of text, or of words, where the format does not say.
-        word_ids: Whether words will be numbered, for masks of whole words.
-        label_column: Name of the column of labels, for labeled formats; None reads no labels.
-        class_names: What numbers in that column stand for; None keeps them.
-        is_causal: The rows are a decoder's.
-
     Raises:
         ValueError: The settings fit no document of the format.
     """
-    if row_format == "text":
-        if loss_on != "all":
+
+    row_format: Format  # that all documents have
+    tokenizer: PreTrainedTokenizerBase  # a fast one
+    loss_on: LossOn = "all"  # what is scored; labels and masks of pretokenized rows count too
+    column: str = "text"  # of text, or of words, where the format does not say
+    word_ids: bool = False  # whether words will be numbered, for masks of whole words
+    label_column: str | None = None  # for labeled formats; None reads no labels
+    class_names: Sequence[str] | None = None  # what numbers in it stand for; None keeps them
+    is_causal: bool = False  # the rows are a decoder's
+
+    def __post_init__(self) -> None:
+        if self.row_format == "text" and self.loss_on != "all":
             raise ValueError(
-                f"data.loss_on: expected 'all' for plain text, got {loss_on!r}. Plain text has no "
-                "turns to tell apart."
+                f"data.loss_on: expected 'all' for plain text, got {self.loss_on!r}. Plain text "
+                "has no turns to tell apart."
             )
-        return partial(_read_text, column=column)
-    if row_format in LABELED:
-        names = {"column": column, "label_column": label_column, "class_names": class_names}
-        if row_format == "labeled_text":
-            return partial(_read_labeled_text, **names)
-        # A byte-level tokenizer has other tokens for a word after a space.
-        one, other = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
-        )
-        return partial(_read_labeled_words, **names, gap="" if one == other else " ")
-    if row_format == "tokens":
-        if word_ids:
+        if self.row_format == "tokens" and self.word_ids:
             raise ValueError(
                 "data.mask.whole_word: expected text to find words in, got rows of input_ids. "
                 "Mask tokens, or give the text."
             )
-        special = SpecialTokens.of(tokenizer)
-        if is_causal:  # what ends a text may be a label: it stays in its place
-            special = SpecialTokens(special.prefix, [])
-        return partial(_read_tokens, tokenizer=tokenizer, special=special, loss_on=loss_on)
-    write = ConversationWriter(tokenizer, loss_on, is_causal=is_causal)
-    return partial(_read_conversation, row_format=row_format, write=write)
+        self._write = ConversationWriter(self.tokenizer, self.loss_on, is_causal=self.is_causal)
+        self.special = SpecialTokens.of(self.tokenizer)  # around a row
+        eos = self.tokenizer.eos_token_id
+        # What ends a decoder's text stands once, after its last chunk, and may be a label.
+        self.ending = self.special.suffix or ([] if eos is None else [eos])
+        if self.is_causal:
+            self.special = SpecialTokens(self.special.prefix, [])
+        # A byte-level tokenizer has other tokens for a word after a space.
+        one, other = (
+            self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
+        )
+        self._gap = "" if one == other else " "
 
+    @property
+    def is_labeled(self) -> bool:
+        """Whether documents have labels of classes."""
+        return self.row_format in LABELED.values()
 
-def _read_text(row: Mapping[str, Any], *, column: str) -> Draft:
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise BadRow(_missing(row, column))
-    return Draft(check_pieces([Piece(text if text.strip() else "", False, True)]), text, text)
+    def __call__(self, row: Mapping[str, Any]) -> Draft:
+        """Read one document."""
+        draft = self._read(row)
+        pieces = [] if isinstance(draft.content, Encoded) else draft.content
+        if any(not piece.text.isascii() and SURROGATE.search(piece.text) for piece in pieces):
+            raise BadRow("expected text, got a surrogate, which is no character")
+        return draft
 
+    def _read(self, row: Mapping[str, Any]) -> Draft:
+        if self.row_format in ("text", "labeled_text"):
+            return self._text(row)
+        if self.row_format == "labeled_words":
+            return self._words(row)
+        return self._tokens(row) if self.row_format == "tokens" else self._conversation(row)
 
-def _read_labeled_text(
-    row: Mapping[str, Any],
-    *,
-    column: str,
-    label_column: str | None,
-    class_names: Sequence[str] | None,
-) -> Draft:
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise BadRow(_missing(row, column))
-    if not text.strip():
-        raise BadRow(BLANK)
-    label = None if label_column is None else _label(row.get(label_column), class_names)
-    return Draft(check_pieces([Piece(text, True, True, label)]), text, text)
+    def _text(self, row: Mapping[str, Any]) -> Draft:
+        text, label = row.get(self.column), None
+        if not isinstance(text, str):
+            raise BadRow(_missing(row, self.column))
+        if not text.strip():
+            raise BadRow(BLANK)
+        if self.is_labeled and self.label_column is not None:
+            label = _label(row.get(self.label_column), self.class_names)
+        return Draft([Piece(text, self.is_labeled, True, label)], text, text)
 
+    def _words(self, row: Mapping[str, Any]) -> Draft:
+        words = row.get(self.column)
+        if not _is_list(words) or not all(isinstance(word, str) for word in words):
+            raise BadRow(f"expected a list of words, got {type(words).__name__}")
+        if not "".join(words).strip():
+            raise BadRow(BLANK)
+        is_read = self.label_column is not None
+        labels = row.get(self.label_column) if is_read else [IGNORE_INDEX] * len(words)
+        if not _is_list(labels) or len(labels) != len(words):
+            found = len(labels) if _is_list(labels) else type(labels).__name__
+            raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
+        pieces = []
+        for word, label in zip(words, labels, strict=True):
+            name = None if label == IGNORE_INDEX else _label(label, self.class_names)
+            pieces.append(Piece(self._gap * bool(pieces) + word, True, True, name))
+        if is_read and all(piece.label is None for piece in pieces):
+            found = f"{IGNORE_INDEX} for all"
+            raise BadRow(f"expected a label for one of {len(words)} words, got {found}")
+        text = " ".join(words)
+        return Draft(pieces, text, text)
 
-def _read_labeled_words(
-    row: Mapping[str, Any],
-    *,
-    column: str,
-    label_column: str | None,
-    class_names: Sequence[str] | None,
-    gap: str,
-) -> Draft:
-    words = row.get(column)
-    if not _is_list(words) or not all(isinstance(word, str) for word in words):
-        raise BadRow(f"expected a list of words, got {type(words).__name__}")
-    if not "".join(words).strip():
-        raise BadRow(BLANK)
-    is_labeled = label_column is not None
-    labels = row.get(label_column) if is_labeled else [IGNORE_INDEX] * len(words)
-    if not _is_list(labels) or len(labels) != len(words):
-        found = len(labels) if _is_list(labels) else type(labels).__name__
-        raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
-    pieces = []
-    for word, label in zip(words, labels, strict=True):
-        name = None if label == IGNORE_INDEX else _label(label, class_names)
-        pieces.append(Piece(gap * bool(pieces) + word, True, True, name))
-    if is_labeled and all(piece.label is None for piece in pieces):
-        raise BadRow(f"expected a label for one of {len(words)} words, got {IGNORE_INDEX} for all")
-    text = " ".join(words)
-    return Draft(check_pieces(pieces), text, text)
+    def _conversation(self, row: Mapping[str, Any]) -> Draft:
+        conversation = _conversation(row, self.row_format)
+        bodies = [plain_body(message) for message in conversation.messages]
+        first = conversation.completion or 0
+        answers = [
+            body
+            for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
+            if message["role"] == "assistant"
+        ]
+        return Draft(self._write(conversation), "\n".join(bodies), "\n".join(answers))
+
+    def _tokens(self, row: Mapping[str, Any]) -> Draft:
+        input_ids = _integers(row, "input_ids", None)
+        if input_ids.min() < 0 or input_ids.max() >= len(self.tokenizer):
+            largest = max(self.tokenizer.get_vocab().values())  # beyond the length if it has gaps
+            outside = input_ids[(input_ids < 0) | (input_ids > largest)]
+            if len(outside):
+                raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
+        seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
+        if row.get("attention_mask") is not None:
+            seen = _integers(row, "attention_mask", len(input_ids)) != 0
+        _check_one_document(row, seen)
+        scored = _scored(row, input_ids, self.loss_on)
+        own = input_ids if scored is None else input_ids[scored]
+        texts = [" ".join(map(str, part)) for part in (input_ids, own)]
+        scored = None if scored is None else scored[seen]
+        return Draft(_unwrapped(input_ids[seen], scored, self.special), *texts)
 
 
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
@@ -226,21 +243,6 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
             raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value!r}")
         value = class_names[value]
     return json.dumps(value)
-
-
-def _read_conversation(
-    row: Mapping[str, Any], *, row_format: Format, write: ConversationWriter
-) -> Draft:
-    conversation = _conversation(row, row_format)
-    bodies = [plain_body(message) for message in conversation.messages]
-    first = conversation.completion or 0
-    answers = [
-        body
-        for body, message in zip(bodies[first:], conversation.messages[first:], strict=True)
-        if message["role"] == "assistant"
-    ]
-    pieces = check_pieces(write(conversation))
-    return Draft(pieces, "\n".join(bodies), "\n".join(answers))
 
 
 def _missing(row: Mapping[str, Any], column: str, what: str = "text") -> str:
@@ -265,7 +267,8 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     elif row_format == "sharegpt":
         messages = _sharegpt(row)
     else:
-        messages = [_message(turn, i) for i, turn in enumerate(_turns(row, "messages"))]
+        _, turns = _turns(row, "messages", "conversations")
+        messages = [_message(turn, i) for i, turn in enumerate(turns)]
     return Conversation(
         messages=messages,
         tools=[_tool(tool) for tool in tools],
@@ -274,14 +277,18 @@ def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     )
 
 
-def _turns(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Read a column of turns; without one called `messages` it is `conversations`."""
-    is_renamed = name == "messages" and "messages" not in row and "conversations" in row
-    column = "conversations" if is_renamed else name
+def _column(row: Mapping[str, Any], *names: str) -> str:
+    """Return the first of several names for one column that a row has, else the first of all."""
+    return next((name for name in names if name in row), names[0])
+
+
+def _turns(row: Mapping[str, Any], *names: str) -> tuple[str, list[dict[str, Any]]]:
+    """Read a column of turns, which has one of several names; the name is returned too."""
+    column = _column(row, *names)
     turns = row.get(column)
     if not _is_list(turns) or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(_missing(row, column, "a list of turns"))
-    return [_without_none(turn) for turn in turns]
+    return column, [_without_none(turn) for turn in turns]
 
 
 def _without_none(value: Any) -> Any:
@@ -339,12 +346,11 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    is_renamed = "conversations" not in row and "messages" in row
-    column = "messages" if is_renamed else "conversations"
+    column, turns = _turns(row, "conversations", "messages")
     messages: list[dict[str, Any]] = []
     if row.get("system"):
         messages.append({"role": "system", "content": row["system"]})
-    for index, turn in enumerate(_turns(row, column)):
+    for index, turn in enumerate(turns):
         name = f"{column}[{index}]"
         speaker, value = turn.get("from"), turn.get("value")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
@@ -359,8 +365,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     # Dolly has the same columns by other names.
-    context = "input" if "input" in row or "context" not in row else "context"
-    answer = "output" if "output" in row or "response" not in row else "response"
+    context, answer = _column(row, "input", "context"), _column(row, "output", "response")
     for name in ("instruction", answer):
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise BadRow(_missing(row, name))
@@ -383,34 +388,10 @@ def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
         if isinstance(value, str) and value.strip():
             parts.append([{"role": role, "content": value}])
         elif _is_list(value) and len(value):
-            parts.append([_message(turn, i) for i, turn in enumerate(_turns(row, name))])
+            parts.append([_message(turn, i) for i, turn in enumerate(_turns(row, name)[1])])
         else:
             raise BadRow(_missing(row, name, "text or a list of turns"))
     return parts[0] + parts[1], len(parts[0])
-
-
-def _read_tokens(
-    row: Mapping[str, Any],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    special: SpecialTokens,
-    loss_on: LossOn,
-) -> Draft:
-    input_ids = _integers(row, "input_ids", None)
-    if input_ids.min() < 0 or input_ids.max() >= len(tokenizer):
-        largest = max(tokenizer.get_vocab().values())  # beyond the length if there are gaps
-        outside = input_ids[(input_ids < 0) | (input_ids > largest)]
-        if len(outside):
-            raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
-    seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
-    if row.get("attention_mask") is not None:
-        seen = _integers(row, "attention_mask", len(input_ids)) != 0
-    _check_one_document(row, seen)
-    scored = _scored(row, input_ids, loss_on)
-    own = input_ids if scored is None else input_ids[scored]
-    texts = [" ".join(map(str, part)) for part in (input_ids, own)]
-    scored = None if scored is None else scored[seen]
-    return Draft(_unwrapped(input_ids[seen], scored, special), *texts)
 
 
 def _check_one_document(row: Mapping[str, Any], seen: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """What a run trains on, printed: counts, lengths, fill rate and one row, without a model."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
@@ -20,7 +19,7 @@ from harmonic_sft.data.row_maker import (
     rows_table,
     unigram_counts,
 )
-from harmonic_sft.data.streams import Place
+from harmonic_sft.data.streams import Snapshot
 from harmonic_sft.results import show_table
 
 STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
@@ -59,7 +58,7 @@ def inspect_data(
         raise ValueError(
             f"--row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
         )
-    rows, packs, epochs, places = _items(data)
+    rows, packs, epochs, windows = _items(data)
     is_packed = any(len(pack) > 1 for pack in packs)
     kind = "packs" if is_packed else "rows"
     title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
@@ -69,11 +68,8 @@ def inspect_data(
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-    skipped = data.bad_rows.total + sum(place.skipped for place in places)
-    reasons = [reason for place in places for reason in place.snapshot["reasons"]]
-    reasons = dict.fromkeys([*data.bad_rows.first, *reasons])
-    console.print("\n  ".join([f"Rows left out: {skipped}", *list(reasons)[:SHOWN_REASONS]]))
-    exact, near = np.sum([data.duplicates, *(place.duplicates for place in places)], axis=0)
+    num_left_out, reasons, (exact, near) = data.left_out(windows)
+    console.print("\n  ".join([f"Rows left out: {num_left_out}", *reasons]))
     copies = f"{exact} exact ones, left out, and {near} near ones"
     console.print(f"Copies of held-out documents: {copies}")
     lengths = row_lengths(rows)
@@ -94,20 +90,20 @@ def inspect_data(
 
 def _items(
     data: LoadedData,
-) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int], Collection[Place]]:
-    """Return rows, the rows' numbers in every item, their epochs, and every stream's last place."""
+) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int], Mapping[int, Snapshot]]:
+    """Return rows, the rows' numbers in every item, their epochs, and the streams' last windows."""
     if isinstance(data.train, MaskedRows):
         rows = data.train.rows
         packs = data.train.packs or list(np.arange(len(rows))[:, None])
-        return rows, packs, [0] * len(rows), []
+        return rows, packs, [0] * len(rows), {}
     in_turn = zip(*(logical.rows(None) for logical in data.train.streams), strict=True)
     items = list(itertools.islice(itertools.chain.from_iterable(in_turn), STREAM_ITEMS))
     members = [pack for pack, _ in items]
-    last = {place.stream: place for _, place in items}
+    last = {place.stream: place.snapshot for _, place in items}
     ends = np.cumsum([len(pack) for pack in members])
     rows, epochs = zip(*itertools.chain.from_iterable(members), strict=True)
     table = rows_table(rows).with_format("numpy")
-    return table, np.split(np.arange(len(rows)), ends[:-1]), epochs, last.values()
+    return table, np.split(np.arange(len(rows)), ends[:-1]), epochs, last
 
 
 def count_rows(rows: datasets.Dataset, masker: TokenLabels) -> tuple[int, int, int, int]:

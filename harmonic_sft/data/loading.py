@@ -1,8 +1,9 @@
 """Everything a training run needs of its data, from the `data:` part of a configuration."""
 
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,18 +11,19 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import (
+    Collator,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     fill_rate,
     join_rows,
     pack,
 )
 from harmonic_sft.data.classification import class_counts, class_labels
 from harmonic_sft.data.files import Row
-from harmonic_sft.data.formats import Format, reader, recognize
+from harmonic_sft.data.formats import LABELED, Format, Reader, recognize
 from harmonic_sft.data.heldout import Duplicates, HeldOut
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.masking import (
@@ -51,13 +53,9 @@ from harmonic_sft.data.sources import (
     load_documents,
     names_of_classes,
 )
-from harmonic_sft.data.streams import LogicalStream, Members, StreamedRows
+from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
 
 logger = logging.getLogger(__name__)
-LABELED: dict[str, Format] = {  # formats of the tasks of classifiers
-    "sequence_classification": "labeled_text",
-    "token_classification": "labeled_words",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ class LoadedData:
 
     train: MaskedRows | StreamedRows
     eval: MaskedRows
-    collator: PaddingCollator | PaddingFreeCollator
+    collator: Collator
     labels: list[str] | None = None  # of labeled rows: the classes, in the order of their numbers
     # [V], tokens that may be predicted: of an encoder, ordinary; or labels of every class.
     unigram_counts: np.ndarray | None = None
@@ -78,6 +76,19 @@ class LoadedData:
     # In the sources; streams count while training.
     duplicates: Duplicates = field(default_factory=Duplicates)
     trained: np.ndarray | None = None  # `short_hashes` of the training documents
+
+    def left_out(self, streams: Mapping[Any, Snapshot]) -> tuple[int, list[str], Duplicates]:
+        """Total what was left out, of streams up to the windows that they have come to.
+
+        Returns:
+            The number of bad rows, the first reasons, and the copies of held-out documents.
+        """
+        windows = [window for _, window in sorted(streams.items())]
+        rows = self.bad_rows.total + sum(window["skipped"] for window in windows)
+        found = [self.bad_rows.first, *(window["reasons"] for window in windows)]
+        reasons = list(dict.fromkeys(itertools.chain.from_iterable(found)))[:SHOWN_REASONS]
+        copies = [self.duplicates, *(window["duplicates"] for window in windows)]
+        return rows, reasons, Duplicates(*map(sum, zip(*copies, strict=True)))
 
 
 def load_data(
@@ -134,23 +145,22 @@ def load_data(
         for index, source in enumerate(config.sources)
     ]
     # Rows of all sources have the same columns.
-    scored = any(maker.row_format not in ("text", *LABELED.values()) for _, maker in opened)
+    scored = any(maker.read.row_format not in ("text", *LABELED.values()) for _, maker in opened)
     opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
-    collator: PaddingCollator | PaddingFreeCollator = PaddingCollator(
-        pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
-    )
-    if config.padding_free:
-        collator = PaddingFreeCollator()
-    bad_rows = BadRows(skip=config.on_bad_row == "skip")
+    collator: Collator = collate_padding_free
+    if not config.padding_free:
+        collator = PaddingCollator(
+            pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
+        )
     if masker is not None and config.sources[0].streaming:
-        streams = _logical_streams(opened, config, seed, bad_rows)
-        return _streamed_data(streams, config, masker, collator, bad_rows)
-    rows = _table_rows(opened, config, bad_rows)
+        return _streamed_data(opened, config, masker, collator, seed)
+    rows, bad_rows = _table_rows(opened, config)
     eval_rows = rows
     if not eval_only and config.eval.source is not None:
         place, index = "data.eval.source", len(config.sources)
         other = _open(unweighted, config.eval.source, place, index, tokenizer=tokenizer, task=task)
-        eval_rows = _table_rows([other], config, bad_rows)
+        eval_rows, left_out = _table_rows([other], config)
+        bad_rows.merge(left_out)
     elif not eval_only:
         count = config.eval.documents
         rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
@@ -182,18 +192,35 @@ def load_data(
 
 
 def _streamed_data(
-    streams: list[LogicalStream],
+    opened: Sequence[tuple[Any, RowMaker]],
     config: DataConfig,
     masker: RowLabels,
-    collator: PaddingCollator | PaddingFreeCollator,
-    bad_rows: BadRows,
+    collator: Collator,
+    seed: int,
 ) -> LoadedData:
-    streams, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
+    """Read the sources in as many logical streams as all of them have shards for."""
+    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
+    weights = [source.weight for source in config.sources if source.weight is not None]
+    streams = [
+        LogicalStream(
+            sources=[documents.shard(count, number) for documents, _ in opened],
+            number=number,
+            weights=weights or None,
+            make_rows=[maker for _, maker in opened],
+            window=config.window,
+            seed=seed,
+            capacity=config.context_length if config.packing else None,
+        )
+        for number in range(count)
+    ]
+    unfinished, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
+    bad_rows = BadRows()
     for stream in streams:
         stream.held_out = held_out
+        bad_rows.merge(stream.bad_rows)
     return LoadedData(
-        train=StreamedRows(streams, functools.partial(_item, masker, config.packing)),
+        train=StreamedRows(unfinished, functools.partial(_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
         bad_rows=bad_rows,
@@ -206,16 +233,13 @@ def _table_data(
     eval_rows: datasets.Dataset,
     config: DataConfig,
     masker: RowLabels,
-    collator: PaddingCollator | PaddingFreeCollator,
+    collator: Collator,
 ) -> LoadedData:
-    packs = rate = labels = None
     lengths = row_lengths(rows)
-    if config.packing:
-        packs = pack(lengths, config.context_length)
-        rate = fill_rate(lengths, packs, config.context_length)
+    packs = pack(lengths, config.context_length) if config.packing else None
     train = MaskedRows(_plain(rows), masker, packs=packs)
     if isinstance(masker, ClassLabels):
-        labels, counts, num_tokens = list(masker.names), class_counts(train), int(lengths.sum())
+        counts, num_tokens = class_counts(train), int(lengths.sum())
         for name, part in (("training", rows), ("evaluation", eval_rows)):
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
@@ -228,11 +252,11 @@ def _table_data(
         train=train,
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
-        labels=labels,
+        labels=train.class_names,
         unigram_counts=counts,
         num_documents=int(document_numbers(rows)[-1]) + 1,
         num_tokens=num_tokens,
-        fill_rate=rate,
+        fill_rate=fill_rate(lengths, packs, config.context_length) if packs else None,
     )
 
 
@@ -352,8 +376,8 @@ def _open(
         is_text = row_format != "labeled_words"
         setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
         check_column(documents, first, source.column, name=setting, is_text=is_text)
-    read = reader(
-        row_format,
+    read = Reader(
+        row_format=row_format,
         tokenizer=tokenizer,
         loss_on=config.loss_on,
         column=source.column,
@@ -365,14 +389,10 @@ def _open(
     maker = RowMaker(
         name=name,
         source=number,
-        row_format=row_format,
         read=read,
-        tokenizer=tokenizer,
         context_length=config.context_length,
-        loss_on=config.loss_on,
-        word_ids=config.mask.whole_word,
-        is_causal=task == "causal_lm",
         weight_column=config.weight_column,
+        skip=config.on_bad_row == "skip",
     )
     return documents, maker
 
@@ -392,13 +412,12 @@ def _recognized(source: Source, first: Row, name: str) -> Format:
 
 
 def _table_rows(
-    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, bad_rows: BadRows
-) -> datasets.Dataset:
-    """Tokenize tables and join them."""
-    tables = []
+    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig
+) -> tuple[datasets.Dataset, BadRows]:
+    """Tokenize tables and join them; return also what makes no row."""
+    tables, bad_rows = [], BadRows()
     for documents, maker in opened:
-        found = BadRows(skip=bad_rows.skip)
-        rows = tokenize_table(documents, maker, found, config.num_proc)
+        rows, found = tokenize_table(documents, maker, config.num_proc)
         if len(rows) == 0:
             reasons = "".join(f" {reason}." for reason in found.first[:1])
             raise ValueError(
@@ -409,25 +428,4 @@ def _table_rows(
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)
-    return datasets.concatenate_datasets(tables)
-
-
-def _logical_streams(
-    opened: Sequence[tuple[Any, RowMaker]], config: DataConfig, seed: int, bad_rows: BadRows
-) -> list[LogicalStream]:
-    """Split the sources into as many streams as all of them have shards for."""
-    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
-    weights = [source.weight for source in config.sources if source.weight is not None]
-    return [
-        LogicalStream(
-            [documents.shard(count, number) for documents, _ in opened],
-            number,
-            weights=weights or None,
-            make_rows=[maker for _, maker in opened],
-            bad_rows=bad_rows,
-            window=config.window,
-            seed=seed,
-            capacity=config.context_length if config.packing else None,
-        )
-        for number in range(count)
-    ]
+    return datasets.concatenate_datasets(tables), bad_rows

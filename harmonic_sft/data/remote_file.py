@@ -4,11 +4,11 @@ import io
 import time
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 
 TIMEOUT = 30  # seconds without a byte
 PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened again
-TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500  # statuses that may pass, and all above the second
 
 
 class RemoteFile(io.RawIOBase):
@@ -54,22 +54,21 @@ class RemoteFile(io.RawIOBase):
         """Read at most as many bytes as the buffer holds; 0 at the end."""
         if self._position == self.size:
             return 0
-        for pause in (*PAUSES, None):
+        pauses = list(PAUSES)
+        while True:
             try:
                 if self._response is None:
                     self._response = self._connect()
                 count = self._response.readinto(buffer)
                 if count == 0 < self.size - self._position:
                     raise ConnectionError(f"the connection ended at byte {self._position}")
-            except (OSError, HTTPException) as error:
-                self._disconnect()
-                if pause is None or not _may_pass(error):
-                    raise
-                time.sleep(pause)
-            else:
                 self._position += count
                 return count
-        raise AssertionError("the last attempt returns or raises")
+            except (OSError, HTTPException) as error:
+                self._disconnect()
+                if not pauses or not _may_pass(error):
+                    raise
+                time.sleep(pauses.pop(0))
 
     def close(self) -> None:
         """Drop the connection."""
@@ -101,4 +100,4 @@ def _may_pass(error: Exception) -> bool:
     """Tell failures of the connection, or of a busy server, from answers that stay the same."""
     if not isinstance(error, urllib.error.HTTPError):
         return True
-    return error.code == TOO_MANY_REQUESTS or error.code >= SERVER_ERROR
+    return error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500

@@ -1,6 +1,5 @@
 """Documents as rows for the model: tokens cut to length and wrapped, with nothing lost."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -9,7 +8,7 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -29,10 +28,9 @@ from transformers import PreTrainedTokenizerBase
 from harmonic_sft.data.bad_rows import BLANK, BadRow, BadRows
 from harmonic_sft.data.encoding import Encoded, SpecialTokens, batches_of, encode_pieces
 from harmonic_sft.data.files import BAD, NUMBER, PLACE, Row
-from harmonic_sft.data.formats import LABELED, Draft, Format
+from harmonic_sft.data.formats import Draft, Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD, TokenLabels
-from harmonic_sft.data.sections import LossOn
 from harmonic_sft.data.sources import Documents, document_name, numbered_rows
 
 logger = logging.getLogger(__name__)
@@ -106,33 +104,30 @@ class RowMaker:
 
     name: str  # where the source stands in the configuration
     source: int  # its number
-    row_format: Format
-    read: Callable[[Row], Draft]  # see `reader`
-    tokenizer: PreTrainedTokenizerBase
+    read: Reader
     context_length: int  # of the longest row, in tokens, special tokens included
-    loss_on: LossOn = "all"
-    word_ids: bool = False  # whether rows number their words
     scored: bool = False  # whether rows say which of their tokens may be predicted
-    is_causal: bool = False  # what ends a text stands once, after its last chunk
     weight_column: str | None = None
+    skip: bool = False  # whether what cannot be used is left out instead of an error
 
     @property
     def columns(self) -> list[str]:
         """The columns of a row."""
         optional = {
             "scored": self.scored,
-            "word_ids": self.word_ids,
-            "labels": self.row_format in LABELED,
+            "word_ids": self.read.word_ids,
+            "labels": self.read.is_labeled,
             "weight": self.weight_column is not None,
         }
         return [name for name in FEATURES if optional.get(name, True)]
 
-    def __call__(self, documents: Sequence[Row], bad_rows: BadRows) -> list[Row]:
-        """Return the rows of documents, which have a `NUMBER`; some may be bad rows.
+    def __call__(self, documents: Sequence[Row]) -> tuple[list[Row], BadRows]:
+        """Return the rows of documents, which have a `NUMBER`, and what makes none.
 
         Raises:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
+        bad_rows = BadRows(skip=self.skip)
         drafts: list[Draft] = []
         readable: list[Row] = []
         for document in documents:
@@ -142,59 +137,48 @@ class RowMaker:
                 columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
                 drafts.append(self.read(columns))
                 readable.append(document)
-        special = SpecialTokens.of(self.tokenizer)
-        eos = self.tokenizer.eos_token_id
-        ending = special.suffix or ([] if eos is None else [eos])
-        if self.is_causal:
-            special = SpecialTokens(special.prefix, [])
+        read = self.read
         # Chat templates write the first token of a row themselves.
-        prefix = [] if self.row_format in LABELED else special.prefix
+        prefix = [] if read.is_labeled else read.special.prefix
         encoded = encode_pieces(
             [draft.content for draft in drafts],
-            tokenizer=self.tokenizer,
-            word_ids=self.word_ids,
+            tokenizer=read.tokenizer,
+            word_ids=read.word_ids,
             prefix=prefix,
         )
         rows: list[Row] = []
         for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
-                if self.is_causal and self.row_format == "text" and tokens.input_ids:
-                    tokens.input_ids.extend(ending)
-                    tokens.scored.extend([True] * len(ending))
-                around = SpecialTokens([], []) if self._is_whole(tokens) else special
-                chunks = self._cut(tokens, around, document, bad_rows)
+                if read.is_causal and read.row_format == "text" and tokens.input_ids:
+                    tokens.input_ids.extend(read.ending)
+                    tokens.scored.extend([True] * len(read.ending))
+                chunks = self._cut(tokens, document, bad_rows)
                 # What tells copies of a document stands in its first row.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
                 rows += [chunks[0] | traces, *chunks[1:]]
-        return rows
-
-    def _is_whole(self, encoded: Encoded) -> bool:
-        """Whether nothing comes around a row: a decoder's that is given, or written, without."""
-        is_written = self.row_format == "tokens" or self.tokenizer.chat_template is not None
-        return self.is_causal and self.row_format != "text" and is_written and not encoded.begins
+        return rows, bad_rows
 
     def _place(self, document: Row) -> str:
         return document.get(PLACE) or f"{self.name}, {document_name(document[NUMBER])}"
 
-    def _cut(
-        self, encoded: Encoded, special: SpecialTokens, document: Row, bad_rows: BadRows
-    ) -> list[Row]:
+    def _cut(self, encoded: Encoded, document: Row, bad_rows: BadRows) -> list[Row]:
         """Cut a document, and leave out the chunks in which nothing is scored."""
         if not encoded.input_ids:
             raise BadRow(BLANK)
         if not any(encoded.scored):
             found = f"expected tokens to score, got none of {len(encoded.scored)}"
-            raise BadRow(f"loss_on {self.loss_on}: {found}")
+            raise BadRow(f"loss_on {self.read.loss_on}: {found}")
         common = {"source": self.source, "document": document[NUMBER]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
         # What a column has at the special tokens of a row; a text may be predicted as a whole.
-        fills = {"scored": self.row_format == "text", "word_ids": NO_WORD, "labels": None}
+        fills = {"scored": self.read.row_format == "text", "word_ids": NO_WORD, "labels": None}
         fills = {name: fills[name] for name in self.columns if name in fills}
-        size = self._body(special)
-        starts = range(0, len(encoded.input_ids), size)
+        special = self._around(encoded)
+        size = self.context_length - len(special.prefix) - len(special.suffix)
+        end = 1 if self.read.is_labeled else len(encoded.input_ids)
         rows = []
-        for chunk, start in enumerate(starts[:1] if self.row_format in LABELED else starts):
+        for chunk, start in enumerate(range(0, end, size)):
             names = ("input_ids", "scored", "word_ids", "labels")
             part = {name: getattr(encoded, name)[start : start + size] for name in names}
             if not any(part["scored"]):
@@ -207,15 +191,22 @@ class RowMaker:
             rows.append({**row, **common, "chunk": chunk})
         return rows
 
-    def _body(self, special: SpecialTokens) -> int:
-        """Return how many tokens of its own a row may have."""
+    def _around(self, encoded: Encoded) -> SpecialTokens:
+        """Return what comes around the rows of a document.
+
+        Nothing does where a decoder's row is given, or written by a template, without it.
+        """
+        read, special = self.read, self.read.special
+        is_written = read.row_format == "tokens" or read.tokenizer.chat_template is not None
+        if read.is_causal and read.row_format != "text" and is_written and not encoded.begins:
+            special = SpecialTokens([], [])
         num_special = len(special.prefix) + len(special.suffix)
         if self.context_length <= num_special:
             raise ValueError(
                 f"data.context_length: expected more than the {num_special} special tokens of a "
                 f"row, got {self.context_length}."
             )
-        return self.context_length - num_special
+        return special
 
 
 def weight_of(row: Row, column: str) -> float:
@@ -231,21 +222,18 @@ def weight_of(row: Row, column: str) -> float:
 
 
 def tokenize_table(
-    documents: Documents,
-    maker: RowMaker,
-    bad_rows: BadRows,
-    num_proc: int | None = None,
-) -> datasets.Dataset:
+    documents: Documents, maker: RowMaker, num_proc: int | None = None
+) -> tuple[datasets.Dataset, BadRows]:
     """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
 
     Args:
         documents: All rows of the source; a stream's go to memory.
         maker: Makes its rows, and says which ValueError there may be.
-        bad_rows: Where documents that make no row are reported; those of an earlier run too.
         num_proc: Processes to tokenize in; None is this one, best below some million words.
 
     Returns:
-        The rows in the order of the documents, mapped into memory from the library's cache.
+        The rows in the order of the documents, mapped into memory from the library's cache, and
+        what made none.
     """
     # A table that another version of these files has made must not be found.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
@@ -256,7 +244,7 @@ def tokenize_table(
         source = numbered = list(numbered)
     elif isinstance(documents, datasets.Dataset):
         source = documents._fingerprint
-    key = Hasher.hash([code, versions, maker, bad_rows.skip, source])
+    key = Hasher.hash([code, versions, maker, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
     found = _read_report(table, report)
@@ -265,23 +253,18 @@ def tokenize_table(
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             # A run that shares the cache sees either nothing or the whole, the report first.
             new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
-            found = BadRows(skip=bad_rows.skip)
+            found = BadRows(skip=maker.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
-                batches = batches_of(
-                    numbered,
-                    _characters,
-                    size=BATCH_CHARACTERS,
-                    count=BATCH_DOCUMENTS,
-                )
-                for rows, bad in _made(batches, maker, found.skip, num_proc):
+                limits = {"size": BATCH_CHARACTERS, "count": BATCH_DOCUMENTS}
+                batches = batches_of(numbered, _characters, **limits)
+                for rows, bad in _made(batches, maker, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
             new_report.write_text(json.dumps([_checksum(new_table), asdict(found)]))
             os.replace(new_report, report)
             os.replace(new_table, table)
-    bad_rows.merge(found)
-    return datasets.Dataset.from_file(str(table))
+    return datasets.Dataset.from_file(str(table)), found
 
 
 def _read_report(table: Path, report: Path) -> BadRows | None:
@@ -291,8 +274,9 @@ def _read_report(table: Path, report: Path) -> BadRows | None:
     try:
         checksum, found = json.loads(report.read_text())
         if checksum == _checksum(table):
-            return BadRows(**found)
-    except (OSError, TypeError, ValueError):
+            places = {place: (reason, rows) for place, (reason, rows) in found["places"].items()}
+            return BadRows(**found | {"places": places})
+    except (OSError, KeyError, TypeError, ValueError):
         pass  # the report is damaged
     logger.warning("The cached table %s is damaged. It is made again.", table)
     return None
@@ -304,32 +288,26 @@ def _checksum(path: Path) -> str:
 
 
 def _made(
-    batches: Iterator[list[Row]], maker: RowMaker, skip: bool, num_proc: int | None
+    batches: Iterator[list[Row]], maker: RowMaker, num_proc: int | None
 ) -> Iterator[tuple[list[Row], BadRows]]:
     """Make the rows of batches in order, in processes if there are any."""
-    make = functools.partial(_make, maker, skip)
     with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
         if num_proc is None:
             for batch in batches:
-                yield make(batch)
+                yield maker(batch)
                 progress.update(len(batch))
             return
         context = multiprocessing.get_context("spawn")
         try:
             with ProcessPoolExecutor(num_proc, mp_context=context) as pool:
                 while group := list(itertools.islice(batches, 4 * num_proc)):
-                    yield from pool.map(make, group)
+                    yield from pool.map(maker, group)
                     progress.update(sum(map(len, group)))
         except BrokenProcessPool as error:
             raise ValueError(
                 "data.num_proc: expected processes that start and stay, got one that ended. Put "
                 "the script's code under if __name__ == '__main__':, or leave the setting out"
             ) from error
-
-
-def _make(maker: RowMaker, skip: bool, documents: list[Row]) -> tuple[list[Row], BadRows]:
-    bad_rows = BadRows(skip=skip)
-    return maker(documents, bad_rows), bad_rows
 
 
 def _characters(row: Row) -> int:

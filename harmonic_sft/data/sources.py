@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -53,6 +53,7 @@ SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_dis
 SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
+T = TypeVar("T")
 Documents = Dataset | FileRows | IterableDataset
 
 
@@ -239,7 +240,7 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
     with _explained(source, name):
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    documents = splits[_split_name(source, list(splits), name)]
+    documents = _split(source, splits, name)
     if not source.streaming:
         return documents
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
@@ -249,21 +250,20 @@ def _load_files(
     source: Source, splits: Mapping[str, Sequence[str]], name: str
 ) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    files = splits[_split_name(source, list(splits), name, _split_files(splits))]
+    files = _split(source, splits, name, _split_files(splits))
     _check_kinds(files, name)
     shards = [shard for file in files for shard in file_shards(file, name=name)]
-    if not shards:
-        raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.")
-    if source.streaming:
+    if source.streaming and shards:
         return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": shards})
     return FileRows(shards)
 
 
-def _split_name(source: Source, splits: Sequence[object], name: str, files: str = "") -> str:
+def _split(source: Source, splits: Mapping[Any, T], name: str, files: str = "") -> T:
+    """Return the split that is asked for; `files` says what is in each."""
     known = sorted(map(str, splits))
     if source.split not in known:
         raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.{files}")
-    return source.split
+    return splits[source.split]
 
 
 def _split_files(splits: Mapping[str, Sequence[str]]) -> str:

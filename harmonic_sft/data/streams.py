@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 import datasets
@@ -34,12 +35,12 @@ class Snapshot(TypedDict):
 
     rows: int  # that the stream had given by then
     windows: int  # that it had read
-    # Rows of the source that it had left out, each counted in the first pass alone, and those found
-    # while opening the sources not at all.
-    skipped: int
-    reasons: list[str]  # the first of these that were not blank, those of the window included
     sources: list[dict[str, Any]]  # of each its `epoch`, documents read in it, the library's state
-    duplicates: Duplicates  # that it had met in the first pass
+    # What it has left out, the window included: each row of the first pass counts once, and those
+    # found while opening the sources not at all.
+    skipped: int
+    reasons: list[str]  # the first of these that were not blank
+    duplicates: Duplicates
 
 
 class StreamState(TypedDict):
@@ -50,12 +51,10 @@ class StreamState(TypedDict):
 
 
 class Place(NamedTuple):
-    """Which row of which logical stream, what that has left out, and the window it came from."""
+    """Which row of which logical stream, and the window it came from."""
 
     stream: int
     row: int
-    skipped: int
-    duplicates: Duplicates
     snapshot: Snapshot
 
 
@@ -116,40 +115,26 @@ class SourceReader:
         return rows, False
 
 
+@dataclass(kw_only=True, eq=False)
 class LogicalStream:
     """One of a fixed number of streams that a run reads, whatever reads them.
 
     It reads a window of documents, makes rows of them, shuffles and packs these, gives them, and
     continues. A window depends on the seed and its place alone.
-
-    Args:
-        sources: This stream's part of every source.
-        number: The stream's number.
-        weights: The sources' shares of a mixture; None reads them in turn, each once in a pass.
-        make_rows: What makes rows, for every source.
-        bad_rows: Where `hold_out` reports what makes no row.
-        window: Documents.
-        seed: Decides how rows are shuffled and sources mixed.
-        capacity: Longest packed row, in tokens; None keeps rows as they are.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[datasets.IterableDataset],
-        number: int,
-        *,
-        weights: Sequence[float] | None,
-        make_rows: Sequence[RowMaker],
-        bad_rows: BadRows,
-        window: int,
-        seed: int,
-        capacity: int | None,
-    ):
-        self.sources, self.number, self.weights = sources, number, weights
-        self.make_rows, self.bad_rows = make_rows, bad_rows
-        self.window, self.seed, self.capacity = window, seed, capacity
-        self._starts: list[dict[str, Any] | None] = [None] * len(sources)
-        self.held_out = HeldOut()  # copies of these are left out as they pass
+    sources: Sequence[datasets.IterableDataset]  # this stream's part of every source
+    number: int
+    weights: Sequence[float] | None  # of the sources; None reads them in turn, each once in a pass
+    make_rows: Sequence[RowMaker]  # for every source
+    window: int  # documents
+    seed: int  # decides how rows are shuffled and sources mixed
+    capacity: int | None  # longest packed row, in tokens; None keeps rows as they are
+    bad_rows: BadRows = field(default_factory=BadRows)  # that `hold_out` has found for good
+    held_out: HeldOut = field(default_factory=HeldOut)  # copies of these are left out as they pass
+
+    def __post_init__(self) -> None:
+        self._starts: list[dict[str, Any] | None] = [None] * len(self.sources)
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
         """Keep the first documents from every pass, such as those of the evaluation.
@@ -161,7 +146,7 @@ class LogicalStream:
         rows: list[Row] = []
         documents, is_left = 0, False
         starts: list[dict[str, Any] | None] | None = None
-        bad_rows, ahead = self._counter(), self._counter()
+        ahead = BadRows()
         while waiting and not is_left:
             source = waiting.popleft()
             if documents == count and starts is None:
@@ -169,19 +154,16 @@ class LogicalStream:
             found, is_document = readers[source].next()
             if is_document:
                 waiting.append(source)
-            made = self.make_rows[source](found, bad_rows if starts is None else ahead)
+            made, bad_rows = self.make_rows[source](found)
+            (self.bad_rows if starts is None else ahead).merge(bad_rows)
             is_left = bool(made) and documents == count
             if not is_left:
                 rows += made
                 documents += bool(made)
         self._starts = starts or self._starts
-        self.bad_rows.merge(bad_rows)
         if not is_left:  # else training finds these again
             self.bad_rows.merge(ahead)
         return rows, documents, is_left
-
-    def _counter(self) -> BadRows:
-        return BadRows(skip=self.bad_rows.skip)
 
     def _readers(self) -> list[SourceReader]:
         return [
@@ -206,31 +188,35 @@ class LogicalStream:
             for reader, state in zip(readers, snapshot["sources"], strict=True):
                 reader.load(state)
         barren = [0] * len(readers)  # ends of each source since the last row
+        is_counted = snapshot is not None  # what the window leaves out
         while min(barren) < 2:
             states = [reader.state() for reader in readers]
             documents, ended = self._read(readers, windows)
             rows: Members = []
-            bad_rows = self._counter()
+            bad_rows = BadRows()
             kinds: list[Kind | None] = []
             for (source, epoch), group in documents.items():
-                counter = bad_rows if epoch == 0 else self._counter()
-                made, found = self._without_duplicates(self.make_rows[source](group, counter))
-                rows += [(row, epoch) for row in made]
-                kinds += found if epoch == 0 else []
+                made, left_out = self.make_rows[source](group)
+                kept, found = self._without_duplicates(made)
+                rows += [(row, epoch) for row in kept]
+                if epoch == 0 and not is_counted:
+                    bad_rows.merge(left_out)
+                    kinds += found
+            is_counted = False
             reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
+            skipped += bad_rows.total
+            duplicates = duplicates.plus(kinds)
             here = Snapshot(
                 rows=given,
                 windows=windows,
+                sources=states,
                 skipped=skipped,
                 reasons=reasons,
-                sources=states,
                 duplicates=duplicates,
             )
-            skipped += bad_rows.total
-            duplicates = duplicates.plus(kinds)
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
-                yield members, Place(self.number, given, skipped, duplicates, here)
+                yield members, Place(self.number, given, here)
                 given += 1
             windows += 1
         if not any(self._starts):
@@ -360,16 +346,12 @@ def merge(states: Sequence[StreamState]) -> StreamState:
     """Join what the processes of a run know: of every stream the latest window."""
     known = [item for state in states for item in state["streams"].items()]
     streams = dict(sorted(known, key=lambda item: item[1]["rows"]))  # the latest one stays
-    return StreamState(rows=max(state["rows"] for state in states), streams=streams)
+    return StreamState(rows=max((state["rows"] for state in states), default=0), streams=streams)
 
 
-class PlacedCollator:
-    """Keep the rows' places beside the batch that a collator makes of them, as `places`."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]):
-        self.collator = collator
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make one batch."""
-        plain = [{key: row[key] for key in row if key != "place"} for row in rows]
-        return {**self.collator(plain), "places": [row["place"] for row in rows]}
+def collate_placed(
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Make a batch of rows by a collator, and keep their places beside it as `places`."""
+    plain = [{key: row[key] for key in row if key != "place"} for row in rows]
+    return {**collator(plain), "places": [row["place"] for row in rows]}

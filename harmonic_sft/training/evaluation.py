@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingAr
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig
-from harmonic_sft.data.batches import MaskedRows, PaddingFreeCollator
+from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
 from harmonic_sft.data.loading import LoadedData
@@ -247,8 +247,8 @@ class Opened:
             ValueError: There is no row.
         """
         rows = self.data if data is None else data
-        # A padding-free collator makes one row of a batch.
-        size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
+        # Collating without padding makes one row of a batch.
+        size = 1 if rows.collator is collate_padding_free else self.batch_size
         device = self.model.device
         batches = batches_on(device, rows.eval, rows.collator, size)
         total = -(-len(rows.eval) // size)

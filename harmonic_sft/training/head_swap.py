@@ -1,6 +1,7 @@
 """The change of heads before any training: what it costs, and the exponent that fits best."""
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from torch.utils.data import Subset
 
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX
-from harmonic_sft.data.streams import PlacedCollator, StreamedRows
+from harmonic_sft.data.streams import StreamedRows, collate_placed
 from harmonic_sft.eval import unigram_loss
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import HarmonicHeadModel, Head
@@ -196,7 +197,7 @@ def first_batches(
     if isinstance(data, StreamedRows):
         data = copy.deepcopy(data)  # the library's streams remember how far they were read
         data.share(process_index=0, num_processes=1, batch_size=batch_size)
-        collator = PlacedCollator(collator)
+        collator = functools.partial(collate_placed, collator)
     else:
         count, wanted = len(data), min(len(data), NUM_TOKENS)
         data = Subset(data, [index * count // wanted for index in range(wanted)])

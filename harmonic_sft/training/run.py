@@ -11,7 +11,6 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data.bad_rows import SHOWN_REASONS
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import (
     Duplicates,
@@ -23,6 +22,7 @@ from harmonic_sft.data.heldout import (
 )
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import check_path
+from harmonic_sft.data.streams import merge
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
 from harmonic_sft.models import HarmonicConfig
@@ -368,24 +368,15 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
 def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
     """Return what was left out, by all processes, how full packed rows are, and the copies."""
     place = ready.trainer.stream_place
-    found = [] if place is None else place.left_out()
-    left_out: dict[str, tuple[int, ...]] = {}  # bad rows, exact and near duplicates
-    reasons = list(ready.data.bad_rows.first)
-    for stream, counts, first in sorted(gather_object(found)):
-        # A process knows what a stream had left out by its own last row.
-        left_out[stream] = max(left_out.get(stream, counts), counts)
-        reasons += first
-    skipped, exact, near = (
-        sum(counts) for counts in zip((0, 0, 0), *left_out.values(), strict=True)
-    )
-    known = ready.data.duplicates
+    states = gather_object([] if place is None else [place.state])
+    rows, reasons, duplicates = ready.data.left_out(merge(states)["streams"])
     results = {
-        "rows_left_out": ready.data.bad_rows.total + skipped,
-        "reasons": list(dict.fromkeys(reasons))[:SHOWN_REASONS],
+        "rows_left_out": rows,
+        "reasons": reasons,
         "fill_rate": ready.data.fill_rate,
-        "unscored_tokens_left_out": None if found else ready.data.bad_rows.unscored_tokens,
+        "unscored_tokens_left_out": None if states else ready.data.bad_rows.unscored_tokens,
     }
-    return results, Duplicates(known.exact + exact, known.near + near)
+    return results, duplicates
 
 
 def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:

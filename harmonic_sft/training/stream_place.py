@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from harmonic_sft.data.streams import (
-    PlacedCollator,
     StreamedRows,
     StreamState,
     advance,
+    collate_placed,
     merge,
 )
 from harmonic_sft.training.arguments import HarmonicTrainingArguments
@@ -24,10 +25,8 @@ class StreamPlace:
 
     def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
         self._rows, self._args = rows, args
-        self._state = StreamState(rows=0, streams={})
+        self.state = StreamState(rows=0, streams={})  # as far as this process knows
         self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
-        # Of logical streams so far: bad rows, exact and near duplicates.
-        self._left_out: dict[int, tuple[int, ...]] = {}
 
     def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
         """Read this process's own share; accelerate would read all of it in every process."""
@@ -38,7 +37,7 @@ class StreamPlace:
         return DataLoader(
             self._rows,
             batch_size=batch_size,
-            collate_fn=PlacedCollator(collator),
+            collate_fn=partial(collate_placed, collator),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -48,32 +47,19 @@ class StreamPlace:
         """Take the places of their rows out of the batches of a step, and note them."""
         places = [place for batch in batches for place in batch.pop("places")]
         self.examples = [{"stream": place.stream, "row": place.row} for place in places]
-        self._left_out |= {p.stream: (p.skipped, *p.duplicates) for p in places}
-        self._state = advance(self._state, places, len(places) * self._args.world_size)
-
-    def left_out(self) -> list[tuple[str, tuple[int, ...], list[str]]]:
-        """Return what every stream left out so far.
-
-        Returns:
-            The stream; its bad rows, exact and near duplicates; the first reasons of bad rows.
-        """
-        found = []
-        for stream, known in self._state["streams"].items():
-            counts = (known["skipped"], *known["duplicates"])
-            counts = max(counts, self._left_out.get(int(stream), counts))
-            found.append((stream, counts, known["reasons"]))
-        return found
+        self.state = advance(self.state, places, len(places) * self._args.world_size)
 
     def save(self, checkpoint: Path) -> None:
         """Write what this process knows."""
         path = checkpoint / STREAM_FILES.format(self._args.process_index)
-        path.write_text(json.dumps({**self._state, "left_out": self._left_out}))
+        path.write_text(json.dumps(self.state))
 
     def load(self, checkpoint: Path) -> None:
         """Continue where the run of a checkpoint stood."""
         paths = sorted(checkpoint.glob(STREAM_FILES.format("*")))
         states: list[Any] = [json.loads(path.read_text()) for path in paths]
-        self._rows.state = self._state = merge(states)
         for state in states:
-            known = {int(stream): tuple(counts) for stream, counts in state["left_out"].items()}
-            self._left_out |= {s: max(self._left_out.get(s, c), c) for s, c in known.items()}
+            # Until 2026-11-24 the counts of a window stood beside its snapshot.
+            for stream, (skipped, *duplicates) in state.pop("left_out", {}).items():
+                state["streams"][stream] |= {"skipped": skipped, "duplicates": duplicates}
+        self._rows.state = self.state = merge(states)

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import SpecialTokens, encode_pieces
-from harmonic_sft.data.formats import reader
+from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.loading import load_data
 
 WORDS = [f"word{index}" for index in range(200)]
@@ -17,7 +17,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def encode_rows(rows, row_format, *, tokenizer, loss_on="all", word_ids=False, column="text"):
     """What every row becomes: its tokens, or the reason why it is a bad one."""
     settings = {"loss_on": loss_on, "word_ids": word_ids, "column": column}
-    read = reader(row_format, tokenizer=tokenizer, **settings)
+    read = Reader(row_format=row_format, tokenizer=tokenizer, **settings)
     found = []
     for row in rows:
         try:

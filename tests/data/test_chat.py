@@ -9,11 +9,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
-from harmonic_sft.data.bad_rows import BadRow, BadRows
+from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.chat import Conversation
 from harmonic_sft.data.encoding import Encoded
 from harmonic_sft.data.files import NUMBER
-from harmonic_sft.data.formats import reader
+from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.row_maker import RowMaker
 from tests.data.conftest import bert_like, encode_rows
 
@@ -173,7 +173,11 @@ CHATML_CHAT = (
 )
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+# The special token that ends a turn just after its mark.
+ENDED = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, ENDED])
 def test_chat_template_scores_what_is_written_by_hand(merges, template):
     tokenizer = with_template(merges, template)
     assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
@@ -196,13 +200,6 @@ def test_chat_template_writes_tools_and_several_calls(merges):
         "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nit<|im_end|>\n"
         "<|im_start|>assistant\n[[hello<|im_end|>]]\n<|im_start|>user\nis it ?<|im_end|>\n"
     )
-
-
-def test_end_of_turn_just_after_a_mark_is_scored(merges):
-    template = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
-    assert template != MARKED
-    tokenizer = with_template(merges, template)
-    assert bracketed(tokenizer, encode_one(tokenizer, CHAT, "assistant")) == CHATML_CHAT
 
 
 def test_token_across_the_start_of_a_turn_is_scored(merges):
@@ -338,15 +335,11 @@ def test_conversation_without_an_assistant_has_nothing_to_score(bert):
 
 def test_template_that_writes_nothing_for_the_assistant_leaves_nothing_to_score(merges):
     tokenizer = with_template(merges, "{% for m in messages if m.role == 'user' %}x{% endfor %}")
-    settings = {"tokenizer": tokenizer, "loss_on": "assistant"}
-    read = reader("messages", **settings)
-    maker = RowMaker(
-        name="s", source=0, row_format="messages", read=read, context_length=8, **settings
-    )
-    with pytest.raises(
-        ValueError, match="loss_on assistant: expected tokens to score, got none of 1"
-    ):
-        maker([{"messages": CHAT[:2], NUMBER: 0}], BadRows(skip=False))
+    read = Reader(row_format="messages", tokenizer=tokenizer, loss_on="assistant")
+    maker = RowMaker(name="s", source=0, read=read, context_length=8)
+    message = "loss_on assistant: expected tokens to score, got none of 1"
+    with pytest.raises(ValueError, match=message):
+        maker([{"messages": CHAT[:2], NUMBER: 0}])
 
 
 def test_tokenizer_that_cannot_end_a_turn_is_refused(bert):

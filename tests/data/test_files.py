@@ -23,6 +23,14 @@ CONTENTS = {
     ".lines.json": "\n".join(json.dumps(row) for row in ROWS).encode(),
     ".csv": "\r\n".join(["text", *(row["text"] for row in ROWS)]).encode(),
 }
+PLACES = {
+    ".txt": "line 1 2 3",
+    ".jsonl": "line 1 3 5",
+    ".json": "row 1 2 3",
+    ".lines.json": "line 1 2 3",
+    ".csv": "line 2 3 4",
+    ".parquet": "row 0 1 2",
+}
 
 
 def compress(content, ending):
@@ -68,32 +76,23 @@ def only_bad(path, where, reason):
         (".lines.json", "", b""),
         (".csv", "", b"\xef\xbb\xbf"),
         (".csv", ".zst", b""),
+        (".parquet", "", b""),
     ],
 )
-def test_every_kind_of_file_gives_its_rows(tmp_path, ending, compression, mark):
+def test_every_kind_of_file_gives_its_rows_and_their_places(
+    tmp_path, monkeypatch, ending, compression, mark
+):
     path = tmp_path / f"a{ending}{compression}"
-    path.write_bytes(compress(mark + CONTENTS[ending], compression))
-    assert read(path) == (ROWS, BadRows())
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [
-        ("a.txt", ["line 1", "line 2", "line 3"]),
-        ("a.jsonl", ["line 1", "line 3", "line 5"]),
-        ("a.json", ["row 1", "row 2", "row 3"]),
-        ("a.csv", ["line 2", "line 3", "line 4"]),
-        ("a.parquet", ["row 0", "row 1", "row 2"]),
-    ],
-)
-def test_rows_say_where_they_were_read(tmp_path, monkeypatch, name, places):
-    path = tmp_path / name
-    if name == "a.parquet":
+    if ending == ".parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
     else:
-        path.write_bytes(CONTENTS[path.suffix])
+        path.write_bytes(compress(mark + CONTENTS[ending], compression))
     monkeypatch.chdir(tmp_path)
-    assert [row[PLACE] for row in read_places(name)] == [f"{str(path)!r}, {at}" for at in places]
+    unit, *numbers = PLACES[ending].split()
+    assert read_places(path.name) == [
+        {**row, PLACE: f"{str(path)!r}, {unit} {number}"}
+        for row, number in zip(ROWS, numbers, strict=True)
+    ]
 
 
 def test_file_that_changes_has_another_version_whatever_its_time(tmp_path):

@@ -1,14 +1,12 @@
-from functools import partial
-
 import datasets
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from harmonic_sft.data.bad_rows import BadRow
+from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import reader, recognize
+from harmonic_sft.data.formats import Reader, recognize
 from tests.data.conftest import encode_rows
 
 USER = {"role": "user", "content": "word1"}
@@ -106,17 +104,14 @@ def test_text_is_tokenized_without_the_wrapping_and_without_special_tokens(token
     tokens = [tokenizer.convert_ids_to_tokens(row.input_ids) for row in encoded]
     assert tokens == [["word1", "[", "m", "##a", "##s", "##k", "]", "word2"], ["a", "##b"]]
     assert all(all(row.scored) and not row.word_ids for row in encoded)
-
-
-def test_text_may_stand_in_another_column(tokenizer):
-    encoded = one({"content": "word1"}, "text", tokenizer, column="content")
-    assert tokenizer.decode(encoded.input_ids) == "word1"
+    other = one({"content": "ab", "text": "cd"}, "text", tokenizer, column="content")
+    assert other == encoded[1]
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": " \n"}, NOTHING),
+        ({"text": " \n"}, BLANK),
         ({"text": "\x00"}, NOTHING),  # BERT drops control characters
         ({"text": None}, "text: expected text, got NoneType None"),
         ({"text": 5}, "text: expected text, got int 5"),
@@ -201,7 +196,7 @@ def test_alpaca_takes_the_prompts_of_stanford(byte_tokenizer):
 
 def test_an_alpaca_answer_follows_its_prompt_in_a_decoder(byte_tokenizer):
     settings = {"tokenizer": byte_tokenizer, "loss_on": "completion", "is_causal": True}
-    text, end = reader("alpaca", **settings)(WITH_INPUT).content
+    text, end = Reader(row_format="alpaca", **settings)(WITH_INPUT).content
     assert text.text.endswith("word2\n\n### Response:word3")
     assert end.text == "</s>"
     [(start, stop)] = text.scored
@@ -305,7 +300,7 @@ def test_pretokenized_rows_lose_the_wrapping_that_every_row_gets(tokenizer):
 def test_labels_of_the_wrapping_do_not_double_it(tokenizer):
     row = {"input_ids": [2, 10, 11, 3], "labels": [2, 10, 11, 3]}
     assert one(row, "tokens", tokenizer) == of_tokens([10, 11], begins=True)
-    read = reader("tokens", tokenizer=tokenizer, loss_on="all", is_causal=True)
+    read = Reader(row_format="tokens", tokenizer=tokenizer, is_causal=True)
     assert read(row).content == of_tokens([10, 11, 3], begins=True)
 
 
@@ -320,40 +315,49 @@ def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
     assert one(row, "tokens", tokenizer) == of_tokens([10, 11])
 
 
-def test_a_word_labeled_minus_100_has_no_label(tokenizer):
-    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
-    pieces = read("labeled_words")({"w": ["a", "b"], "l": [-100, 1]}).content
-    assert [piece.label for piece in pieces] == [None, "1"]
-    with pytest.raises(BadRow, match="expected a label for one of 2 words, got -100 for all"):
-        read("labeled_words")({"w": ["a", "b"], "l": [-100, -100]})
-    for nothing in (-100, "", " "):
-        with pytest.raises(BadRow, match=f"expected a class as label, got {nothing!r}, which"):
-            read("labeled_text")({"w": "a", "l": nothing})
+def pieces_of(content, label, row_format, tokenizer, **settings):
+    settings = {"row_format": row_format, "column": "w", "label_column": "l", **settings}
+    return Reader(tokenizer=tokenizer, **settings)({"w": content, "l": label}).content
 
 
-@pytest.mark.parametrize("label", [2, -1, "yes"])
-def test_a_label_of_named_classes_is_the_number_of_one(tokenizer, label):
-    read = reader(
-        "labeled_text", tokenizer=tokenizer, loss_on="all", label_column="l", class_names=("a", "b")
-    )
-    assert read({"text": "a", "l": 1}).content[0].label == '"b"'
-    with pytest.raises(BadRow, match=f"expected the number of one of 2 classes, got {label!r}"):
-        read({"text": "a", "l": label})
+@pytest.mark.parametrize(
+    ("label", "names", "expected"),
+    [("x", None, '"x"'), (np.int64(1), None, "1"), (torch.tensor(1), None, "1"), (1, "ab", '"b"')],
+    ids=["string", "numpy", "torch", "number of a name"],
+)
+def test_a_label_is_a_string_an_integer_or_the_number_of_a_name(tokenizer, label, names, expected):
+    [piece] = pieces_of("a", label, "labeled_text", tokenizer, class_names=names)
+    assert piece.label == expected
+    pieces = pieces_of(["a", "b"], [-100, label], "labeled_words", tokenizer, class_names=names)
+    assert [piece.label for piece in pieces] == [None, expected]
 
 
-@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)], ids=["numpy", "torch"])
-def test_a_label_may_be_an_integer_of_another_library(tokenizer, number):
-    read = partial(reader, tokenizer=tokenizer, loss_on="all", column="w", label_column="l")
-    assert read("labeled_text")({"w": "a", "l": number}).content[0].label == "1"
-    with pytest.raises(BadRow, match="expected a string or an integer as label, got"):
-        read("labeled_text")({"w": "a", "l": number / 2})
+@pytest.mark.parametrize(
+    ("content", "label", "names", "reason"),
+    [
+        *(("a", bad, None, f"a class as label, got {bad!r}, which") for bad in (-100, "", " ")),
+        *(("a", bad, "ab", f"the number of one of 2 classes, got {bad}") for bad in (2, -1)),
+        ("a", "yes", "ab", "the number of one of 2 classes, got 'yes'"),
+        ("a", None, None, "a string or an integer as label, got None"),
+        ("a", True, None, r"a string or an integer as label, got True \(write it as a string\)"),
+        ("a", np.float64(0.5), None, "a string or an integer as label, got"),
+        ("a", torch.tensor(0.5), None, "a string or an integer as label, got"),
+        (["a", "b"], [-100, -100], None, "a label for one of 2 words, got -100 for all"),
+        (["a"], ["x", "y"], None, "a label for each of 1 words, got 2"),
+        (["a"], "x", None, "a label for each of 1 words, got str"),
+        ([1], ["x"], None, "a list of words, got list"),
+    ],
+)
+def test_bad_labels_say_what_was_found(tokenizer, content, label, names, reason):
+    row_format = "labeled_words" if isinstance(content, list) else "labeled_text"
+    with pytest.raises(BadRow, match=f"expected {reason}"):
+        pieces_of(content, label, row_format, tokenizer, class_names=names)
 
 
 def test_words_are_apart_where_the_tokenizer_keeps_spaces(tokenizer, byte_tokenizer):
-    row = {"w": ["ab", "c"], "l": ["x", "y"]}
     for given, expected in ((tokenizer, ["ab", "c"]), (byte_tokenizer, ["ab", " c"])):
-        read = reader("labeled_words", tokenizer=given, loss_on="all", column="w", label_column="l")
-        assert [piece.text for piece in read(row).content] == expected
+        pieces = pieces_of(["ab", "c"], ["x", "y"], "labeled_words", given)
+        assert [piece.text for piece in pieces] == expected
 
 
 def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
@@ -462,13 +466,13 @@ def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
     ],
 )
 def test_prompts_and_templates_are_not_a_rows_own(tokenizer, row, form, whole, own):
-    draft = reader(form, tokenizer=tokenizer, loss_on="all", column="body")(row)
+    draft = Reader(row_format=form, tokenizer=tokenizer, column="body")(row)
     assert draft.own == own
     assert whole is None or draft.text == whole
 
 
 def test_a_call_of_a_tool_is_the_assistants_own(tokenizer):
-    _, whole, own = reader("sharegpt", tokenizer=tokenizer, loss_on="all")(GLAIVE)
+    _, whole, own = Reader(row_format="sharegpt", tokenizer=tokenizer)(GLAIVE)
     assert own.split("\n")[0] == "word3"
     assert own.split("\n")[-1] == "word8 word9"
     assert '"word5"' in own

@@ -1,5 +1,6 @@
 """Order, masks and packs never change: runs of an earlier version can be repeated and resumed."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from harmonic_sft.data import MaskConfig
 from harmonic_sft.data.batches import EpochSampler
-from harmonic_sft.data.streams import PlacedCollator, advance
+from harmonic_sft.data.streams import advance, collate_placed
 from tests.data.conftest import load
 
 WORDS = MaskConfig(probability=0.3, whole_word=True, policy="80_10_10")
@@ -93,12 +94,13 @@ def test_batches_of_tables(request, folder, name, names, settings, expected):
 def test_batches_of_streams_also_after_a_restart(tokenizer, folder, names, settings, expected):
     settings = {"streaming": True, "window": 7, **settings}
     data = load_weighted(tokenizer, folder, names, **settings)
-    loader = DataLoader(data.train, batch_size=4, collate_fn=PlacedCollator(data.collator))
+    collator = functools.partial(collate_placed, data.collator)
+    loader = DataLoader(data.train, batch_size=4, collate_fn=collator)
     batches = list(itertools.islice(loader, 40))
     places = [place for batch in batches for place in batch.pop("places")]
     again = load_weighted(tokenizer, folder, names, **settings)
     again.train.state = advance(again.train.state, places[:60], 60)
-    loader = DataLoader(again.train, batch_size=4, collate_fn=PlacedCollator(again.collator))
+    loader = DataLoader(again.train, batch_size=4, collate_fn=collator)
     resumed = list(itertools.islice(loader, 25))
     for batch in resumed:
         del batch["places"]

@@ -3,7 +3,6 @@ import itertools
 import json
 import re
 import statistics
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from harmonic_sft.data.batches import (
     EpochSampler,
     MaskedRows,
     PaddingCollator,
-    PaddingFreeCollator,
+    collate_padding_free,
     pack,
 )
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
@@ -35,11 +34,6 @@ def make_masker(tokenizer):
         mask_token_id=tokenizer.mask_token_id,
         special_tokens=special_tokens(tokenizer, len(tokenizer)),
     )
-
-
-@pytest.fixture
-def masker(tokenizer):
-    return make_masker(tokenizer)
 
 
 @pytest.fixture
@@ -88,7 +82,7 @@ def show(data, tokenizer, capsys, **settings):
 
 
 @pytest.mark.parametrize("is_scored", [True, False])
-def test_counts_equal_a_loop_over_the_rows(data, masker, is_scored):
+def test_counts_equal_a_loop_over_the_rows(data, is_scored):
     table = data.train.rows
     if is_scored:
         draws = np.random.default_rng(0)
@@ -103,7 +97,7 @@ def test_counts_equal_a_loop_over_the_rows(data, masker, is_scored):
             ordinary += token >= 5  # conftest's special tokens are the first five
             allowed += token >= 5 and (not is_scored or row["scored"][index])
     documents = len({row["document"] for row in rows})
-    assert count_rows(table, masker) == (documents, len(rows), tokens, allowed)
+    assert count_rows(table, data.train.masker) == (documents, len(rows), tokens, allowed)
     assert (allowed < ordinary) == is_scored
 
 
@@ -140,50 +134,40 @@ def test_fill_rate_and_steps_are_those_of_the_first_epoch(
         str(round(8 * row_lengths(data.train.rows).mean())),
         str(-(-len(data.train) // 8)),
     ]
-    free = dataclasses.replace(data, collator=PaddingFreeCollator())
+    free = dataclasses.replace(data, collator=collate_padding_free)
     assert cells(show(free, tokenizer, capsys), "rows ")[5] == "100.0 %"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedMasker(RowMasker):
-    """Masks some positions by hand."""
+@pytest.fixture
+def masked_as(monkeypatch):
+    """Write a row as it is with some tokens masked by hand."""
 
-    seen: tuple
-
-    def __call__(self, row, epoch):
+    def write(tokenizer, row, seen):
         row_ids = np.array(row["input_ids"])
         input_ids, labels = row_ids.copy(), np.full_like(row_ids, IGNORE_INDEX)
-        for position, token in self.seen:
+        for position, token in seen.items():
             input_ids[position], labels[position] = token, row_ids[position]
-        return {"input_ids": input_ids, "labels": labels}
+        found = {"input_ids": input_ids, "labels": labels}
+        monkeypatch.setattr(RowMasker, "__call__", lambda *_: found)
+        return sample_text(row, 0, masker=make_masker(tokenizer), tokenizer=tokenizer)
+
+    return write
 
 
-def fixed(masker, *seen):
-    fields = {field.name: masker.__dict__[field.name] for field in dataclasses.fields(masker)}
-    return FixedMasker(**fields, seen=seen)
-
-
-def test_every_kind_of_token_is_told(tokenizer, masker):
+def test_every_kind_of_token_is_told(tokenizer, masked_as):
     ids = tokenizer("word1 word2 word3 word4 word5 word6 word7 word8")["input_ids"]
     other, mask = tokenizer.convert_tokens_to_ids(["word9", "[MASK]"])
-    text = sample_text(
-        {"input_ids": ids, "scored": [False] * 3 + [True] * 5 + [False, True]},
-        0,
-        masker=fixed(masker, (5, mask), (6, other), (7, ids[7])),
-        tokenizer=tokenizer,
-    )
-    assert text == (
+    row = {"input_ids": ids, "scored": [False] * 3 + [True] * 5 + [False, True]}
+    assert masked_as(tokenizer, row, {5: mask, 6: other, 7: ids[7]}) == (
         "<[CLS]> (word1 word2) word3 word4 [word5] [word6 -> word9] [word7 -> word7] (word8) "
         "<[SEP]>"
     )
 
 
-def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_tokenizer):
+def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_tokenizer, masked_as):
     ids = byte_tokenizer("ab cd\x1b[31m\nna\u00efve")["input_ids"]
     row = {"input_ids": ids, "scored": [True] * 5 + [False] * (len(ids) - 5)}
-    masker = make_masker(byte_tokenizer)
-    masker = fixed(masker, (2, byte_tokenizer.mask_token_id), (3, ids[1]))
-    text = sample_text(row, 0, masker=masker, tokenizer=byte_tokenizer)
+    text = masked_as(byte_tokenizer, row, {2: byte_tokenizer.mask_token_id, 3: ids[1]})
     assert text == "<<s>>a[b][  -> a]c(d\\x1b[31m\\nna\u00efve)<</s>>"
 
 

@@ -149,16 +149,16 @@ def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
     rows_of_one = 3  # 15 words, 6 in a row
     num_rows = expected * rows_of_one
     items = list(itertools.islice(data.train, 2 * num_rows + 1))
-    names = [row["place"].duplicates for row in items]
-    assert names[0] == (0, 0)
-    assert names[num_rows] == names[-1] == (4, 1)  # a second pass counts none again
+    copies = [row["place"].snapshot["duplicates"] for row in items]
+    assert copies[0] == (0, 0)
+    assert copies[num_rows] == copies[-1] == (4, 1)  # a second pass counts none again
     assert "word0" not in documents_of(items, tokenizer)
     places = [item["place"] for item in items]
     again = of_copies(tokenizer, tmp_path, **settings)
     again.train.state = json.loads(json.dumps(advance(data.train.state, places[:20], 20)))
     for resumed, whole in zip(again.train, items[20:], strict=False):
         assert key(resumed) == key(whole)
-        assert resumed["place"].duplicates == whole["place"].duplicates
+        assert resumed["place"] == whole["place"]
 
 
 @pytest.mark.parametrize("drop_near", [False, True])
@@ -242,7 +242,7 @@ def test_broken_lines_of_a_stream_are_counted_once_and_through_restarts(tokenize
     assert f"'{tmp_path}/lines.jsonl', line 16: text: expected text, got NoneType" in str(
         places[-1].snapshot["reasons"]
     )
-    skipped = [place.skipped for place in places]
+    skipped = [place.snapshot["skipped"] for place in places]
     assert skipped == sorted(skipped)
     assert skipped[-1] + before == 9
     for stop in range(1, 40, 6):
@@ -276,10 +276,16 @@ def test_source_is_named_by_its_place(tokenizer, path):
         load(tokenizer, Source(path=path), Source(path="missing.txt"))
 
 
-def test_whole_words_need_a_tokenizer_that_knows_them(tokenizer, path, monkeypatch):
+def test_whole_words_need_a_tokenizer_that_tells_them_apart(tokenizer, path, monkeypatch):
+    settings = {"mask": MaskConfig(whole_word=True)}
+    metaspace = copy.deepcopy(tokenizer)
+    metaspace.backend_tokenizer.normalizer = normalizers.Replace(" ", "_")
+    metaspace.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    with pytest.raises(ValueError, match="expected a tokenizer that tells words apart"):
+        load(metaspace, Source(path=path), **settings)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match=r"whole_word: expected a fast tokenizer, which"):
-        load(tokenizer, Source(path=path), mask=MaskConfig(whole_word=True))
+        load(tokenizer, Source(path=path), **settings)
 
 
 TABLE, STREAM = {"path": "a.txt"}, {"path": "a.txt", "streaming": True}
@@ -484,14 +490,6 @@ def test_a_prompt_and_its_completion_follow_each_other(tmp_path, causal_tokenize
     assert row["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, 1]
 
 
-def test_words_need_a_tokenizer_that_tells_them_apart(text, tokenizer):
-    metaspace = copy.deepcopy(tokenizer)
-    metaspace.backend_tokenizer.normalizer = normalizers.Replace(" ", "_")
-    metaspace.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    with pytest.raises(ValueError, match="expected a tokenizer that tells words apart"):
-        load(metaspace, Source(path=str(text)), mask=MaskConfig(whole_word=True))
-
-
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer, packing=True)
     packs = [data.train[i] for i in range(len(data.train))]
@@ -505,14 +503,10 @@ def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
         assert np.array_equal(pack["labels"][~first], pack["input_ids"][~first])
 
 
-def test_counts_are_of_all_tokens(text, causal_tokenizer):
+def test_counts_are_of_all_tokens_and_none_is_a_mask(text, causal_tokenizer):
+    assert causal_tokenizer.mask_token is None
     data = load_causal(text, causal_tokenizer)
     assert data.unigram_counts[1] >= 2  # the eos token is one that is predicted
     # 17 words and 4 ends; the second document has two rows.
     held_out = sum(len(data.eval[index]["input_ids"]) for index in range(len(data.eval)))
     assert data.num_tokens == 17 + 4 - held_out
-
-
-def test_a_mask_token_is_not_needed(text, causal_tokenizer):
-    assert causal_tokenizer.mask_token is None
-    load_causal(text, causal_tokenizer)

@@ -137,25 +137,19 @@ def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, stat
     assert waited == [0, 1, 5]
 
 
-def test_answer_that_stays_the_same_is_not_asked_for_again(server, tmp_path, waited):
+@pytest.mark.parametrize(
+    ("failures", "cut_after", "error", "pauses"),
+    [
+        ([403] * 2, None, "HTTP Error 403", []),  # an answer that stays the same
+        ([], 0, "the connection ended at byte 0", [0, 1, 5, 30]),
+    ],
+)
+def test_what_stays_broken_fails(server, tmp_path, waited, failures, cut_after, error, pauses):
     (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.failures += [403] * 2
-    with (
-        RemoteFile(f"{server.url}/a.bin") as file,
-        pytest.raises(urllib.error.HTTPError, match="403"),
-    ):
+    server.handler.failures, server.handler.cut_after = failures, cut_after
+    with RemoteFile(f"{server.url}/a.bin") as file, pytest.raises(OSError, match=error):
         file.read(4)
-    assert waited == []
-
-
-def test_connection_that_stays_broken_fails(server, tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.cut_after = 0
-    with (
-        RemoteFile(f"{server.url}/a.bin") as file,
-        pytest.raises(ConnectionError, match="the connection ended at byte 0"),
-    ):
-        file.read(4)
+    assert waited == pauses
 
 
 def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_path):

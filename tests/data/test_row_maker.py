@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.files import BAD, NUMBER, PLACE, FileRows, file_shards
-from harmonic_sft.data.formats import reader
+from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
@@ -28,22 +29,15 @@ def documents(texts):
 
 
 def row_maker(tokenizer, **settings):
-    defaults = {
-        "name": "data.sources[1]",
-        "source": 1,
-        "row_format": "text",
-        "context_length": 8,
-    }
-    settings = defaults | settings
-    shared = {key: settings[key] for key in ("loss_on", "word_ids") if key in settings}
-    read = reader(settings["row_format"], tokenizer=tokenizer, **({"loss_on": "all"} | shared))
-    return RowMaker(tokenizer=tokenizer, read=read, **settings)
+    own = {key: settings.pop(key) for key in ("context_length", "scored") if key in settings}
+    read = Reader(tokenizer=tokenizer, **{"row_format": "text", **settings})
+    return RowMaker(name="data.sources[1]", source=1, read=read, **{"context_length": 8, **own})
 
 
 def make(maker, documents, skip=False):
     """Rows, and what makes none."""
-    bad_rows = BadRows(skip=skip)
-    return [plain(row) for row in maker(documents, bad_rows)], bad_rows
+    rows, bad_rows = replace(maker, skip=skip)(documents)
+    return [plain(row) for row in rows], bad_rows
 
 
 def plain(row):
@@ -53,9 +47,8 @@ def plain(row):
 
 
 def make_table(maker, documents, skip=False, num_proc=None):
-    bad_rows = BadRows(skip=skip)
-    table = tokenize_table(documents, maker, bad_rows, num_proc).to_list()
-    return [plain(row) for row in table], bad_rows
+    table, bad_rows = tokenize_table(documents, replace(maker, skip=skip), num_proc)
+    return [plain(row) for row in table.to_list()], bad_rows
 
 
 def texts_table(texts):
@@ -98,12 +91,6 @@ def test_documents_longer_than_the_model_are_cut_without_a_warning(tokenizer, ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_blank_documents_make_no_row_and_are_counted(byte_tokenizer):
-    rows, bad_rows = make(row_maker(byte_tokenizer), documents(["", "  \n", "a"]))
-    assert [row["document"] for row in rows] == [2]
-    assert bad_rows == BadRows(blank=2, skip=False)
-
-
 def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
     maker = row_maker(tokenizer)
     message = (
@@ -125,13 +112,13 @@ def test_bad_document_is_named_by_its_file_or_its_number(tokenizer):
         make(maker, [unread])
 
 
-def test_bad_documents_are_left_out_and_counted_if_asked(tokenizer):
-    texts = ["a", None, "", "b"]
-    rows, bad_rows = make(row_maker(tokenizer), documents(texts), skip=True)
-    assert [row["document"] for row in rows] == [0, 3]
-    assert make_table(row_maker(tokenizer), texts_table(texts), skip=True) == (rows, bad_rows)
+def test_blank_documents_are_left_out_and_counted_and_bad_ones_if_asked(byte_tokenizer):
+    maker, texts = row_maker(byte_tokenizer), ["a", None, "", "  \n", "b"]
+    rows, bad_rows = make(maker, documents(texts), skip=True)
+    assert [row["document"] for row in rows] == [0, 4]
     assert list(bad_rows.places) == ["data.sources[1], document 1"]
-    assert bad_rows.blank == 1
+    assert make_table(maker, texts_table(texts), skip=True) == (rows, bad_rows)
+    assert make(maker, documents(["", " ", "a"]))[1] == BadRows(blank=2, skip=False)
 
 
 @pytest.fixture
@@ -193,9 +180,9 @@ def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache
 def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
     sizes = []
 
-    def counted(maker, documents, bad_rows, original=RowMaker.__call__):
+    def counted(maker, documents, original=RowMaker.__call__):
         sizes.append(len(documents))
-        return original(maker, documents, bad_rows)
+        return original(maker, documents)
 
     monkeypatch.setattr(RowMaker, "__call__", counted)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
@@ -218,36 +205,26 @@ def test_rows_know_their_words_if_asked(tokenizer):
     assert second["word_ids"] == [-1, 2, 3, 3, -1]
 
 
-def test_tokens_of_chunks_without_a_scored_one_are_counted(tokenizer):
-    row = {"prompt": TEXTS[3], "completion": "word1 word2", NUMBER: 0}
-    settings = {"row_format": "prompt_completion", "loss_on": "completion", "scored": True}
-    rows, bad_rows = make(row_maker(tokenizer, **settings), [row])
-    (whole,), all_scored = make(row_maker(tokenizer, context_length=512, **settings), [row])
-    expected = len(whole["input_ids"]) - 2 - sum(len(row["input_ids"]) - 2 for row in rows)
-    assert bad_rows.unscored_tokens == expected > 0
-    table = Dataset.from_list([row]).remove_columns(NUMBER)
-    assert make_table(row_maker(tokenizer, **settings), table) == (rows, bad_rows)
-    assert bad_rows.total == all_scored.total == all_scored.unscored_tokens == 0
-
-
-def test_only_chunks_with_a_scored_token_become_rows(tokenizer):
+def test_only_chunks_with_a_scored_token_become_rows_and_other_tokens_are_counted(tokenizer):
     words = [f"word{index}" for index in range(14)]
     input_ids = tokenizer.convert_tokens_to_ids(words)
     labels = [-100] * 7 + input_ids[7:8] + [-100] * 6
     maker = row_maker(tokenizer, row_format="tokens", scored=True)
-    rows, bad_rows = make(maker, [{"input_ids": input_ids, "labels": labels, NUMBER: 5}])
+    row = {"input_ids": input_ids, "labels": labels}
+    rows, bad_rows = make(maker, [{**row, NUMBER: 0}])
+    assert make_table(maker, Dataset.from_list([row])) == (rows, bad_rows)
     assert rows == [
         {
             "input_ids": [tokenizer.cls_token_id, *input_ids[6:12], tokenizer.sep_token_id],
             "scored": [False, False, True, False, False, False, False, False],
             "source": 1,
-            "document": 5,
+            "document": 0,
             "chunk": 1,
             "fingerprint": fingerprint(" ".join(map(str, input_ids))),
             "words": word_hashes(str(input_ids[7])).tolist(),
         }
     ]
-    assert not bad_rows.total
+    assert bad_rows == BadRows(unscored_tokens=14 - 6, skip=False)
 
 
 @pytest.mark.parametrize(
@@ -306,18 +283,19 @@ def test_tokenizer_that_does_not_fit_the_model_is_refused(tokenizer, settings, m
         check(tokenizer, **settings)
 
 
-@pytest.mark.parametrize("role", ["mask", "pad"])
-def test_tokenizer_without_a_needed_token_is_refused(tokenizer, role):
-    tokens = {"mask_token": "[MASK]", "pad_token": "[PAD]"}
-    del tokens[f"{role}_token"]
-    lacking = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokens)
-    with pytest.raises(ValueError, match=f"tokenizer: expected a {role} token, got none"):
-        check(lacking)
-
-
-def test_tokenizer_without_ordinary_tokens_is_refused():
-    words = {"[PAD]": 0, "[MASK]": 1}
-    backend = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
-    bare = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]")
-    with pytest.raises(ValueError, match="expected ordinary tokens, got only special ones"):
-        check(bare)
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("mask", "tokenizer: expected a mask token, got none"),
+        ("pad", "tokenizer: expected a pad token, got none"),
+        ("ordinary", "tokenizer: expected ordinary tokens, got only special ones"),
+    ],
+)
+def test_tokenizer_without_needed_tokens_is_refused(lacking, message):
+    roles = {name: f"[{name}]" for name in ("mask", "pad") if name != lacking}
+    words = [*roles.values(), *(["word"] if lacking != "ordinary" else [])]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    tokens = {f"{name}_token": token for name, token in roles.items()}
+    with pytest.raises(ValueError, match=message):
+        check(PreTrainedTokenizerFast(tokenizer_object=backend, **tokens))

@@ -1,5 +1,6 @@
 import copy
 import gzip
+import io
 import json
 import re
 from pathlib import Path
@@ -126,21 +127,6 @@ def test_a_relative_path_says_where_it_was_looked_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("name", ["empty.txt", "empty.parquet", "header.parquet", "bad.jsonl"])
-def test_files_without_a_single_row_are_refused(tmp_path, name, streaming):
-    (tmp_path / name).touch()
-    if name == "header.parquet":
-        pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
-    if name == "bad.jsonl":
-        (tmp_path / name).write_text("[]\n")
-        reason = f"'{tmp_path}/bad.jsonl', line 1: expected an object, got list."
-        refused(reason, path=f"{tmp_path}/{name}", skip=True, streaming=streaming)
-    found = "the empty file" if "empty" in name else "none in"
-    settings = {"path": f"{tmp_path}/{name}", "skip": True, "streaming": streaming}
-    refused(f"path: expected documents, got {found}", **settings)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
 def test_column_is_there_and_holds_text(folder, streaming):
     settings = {"check": True, "path": f"{folder}/a.jsonl", "streaming": streaming}
     load(**settings)
@@ -156,24 +142,38 @@ def test_column_is_there_and_holds_text(folder, streaming):
     )
 
 
+def parquet_without_rows():
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), content)
+    return content.getvalue()
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "skip", "message"),
     [
-        ("cut.jsonl", b'{"text": "tw', "expected JSON, got: Unterminated string"),
+        ("cut.jsonl", b'{"text": "tw', False, ": expected JSON, got: Unterminated string"),
+        ("a.parquet", b"PAR1 but", True, ": expected a readable parquet file, got {path}, which"),
+        ("bad.txt", b"\xff\xff\xfe", False, ": expected UTF-8, got b'\\xff'"),
+        ("wide.txt", b"\xff\xfea\0", False, ": expected UTF-8, got UTF-16 in {path}, from line 1"),
+        ("empty.txt", b"", True, ".path: expected documents, got the empty file"),
+        ("empty.parquet", b"", True, ".path: expected documents, got the empty file"),
+        ("a.parquet", parquet_without_rows(), True, ".path: expected documents, got none in"),
         (
-            "bad.parquet",
-            b"PAR1 but not really",
-            "expected a readable parquet file, got '{path}', which",
+            "bad.jsonl",
+            b"[]\n",
+            True,
+            ".path: expected documents, got none in {path}. {path}, line 1: expected an object",
         ),
-        ("bad.txt", b"\xff\xff\xfe", "expected UTF-8, got b'\\xff'"),
-        ("wide.txt", "a\n".encode("utf-16"), "expected UTF-8, got UTF-16 in '{path}', from line 1"),
     ],
 )
-def test_unreadable_file_is_refused_in_one_line(tmp_path, name, content, message, streaming):
-    (tmp_path / name).write_bytes(content)
-    path = f"{tmp_path}/{name}"
-    refused(f"data.sources[0]: {message.format(path=path)}", path=path, streaming=streaming)
+def test_file_without_a_row_is_refused_in_one_line(
+    tmp_path, name, content, skip, message, streaming
+):
+    path = tmp_path / name
+    path.write_bytes(content)
+    message = message.format(path=repr(str(path)))
+    refused(f"data.sources[0]{message}", path=str(path), skip=skip, streaming=streaming)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,4 +1,5 @@
 import copy
+import functools
 import itertools
 import json
 from collections import Counter
@@ -14,10 +15,10 @@ from harmonic_sft.data.loading import split_streams
 from harmonic_sft.data.streams import (
     DataError,
     LogicalStream,
-    PlacedCollator,
     StreamedRows,
     StreamState,
     advance,
+    collate_placed,
     merge,
 )
 
@@ -57,9 +58,9 @@ class Maker:
     def __init__(self, source):
         self.source, self.name, self.asked = source, f"data.sources[{source}]", 0
 
-    def __call__(self, documents, bad_rows):
+    def __call__(self, documents):
         self.asked += len(documents)
-        rows = []
+        rows, bad_rows = [], BadRows()
         for document in documents:
             size = document["size"]
             if size == 0:
@@ -68,7 +69,7 @@ class Maker:
                 name = {"source": self.source, "chunk": chunk}
                 tokens = [1] * min(CHUNK, size - start)
                 rows.append({**document, **name, "document": document[NUMBER], "input_ids": tokens})
-        return rows
+        return rows, bad_rows
 
 
 def shards(source, size, count):
@@ -77,7 +78,6 @@ def shards(source, size, count):
 
 
 def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, capacity=None):
-    bad_rows = BadRows()
     sources = [
         IterableDataset.from_generator(generate, gen_kwargs={"shards": shards(source, size, count)})
         for source, size in enumerate(sizes)
@@ -85,11 +85,10 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
     makers = [Maker(source) for source in range(len(sizes))]
     return [
         LogicalStream(
-            [documents.shard(count, number) for documents in sources],
-            number,
+            sources=[documents.shard(count, number) for documents in sources],
+            number=number,
             weights=weights,
             make_rows=makers,
-            bad_rows=bad_rows,
             window=window,
             seed=seed,
             capacity=capacity,
@@ -123,9 +122,8 @@ def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
     for process in range(processes):
         part = copy.copy(streamed)
         part.share(process_index=process, num_processes=processes, batch_size=batch_size)
-        loader = DataLoader(
-            part, batch_size=batch_size, num_workers=workers, collate_fn=PlacedCollator(listed)
-        )
+        collator = functools.partial(collate_placed, listed)
+        loader = DataLoader(part, batch_size=batch_size, num_workers=workers, collate_fn=collator)
         batches.append(list(itertools.islice(loader, steps)))
     rows = []
     for step in zip(*batches, strict=True):
@@ -210,51 +208,35 @@ def test_no_number_of_processes_or_workers_changes_the_order(count, processes, w
     assert rows == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "mixture", "capacity"),
-    [(3, "weights", None), (1, "turns", 9)],
-)
-def test_run_stopped_after_any_row_continues_with_the_same_rows(count, mixture, capacity):
-    settings = {
-        "count": count,
-        "weights": MIXTURES[mixture],
-        "capacity": capacity,
-        "eval_documents": 4,
-    }
-    total = 110
-    streamed = open_streams(**settings)
-    expected = plain_order(streamed, total)
-    assert max(epoch for *_, epoch in names(expected)) >= 2
-    for stop in range(0, total - 4, 5):
-        streamed.state = advance(
-            StreamState(rows=0, streams={}), [place for _, place in expected[:stop]], stop
-        )
-        assert read(streamed, 4)[0] == expected[stop : stop + 4]
-
-
 PLAN = [(2, 3), (1, 2), (3, 1)]  # processes, batch size
 
 
 @pytest.mark.parametrize(
-    ("mixture", "capacity", "plan", "workers"),
+    ("count", "mixture", "capacity", "plan", "steps", "workers"),
     [
-        ("turns", 9, [(1, 2)] * 7, 0),
-        ("weights", None, PLAN, 1),
+        (1, "turns", 9, [(1, 1)] * 22, 5, 0),
+        (3, "weights", None, [(1, 1)] * 22, 5, 0),
+        (3, "turns", 9, [(1, 2)] * 7, 4, 0),
+        (3, "weights", None, PLAN, 4, 1),
     ],
 )
 def test_run_stopped_again_and_again_has_the_rows_of_one_that_is_not(
-    mixture, capacity, plan, workers
+    count, mixture, capacity, plan, steps, workers
 ):
     """Also where the number of processes changes at every restart."""
-    settings = {"count": 3, "weights": MIXTURES[mixture], "eval_documents": 4, "capacity": capacity}
-    expected = plain_order(open_streams(**settings), sum(4 * p * b for p, b in plan))
+    settings = {"weights": MIXTURES[mixture], "eval_documents": 4, "capacity": capacity}
+    expected = plain_order(
+        open_streams(count=count, **settings), steps * sum(p * b for p, b in plan)
+    )
+    assert len(plan) < 22 or max(epoch for *_, epoch in names(expected)) >= 2
     state = StreamState(rows=0, streams={})
     rows = []
     for processes, batch_size in plan:
         # As in a new process: nothing is left of the last one but the state.
-        streamed = open_streams(**settings)
+        streamed = open_streams(count=count, **settings)
         streamed.state = state
-        num_rows, parts = 4 * processes * batch_size, {"processes": processes, "workers": workers}
+        num_rows = steps * processes * batch_size
+        parts = {"processes": processes, "workers": workers}
         found, states = read(streamed, num_rows, batch_size=batch_size, **parts)
         state = merge(states)
         rows += found
@@ -328,7 +310,7 @@ def test_blank_documents_passed_over_while_looking_ahead_are_counted_once():
     assert streams[0].hold_out(5)[1:] == (5, True)
     assert streams[0].bad_rows.total == 0  # document 5 is looked at to see whether any is left
     _, place = next(streams[0].rows(None))
-    assert place.skipped == 1
+    assert place.snapshot["skipped"] == 1
     assert streams[0].hold_out(12)[1:] == (12, False)  # it and two more, up to the end
     assert streams[0].bad_rows.total == 3
 
@@ -340,9 +322,8 @@ class Blank(Maker):
         super().__init__(source)
         self.blank = range(first, last)
 
-    def __call__(self, documents, bad_rows):
-        some = [row for row in documents if row["original"] not in self.blank]
-        return super().__call__(some, bad_rows)
+    def __call__(self, documents):
+        return super().__call__([row for row in documents if row["original"] not in self.blank])
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

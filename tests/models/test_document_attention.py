@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harmonic_sft.data.batches import PaddingCollator, PaddingFreeCollator, join_rows
+from harmonic_sft.data.batches import PaddingCollator, collate_padding_free, join_rows
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.models.document_attention import PACKABLE
@@ -101,7 +101,7 @@ def documents() -> list[dict[str, np.ndarray]]:
 def batches(documents: list[dict[str, np.ndarray]]) -> dict[str, dict[str, Tensor]]:
     packs = [join_rows([documents[index] for index in members]) for members in PACKS]
     collator = PaddingCollator(pad_token_id=SIZES["pad_token_id"], pad_to_multiple_of=16)
-    return {"packed": collator(packs), "padding-free": PaddingFreeCollator()(packs)}
+    return {"packed": collator(packs), "padding-free": collate_padding_free(packs)}
 
 
 def alone(model: HarmonicForMaskedLM, documents: list[dict[str, np.ndarray]]) -> Tensor:

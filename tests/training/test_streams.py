@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harmonic_sft.data.bad_rows import BadRows
-from harmonic_sft.data.heldout import Duplicates
+from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.training import run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
@@ -91,25 +91,20 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
-    def snapshot(skipped, *reasons, duplicates=(0, 0)):
-        return {"skipped": skipped, "reasons": list(reasons), "duplicates": duplicates}
+    def window(rows, skipped, *reasons, duplicates=(0, 0)):
+        found = {"skipped": skipped, "reasons": list(reasons), "duplicates": duplicates}
+        return {"rows": rows, **found}
 
-    place = StreamPlace(SimpleNamespace(), SimpleNamespace(world_size=1))
-    streams = {"0": snapshot(2, "b: cut", duplicates=[1, 0]), "3": snapshot(1)}
-    place._state = {"rows": 0, "streams": streams}
-    place._left_out = {0: (5, 1, 2)}  # in the window begun last
-    ready = SimpleNamespace(
-        data=SimpleNamespace(
-            bad_rows=BadRows({"a": ("cut", 1)}), fill_rate=None, duplicates=Duplicates()
-        ),
-        trainer=SimpleNamespace(stream_place=place),
-    )
-    other = [
-        ("3", (4, 7, 0), ["d: cut"]),
-        ("0", (2, 1, 0), ["b: cut"]),
-        ("1", (10, 0, 0), ["c: cut"]),
-    ]
-    monkeypatch.setattr(run, "gather_object", lambda found: other + found)
+    own = {"0": window(8, 5, "b: cut", duplicates=[1, 2]), "3": window(2, 1)}
+    other = {
+        "3": window(7, 4, "d: cut", duplicates=[7, 0]),
+        "0": window(3, 2, "b: cut", duplicates=[1, 0]),
+        "1": window(5, 10, "c: cut"),
+    }
+    place = SimpleNamespace(state={"rows": 0, "streams": own})
+    data = LoadedData(train=None, eval=None, collator=None, bad_rows=BadRows({"a": ("cut", 1)}))
+    ready = SimpleNamespace(data=data, trainer=SimpleNamespace(stream_place=place))
+    monkeypatch.setattr(run, "gather_object", lambda own: [{"rows": 0, "streams": other}, *own])
     results, duplicates = run._left_out(ready)
     assert duplicates == (1 + 7, 2)
     assert results == {
@@ -118,6 +113,17 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
         "fill_rate": None,
         "unscored_tokens_left_out": None,
     }
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_what_was_left_out(tmp_path):
+    window = {"rows": 3, "skipped": 2, "reasons": ["b: cut"], "duplicates": [1, 0]}
+    state = {"rows": 9, "streams": {"0": window}, "left_out": {"0": [5, 1, 2]}}
+    (tmp_path / "stream_state_0.json").write_text(json.dumps(state))
+    rows = SimpleNamespace()
+    place = StreamPlace(rows, SimpleNamespace())
+    place.load(tmp_path)
+    expected = {"rows": 9, "streams": {"0": window | {"skipped": 5, "duplicates": [1, 2]}}}
+    assert place.state == rows.state == expected
 
 
 def test_a_stream_that_is_killed_after_its_last_step_knows_what_it_left_out(stream_yaml, tmp_path):
