@@ -34,7 +34,7 @@ from harmonic_sft.models import (
     check_prototypes,
     load_checked,
 )
-from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
+from harmonic_sft.models.backbones import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.results import reading
@@ -213,11 +213,11 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     for name in NAMES_CODE:
         vars(config).pop(name, None)
     config.tie_word_embeddings = False
-    if config.model_type in MULTIPLIED:
-        setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
-    if config.model_type in SOFT_CAPPED:
-        softcap = model.dist_head.settings().get("softcap")
-        config.final_logit_softcapping = softcap
+    for field in FACTORS:
+        if getattr(config, field, None) is not None:
+            setattr(config, field, 1.0)  # the factor is in the weight
+    if SOFTCAP in config.to_dict():
+        setattr(config, SOFTCAP, model.dist_head.settings().get("softcap"))
     with torch.device("meta"):
         native = AutoModelForCausalLM.from_config(config)
     setattr(native, native.base_model_prefix, model.model.backbone)
