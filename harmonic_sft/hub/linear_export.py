@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.hub.model_card import CARD_TASKS
-from harmonic_sft.hub.run_folder import is_pinned, public_base
+from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,
@@ -37,6 +37,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.backbones import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
+from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
@@ -242,7 +243,7 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
     config = copy.deepcopy(model.config)
     for name in NAMES_CODE:
         vars(config.text_config).pop(name, None)
-    config.base_model = public_base(config.base_model, config.base_revision)
+    config.base_model = public_base(config)
     config.head = head.settings()
     config.tie_word_embeddings = False  # the rows are scaled, and a body may be in 16 bits
     if config.trained_parameters is not None:
@@ -258,7 +259,7 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
 
 def _metadata(folder: Path, config: HarmonicConfig) -> str:
     """Return the metadata of the card: the base, and the license of a download, run or base."""
-    base, license = config.base_model, license_in(folder / "README.md")
+    license = license_in(folder / "README.md")
     run = (folder.parent if folder.name.startswith("checkpoint-") else folder) / "run.yaml"
     if not license and run.is_file():
         named = (read_yaml(run).get("hub") or {}).get("license")
@@ -270,7 +271,7 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
         license_link=license.get("license_link"),
         library_name="transformers",
         pipeline_tag=CARD_TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
-        base_model=base if is_pinned(base, config.base_revision) else None,
+        base_model=hub_base(config),
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n"
 
