@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from harmonic_sft.hub import read_trained
 from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.models import HarmonicConfig
+from tests.saved_models import change_json
 
 
 def test_a_finished_run_is_read(finished_run):
@@ -97,9 +98,8 @@ def test_a_link_that_leaves_the_folder_is_refused(run_copy, tmp_path, link):
 
 
 def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
-    state = json.loads((run_copy / "trainer_state.json").read_text())
-    state["best_model_checkpoint"] = str(run_copy / "checkpoint-3")
-    (run_copy / "trainer_state.json").write_text(json.dumps(state))
+    best = str(run_copy / "checkpoint-3")
+    change_json(run_copy / "trainer_state.json", best_model_checkpoint=best)
     assert read_trained(run_copy).step == 6
     run = yaml.safe_load((run_copy / "run.yaml").read_text())
     run["training"]["load_best_model_at_end"] = True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
@@ -23,6 +23,7 @@ from harmonic_sft.models import (
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import train
 from tests.conftest import WORDS, write_run
+from tests.saved_models import change_json, change_weights, spoil_embeddings
 
 COMMIT = "a" * 40
 CODE = {path.name for path in Path(models.__file__).parent.glob("[!_]*.py")} | {"LICENSE"}
@@ -146,8 +147,7 @@ def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
 )
 def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
     path = run_copy / "tokenizer_config.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "source": secret}))
+    fields = change_json(path, source=secret)
     (run_copy / "vocab.json").write_text(json.dumps({secret: 1}))  # this may spell anything
     (run_copy / "vocab.pkl").touch()
     message = r"tokenizer_config\.json: expected nothing private, got what looks like a secret"
@@ -179,10 +179,11 @@ def test_a_secret_in_the_card_stops_the_push(run_copy, tmp_path):
     ],
 )
 def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, damage, message):
-    path = run_copy / "model.safetensors"
-    weights = load_file(path)
-    weights["dist_head.weight"] = damage(weights["dist_head.weight"])
-    save_file(weights, path, {"format": "pt"})
+    key = "dist_head.weight"
+    change_weights(
+        run_copy / "model.safetensors",
+        lambda weights: weights.update({key: damage(weights[key])}),
+    )
     expected = nullcontext() if message is None else pytest.raises(ValueError, match=message)
     with expected:
         stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
@@ -190,11 +191,7 @@ def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, dama
 
 
 def test_frozen_weights_that_are_not_finite_are_not_published(run_copy, tmp_path):
-    path = run_copy / "model.safetensors"
-    weights = load_file(path)
-    name = next(name for name in weights if "embeddings" in name)
-    weights[name].view(-1)[3] = torch.nan
-    save_file(weights, path, {"format": "pt"})
+    name = spoil_embeddings(run_copy / "model.safetensors")
     trained = read_trained(run_copy)
     assert name not in trained.config.trained_parameters
     with pytest.raises(ValueError, match=f"weights: expected finite numbers, got others in {name}"):
@@ -263,10 +260,8 @@ def test_no_code_that_the_base_names_is_named(run_copy, tmp_path, form, names):
 )
 def test_code_outside_the_run_is_not_published(run_copy, tmp_path, auto_map):
     (tmp_path / "secret.py").write_text("KEY = 1")
-    path = run_copy / "config.json"
-    fields = json.loads(path.read_text())
-    fields |= {"auto_map": json.loads(json.dumps(auto_map).replace("{tmp}", str(tmp_path)))}
-    path.write_text(json.dumps(fields))
+    auto_map = json.loads(json.dumps(auto_map).replace("{tmp}", str(tmp_path)))
+    change_json(run_copy / "config.json", auto_map=auto_map)
     (tmp_path / "target").mkdir()
     with pytest.raises(ValueError, match=r"^config\.json: expected an auto_map with classes like"):
         stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
@@ -274,9 +269,8 @@ def test_code_outside_the_run_is_not_published(run_copy, tmp_path, auto_map):
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(run_copy, tmp_path):
-    path = run_copy / "tokenizer_config.json"
     names = {"auto_map": {"AutoTokenizer": [None, "tok.T"]}, "tokenizer_class": "T"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    change_json(run_copy / "tokenizer_config.json", **names)
     (run_copy / "tok.py").write_text("")
     message = r"tokenizer: expected a class of transformers, got one of tok\.py, which is not publ"
     with pytest.raises(ValueError, match=message):

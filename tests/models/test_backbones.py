@@ -1,7 +1,5 @@
 """The old head of a decoder, in one of our heads, has the model's own logits."""
 
-import json
-
 import pytest
 import torch
 from transformers import (
@@ -14,6 +12,7 @@ from transformers import (
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
 from harmonic_sft.models.backbones import load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
+from tests.saved_models import change_json
 
 INPUTS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -90,10 +89,7 @@ def test_dropout_of_gpt2_is_replaced_and_runs_where_it_trains(tmp_path):
 )
 def test_what_quantized_bases_are_refused(tmp_path, method, message):
     folder = save_decoder("llama", tmp_path)
-    path = folder / "config.json"
-    fields = json.loads(path.read_text())
-    fields["quantization_config"] = {"quant_method": method}
-    path.write_text(json.dumps(fields))
+    change_json(folder / "config.json", quantization_config={"quant_method": method})
     with pytest.raises(ValueError, match=message):
         HarmonicForCausalLM.from_base(str(folder))
     with pytest.raises(ValueError, match=f"expected weights in a floating dtype, got '{method}'"):

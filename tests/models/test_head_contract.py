@@ -14,7 +14,7 @@ from transformers import BertConfig
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
-from tests.head_variants import VARIANTS, D, V
+from tests.head_variants import VARIANTS, D, V, moved_head
 
 N = 6
 every_head = pytest.mark.parametrize("name", VARIANTS)
@@ -22,11 +22,7 @@ every_head = pytest.mark.parametrize("name", VARIANTS)
 
 def make(name, *, hidden_size=D, vocab_size=V, dtype=torch.float32):
     """A head whose parameters are all moved from where they start, states and labels."""
-    torch.manual_seed(0)
-    head = build_head(VARIANTS[name], hidden_size=hidden_size, vocab_size=vocab_size).to(dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape))
+    head = moved_head(name, hidden_size=hidden_size, vocab_size=vocab_size, dtype=dtype)
     states = torch.randn(N, hidden_size, dtype=dtype)
     return head, states, torch.randint(vocab_size, (N,))
 
