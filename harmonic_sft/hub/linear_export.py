@@ -41,10 +41,7 @@ from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
-LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
-    "HarmonicForMaskedLM": HarmonicForMaskedLM,
-    "HarmonicForCausalLM": HarmonicForCausalLM,
-}
+LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
 REPLACED = """The model was trained with another head: `{settings}`.
 In its place stands a linear head, for software that knows no other. **Only the order of the tokens
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
