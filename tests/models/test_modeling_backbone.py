@@ -41,6 +41,16 @@ def train_last_block(model):
     return model
 
 
+@torch.no_grad()
+def assert_same(found, expected):
+    """The same weights, in the same precision, with the same logits."""
+    weights = found.state_dict()
+    for name, tensor in expected.state_dict().items():
+        assert weights[name].dtype == tensor.dtype, name
+        assert torch.equal(weights[name], tensor), name
+    assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+
+
 @pytest.fixture
 def make_pair(tmp_path, bases, cache_repo):
     """A trained model saved in full and in part, over a base in the cache."""
@@ -74,12 +84,7 @@ def test_a_completed_model_equals_the_full_one(make_pair, family, dtype, head):
     full, part = make_pair(family, dtype, VARIANTS[head])
     expected = HarmonicForMaskedLM.from_pretrained(full)
     found = HarmonicForMaskedLM.from_pretrained(part)
-    for name, tensor in expected.state_dict().items():
-        other = found.state_dict()[name]
-        assert other.dtype == tensor.dtype, name
-        assert torch.equal(other, tensor), name
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
     assert found.name_or_path == str(part)
     assert not found.training
 
@@ -115,8 +120,7 @@ def test_options_of_from_pretrained_are_honored(make_pair):
     assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
     assert found.dist_head.weight.dtype == torch.float32
     assert found.model.backbone.config._attn_implementation == "eager"
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
     model, report = HarmonicForMaskedLM.from_pretrained(part, output_loading_info=True)
     assert isinstance(model, HarmonicForMaskedLM)
     assert not report["missing_keys"]
@@ -132,11 +136,7 @@ def test_another_dtype_gives_what_the_full_one_gives(make_pair, family, dtype):
     expected, found = (
         AutoModelForMaskedLM.from_pretrained(folder, dtype=dtype) for folder in (full, part)
     )
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor), name
-        assert found.state_dict()[name].dtype == tensor.dtype, name
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("form", ["full", "part"])
@@ -157,9 +157,7 @@ def test_saved_again_it_is_a_whole_checkpoint(make_pair, tmp_path):
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == model.state_dict().keys()
     shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")  # no longer needed
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path / "again")
-    with torch.no_grad():
-        assert torch.equal(again(INPUTS).logits, model(INPUTS).logits)
+    assert_same(HarmonicForMaskedLM.from_pretrained(tmp_path / "again"), model)
 
 
 def test_only_the_head_may_have_been_trained(make_pair, tmp_path):
