@@ -263,9 +263,7 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
         license = {"license": named} if named else {}
     license = license or base_license(config)
     metadata = ModelCardData(
-        license=license.get("license"),
-        license_name=license.get("license_name"),
-        license_link=license.get("license_link"),
+        **license,
         library_name="transformers",
         pipeline_tag=CARD_TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
         base_model=hub_base(config),

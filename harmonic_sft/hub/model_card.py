@@ -81,7 +81,7 @@ def model_card(
     results: dict[str, Any] | None,
     step: int | None,
     figure: str | None,
-    license: Mapping[str, str],
+    license: Mapping[str, Any],
 ) -> str:
     """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
@@ -163,9 +163,7 @@ def model_card(
     tags = ["harmonic-loss"] if config.h_exp is not None else []
     tags += [task.title.lower().replace(" ", "-"), "harmonic-sft"]
     metadata = ModelCardData(
-        license=license.get("license"),
-        license_name=license.get("license_name"),
-        license_link=license.get("license_link"),
+        **license,
         # Not "peft": the Hub's snippet for that would load the base without its head.
         library_name="harmonic-sft" if form == "peft" else "transformers",
         pipeline_tag=task.pipeline,

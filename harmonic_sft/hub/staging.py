@@ -184,7 +184,7 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
         raise ValueError(f"weights: expected a head that predicts, got one of which {problem}")
 
 
-def base_license(config: HarmonicConfig) -> dict[str, str]:
+def base_license(config: HarmonicConfig) -> dict[str, Any]:
     """Return what the base's card says of its license, nothing if there is no card to be read."""
     base = hub_base(config)
     if base is None:
@@ -196,7 +196,7 @@ def base_license(config: HarmonicConfig) -> dict[str, str]:
     return license_in(Path(card))
 
 
-def license_in(card: Path) -> dict[str, str]:
+def license_in(card: Path) -> dict[str, Any]:
     """Return what a card says of the license, nothing where its metadata are no YAML."""
     try:
         fields = metadata_load(card) or {}
