@@ -87,6 +87,11 @@ class Client(Worker):
     def __call__(self, *arguments: object) -> dict:
         return self.send([str(word) for word in arguments])
 
+    def succeeds(self, *arguments: object) -> None:
+        """Run a command, which must succeed."""
+        done = self(*arguments)
+        assert done["status"] == 0, done["err"]
+
     def program(self, code: str) -> str:
         """Run a program, which must succeed, and return what it wrote."""
         done = self.send(code)

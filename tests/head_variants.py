@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+
+from harmonic_sft.models import Head, build_head
+
 V, D = 40, 24
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -40,3 +44,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "inner": {"name": "dist", "unit_sphere": False},
     },
 }
+
+
+@torch.no_grad()
+def moved_head(
+    name: str, *, hidden_size: int = D, vocab_size: int = V, dtype: torch.dtype = torch.float32
+) -> Head:
+    """Make a head whose parameters are all moved from where they start."""
+    torch.manual_seed(0)
+    head = build_head(VARIANTS[name], hidden_size=hidden_size, vocab_size=vocab_size).to(dtype)
+    for parameter in head.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape))
+    return head

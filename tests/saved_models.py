@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 READER = """
@@ -57,6 +58,28 @@ class SavedModels:
 
     def run(self):
         self.elsewhere(READER, os.environ["HF_HUB_CACHE"], *self.paths)
+
+
+def change_json(path: Path, **fields) -> dict:
+    """Set fields of a JSON file, and return what was in it before."""
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, **fields}))
+    return before
+
+
+def change_weights(path: Path, change) -> None:
+    """Let `change` set what a file of safetensors holds, in place."""
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+def spoil_embeddings(path: Path) -> str:
+    """Put a NaN into embeddings that a file holds, and return their name."""
+    with safe_open(path, "pt") as file:
+        name = next(name for name in file.keys() if "embeddings" in name)  # noqa: SIM118
+    change_weights(path, lambda weights: weights[name].view(-1)[3].fill_(torch.nan))
+    return name
 
 
 def write_partial(full: Path, folder: Path) -> None:

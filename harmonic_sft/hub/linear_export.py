@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.hub.model_card import CARD_TASKS
-from harmonic_sft.hub.run_folder import is_pinned, public_base
+from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,
@@ -34,16 +34,14 @@ from harmonic_sft.models import (
     check_prototypes,
     load_checked,
 )
-from harmonic_sft.models.backbones import MULTIPLIED, SOFT_CAPPED
+from harmonic_sft.models.backbones import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
+from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
-LANGUAGE_MODELS: dict[str, type[HarmonicHeadModel]] = {
-    "HarmonicForMaskedLM": HarmonicForMaskedLM,
-    "HarmonicForCausalLM": HarmonicForCausalLM,
-}
+LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
 REPLACED = """The model was trained with another head: `{settings}`.
 In its place stands a linear head, for software that knows no other. **Only the order of the tokens
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
@@ -213,11 +211,11 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     for name in NAMES_CODE:
         vars(config).pop(name, None)
     config.tie_word_embeddings = False
-    if config.model_type in MULTIPLIED:
-        setattr(config, MULTIPLIED[config.model_type][0], 1.0)  # the factor is in the weight
-    if config.model_type in SOFT_CAPPED:
-        softcap = model.dist_head.settings().get("softcap")
-        config.final_logit_softcapping = softcap
+    for field in FACTORS:
+        if getattr(config, field, None) is not None:
+            setattr(config, field, 1.0)  # the factor is in the weight
+    if SOFTCAP in config.to_dict():
+        setattr(config, SOFTCAP, model.dist_head.settings().get("softcap"))
     with torch.device("meta"):
         native = AutoModelForCausalLM.from_config(config)
     setattr(native, native.base_model_prefix, model.model.backbone)
@@ -242,7 +240,7 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
     config = copy.deepcopy(model.config)
     for name in NAMES_CODE:
         vars(config.text_config).pop(name, None)
-    config.base_model = public_base(config.base_model, config.base_revision)
+    config.base_model = public_base(config)
     config.head = head.settings()
     config.tie_word_embeddings = False  # the rows are scaled, and a body may be in 16 bits
     if config.trained_parameters is not None:
@@ -258,19 +256,17 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
 
 def _metadata(folder: Path, config: HarmonicConfig) -> str:
     """Return the metadata of the card: the base, and the license of a download, run or base."""
-    base, license = config.base_model, license_in(folder / "README.md")
+    license = license_in(folder / "README.md")
     run = (folder.parent if folder.name.startswith("checkpoint-") else folder) / "run.yaml"
     if not license and run.is_file():
         named = (read_yaml(run).get("hub") or {}).get("license")
         license = {"license": named} if named else {}
     license = license or base_license(config)
     metadata = ModelCardData(
-        license=license.get("license"),
-        license_name=license.get("license_name"),
-        license_link=license.get("license_link"),
+        **license,
         library_name="transformers",
         pipeline_tag=CARD_TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
-        base_model=base if is_pinned(base, config.base_revision) else None,
+        base_model=hub_base(config),
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n"
 

@@ -13,9 +13,10 @@ from transformers import TrainingArguments
 
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
-from harmonic_sft.hub.run_folder import is_pinned, last_part
+from harmonic_sft.hub.run_folder import last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import leaves, without_secrets
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -80,7 +81,7 @@ def model_card(
     results: dict[str, Any] | None,
     step: int | None,
     figure: str | None,
-    license: Mapping[str, str],
+    license: Mapping[str, Any],
 ) -> str:
     """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
@@ -104,7 +105,7 @@ def model_card(
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
     names = [name for name in config.architectures or [] if name in CARD_TASKS]
     architecture = names[0] if names else "HarmonicForMaskedLM"
-    task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], _hub_name(config)
+    task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], hub_base(config)
     trained = config.trained_parameters or []
     held_out = (run["data"].get("eval") or {}).get("source")
     # The exponent of several heads is no factor on their logits.
@@ -162,9 +163,7 @@ def model_card(
     tags = ["harmonic-loss"] if config.h_exp is not None else []
     tags += [task.title.lower().replace(" ", "-"), "harmonic-sft"]
     metadata = ModelCardData(
-        license=license.get("license"),
-        license_name=license.get("license_name"),
-        license_link=license.get("license_link"),
+        **license,
         # Not "peft": the Hub's snippet for that would load the base without its head.
         library_name="harmonic-sft" if form == "peft" else "transformers",
         pipeline_tag=task.pipeline,
@@ -222,18 +221,12 @@ def _eval_results(
     ]
 
 
-def _hub_name(config: HarmonicConfig) -> str | None:
-    """Return the base's name on the Hub, None if it is not there."""
-    name = config.base_model
-    return name if is_pinned(name, config.base_revision) else None
-
-
 def _base(config: HarmonicConfig) -> str | None:
     """Name the base; of a folder, only the last part of its path."""
     name = config.base_model
     if name is None:
         return None
-    if _hub_name(config) is not None:
+    if hub_base(config) is not None:
         return f"[{_escape(name)}](https://huggingface.co/{name})"
     if name.startswith("package:"):
         return f"the model in the Python package {_code(name.removeprefix('package:'))}"

@@ -9,17 +9,16 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.models.backbones import check_whole
-from harmonic_sft.models.partial_checkpoint import COMMIT, HUB_NAME, check_not_partial
+from harmonic_sft.models.partial_checkpoint import check_not_partial, hub_base
 from harmonic_sft.results import read_results, reading
 
-WEIGHTS = "model.safetensors"
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,10 @@ def check_saved(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a saved model; an error if there are not all."""
     check_not_partial(folder)
-    names = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        with reading(folder / INDEX):
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        with reading(index):
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"RUN: expected a whole model in {str(folder)!r}, got no {name}")
@@ -129,19 +128,15 @@ def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str,
                     yield name, file.get_tensor(name)
 
 
-def is_pinned(base: str | None, revision: str | None) -> bool:
-    """Whether a base is on the Hub at a commit, which training records for no folder."""
-    return bool(HUB_NAME.fullmatch(base or "") and COMMIT.fullmatch(revision or ""))
-
-
 def last_part(path: str) -> str | None:
     """Return a path's last part, None if that would be a home or a dot."""
     parts = [part for part in re.split(r"[\\/]+", path) if part.strip(".")]
     return parts[-1] if parts and not parts[-1].startswith("~") else None
 
 
-def public_base(base: str | None, revision: str | None) -> str | None:
-    """Return the name of a base, of a folder of this machine only its last part."""
-    if base is None or base.startswith("package:") or is_pinned(base, revision):
+def public_base(config: HarmonicConfig) -> str | None:
+    """Return the name of the base, of a folder of this machine only its last part."""
+    base = config.base_model
+    if base is None or base.startswith("package:") or hub_base(config) is not None:
         return base
     return last_part(base)

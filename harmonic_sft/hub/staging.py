@@ -14,14 +14,16 @@ from huggingface_hub import get_token, hf_hub_download, metadata_load
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+)
 
-from harmonic_sft.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
     ADAPTER_FOLDER,
-    INDEX,
     TrainedFolder,
-    is_pinned,
     public_base,
     read_tensors,
     weight_files,
@@ -38,6 +40,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite
+from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import reading
 
 Form = Literal["full", "head", "peft"]
@@ -85,11 +88,11 @@ def stage(
     check_publishable(trained, form)
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
-        _copy(adapter, target, (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
+        _copy(adapter, target, (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_CONFIG_NAME))
     else:
         if form == "full":
             weights = [path.name for path in weight_files(trained.path)]
-            _copy(trained.path, target, (*weights, INDEX))
+            _copy(trained.path, target, (*weights, SAFE_WEIGHTS_INDEX_NAME))
         else:
             _write_trained(trained, target)
         _write_config(trained, target, partial=form == "head")
@@ -149,7 +152,7 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
             f"--form {form}: expected a run that says what it trained, got one of an earlier "
             "version. Use --form full"
         )
-    if form == "head" and not is_pinned(config.base_model, config.base_revision):
+    if form == "head" and hub_base(config) is None:
         raise ValueError(
             f"--form head: expected a base on the Hub at a commit, got {config.base_model!r}, "
             "which nobody else could fetch. Use --form full, or push the base, and train from it"
@@ -181,18 +184,19 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
         raise ValueError(f"weights: expected a head that predicts, got one of which {problem}")
 
 
-def base_license(config: HarmonicConfig) -> dict[str, str]:
+def base_license(config: HarmonicConfig) -> dict[str, Any]:
     """Return what the base's card says of its license, nothing if there is no card to be read."""
-    if config.base_model is None or not is_pinned(config.base_model, config.base_revision):
+    base = hub_base(config)
+    if base is None:
         return {}
     try:
-        card = hf_hub_download(config.base_model, "README.md", revision=config.base_revision)
+        card = hf_hub_download(base, "README.md", revision=config.base_revision)
     except (HTTPError, OSError, ValueError):  # no card or no network
         return {}
     return license_in(Path(card))
 
 
-def license_in(card: Path) -> dict[str, str]:
+def license_in(card: Path) -> dict[str, Any]:
     """Return what a card says of the license, nothing where its metadata are no YAML."""
     try:
         fields = metadata_load(card) or {}
@@ -267,8 +271,7 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     """Write the configuration, the code it names, and what an encoder of sentences needs."""
     config = trained.config
     fields = json.loads((trained.path / "config.json").read_text())
-    base = public_base(config.base_model, config.base_revision)
-    fields |= {"base_model": base, "partial": partial}
+    fields |= {"base_model": public_base(config), "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
     for name in NAMES_CODE:

@@ -22,7 +22,7 @@ from .head import (
 )
 from .heads import HEADS, MultiHead, RotationHead, build_head
 from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
-from .modeling_backbone import HarmonicHeadModel, HarmonicModel, HarmonicPreTrainedModel
+from .modeling_backbone import HarmonicHeadModel, HarmonicModel
 from .modeling_harmonic import (
     HarmonicClassifier,
     HarmonicForCausalLM,
@@ -60,7 +60,6 @@ __all__ = [
     "HarmonicHeadModel",
     "HarmonicLanguageModel",
     "HarmonicModel",
-    "HarmonicPreTrainedModel",
     "Head",
     "L2Head",
     "LazyLogits",

@@ -34,33 +34,11 @@ from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 
 OFFSET_POSITIONS = ("camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl")
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
-# What stands between a decoder's dot products and its logits. Every other decoder is taken to
-# have nothing there, which a trial when it is loaded makes sure of.
-MULTIPLIED = {  # by a field of the configuration, or by one over it, if that is a number
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "cohere2_moe": ("logit_scale", 1),
-    "cohere_compass_text": ("logit_scale", 1),
-    "falcon_h1": ("lm_head_multiplier", 1),
-    "granite": ("logits_scaling", -1),
-    "granite_swa": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
-    "granitemoe_swa": ("logits_scaling", -1),
-    "granitemoeshared": ("logits_scaling", -1),
-    "granitemoehybrid": ("logits_scaling", -1),
-    "hyperclovax": ("logits_scaling", 1),
-    "minicpm3": ("logits_scaling", -1),
-}
-SOFT_CAPPED = (  # at config.final_logit_softcapping, if that is a number
-    "beam",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "nanochat",
-    "vaultgemma",
-)
+# What stands between a decoder's dot products and its logits, by a field of its configuration that
+# is a number there: a factor, which is the value to this power, and a soft cap. That there is no
+# more, a trial when the decoder is loaded makes sure of.
+FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+SOFTCAP = "final_logit_softcapping"
 TRIED = 8  # tokens of a trial
 
 
@@ -413,12 +391,11 @@ def old_head(model: PreTrainedModel) -> LinearHead:
     if is_quantized(output.weight):
         raise ValueError("base: expected an output layer that is not quantized")
     vocab_size, hidden_size = output.weight.shape
-    softcap = config.final_logit_softcapping if config.model_type in SOFT_CAPPED else None
-    factor = 1.0
-    if config.model_type in MULTIPLIED:
-        field, power = MULTIPLIED[config.model_type]
-        value = getattr(config, field)
-        factor = 1.0 if value is None else value**power
+    softcap, factor = getattr(config, SOFTCAP, None), 1.0
+    for field, power in FACTORS.items():
+        if (value := getattr(config, field, None)) is not None:
+            # HyperCLOVA X multiplies by what others divide by.
+            factor *= value if config.model_type == "hyperclovax" else value**power
     head = LinearHead(hidden_size, vocab_size, bias=output.bias is not None, softcap=softcap)
     head.to(output.weight.device)
     head.weight.copy_(output.weight.float() * factor)

@@ -111,18 +111,7 @@ class DistLayer(SphereHead):
         return DistanceLogits(*vectors, exponent, sphere, self.eps)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return the harmonic loss of each label.
-
-        The label's Euclidean distance is taken by direct difference and enters the normalizer with
-        the same value; the loss is log1p(others / label), accurate also where it is close to 0.
-
-        Args:
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return the harmonic loss `[N]` of each label, in nats; see `exact_nll`."""
         return exact_nll(self.lazy_logits(hidden_states), labels)
 
     def reset_parameters(self) -> None:

@@ -379,8 +379,13 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
 
 
-def exact_nll(lazy: AffineLogits | DistanceLogits, labels: Tensor) -> Tensor:
-    """Return log1p(others / label) `[N]`, with distances of `labels` `[N]` by direct difference."""
+def exact_nll(lazy: LazyLogits, labels: Tensor) -> Tensor:
+    """Return log1p(others / label) `[N]`, in nats, accurate also where it is close to 0.
+
+    The distances of `labels` `[N]` are taken by direct difference, also in the normalizer.
+    """
+    if isinstance(lazy, MixtureLogits):
+        return mixture_nll(torch.stack([exact_nll(part, labels) for part in lazy.parts]))
     labels = labels.unsqueeze(-1)  # [N, 1]
     is_distance = isinstance(lazy, DistanceLogits)
     logits = distance_logits(lazy, labels) if is_distance else dense_logits(lazy)  # [N, V]

@@ -18,7 +18,6 @@ from .head import (
     SphereHead,
     at_least_float32,
     exact_nll,
-    mixture_nll,
     unit_rows,
 )
 from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
@@ -119,17 +118,8 @@ class MultiHead(OuterHead, SphereHead):
         return MixtureLogits(self._whole(hidden_states), self.num_heads)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return the negative log-likelihood of each label, accurate also where it is close to 0.
-
-        Args:
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
-        parts = self.lazy_logits(hidden_states).parts
-        return mixture_nll(torch.stack([exact_nll(part, labels) for part in parts]))
+        """Return the negative log-likelihood `[N]` of each label, in nats; see `exact_nll`."""
+        return exact_nll(self.lazy_logits(hidden_states), labels)
 
     def renormalize_(self) -> None:
         """Scale every slice of every prototype back to norm 1; nothing to do off the sphere."""

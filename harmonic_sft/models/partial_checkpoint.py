@@ -38,6 +38,12 @@ def check_not_partial(folder: str | os.PathLike) -> None:
         )
 
 
+def hub_base(config: HarmonicConfig) -> str | None:
+    """Return the base's name on the Hub, None where training recorded no commit of it: a folder."""
+    base, revision = config.base_model or "", config.base_revision or ""
+    return base if HUB_NAME.fullmatch(base) and COMMIT.fullmatch(revision) else None
+
+
 def complete_state_dict(
     name: str, config: HarmonicConfig, where: dict[str, Any]
 ) -> dict[str, Tensor]:
@@ -47,11 +53,12 @@ def complete_state_dict(
         ValueError: The base cannot be fetched, or is not the model that was trained on.
         OSError: The checkpoint's own files cannot be fetched.
     """
-    base, revision = config.base_model or "", config.base_revision or ""
-    if not HUB_NAME.fullmatch(base) or not COMMIT.fullmatch(revision):
+    base = hub_base(config)
+    if base is None:
         raise ValueError(
             f"{name} holds only what was trained. base_model: expected a name on the Hub at a "
-            f"commit, got {base!r} at {revision!r}. Use a repo of the form `full`"
+            f"commit, got {config.base_model!r} at {config.base_revision!r}. Use a repo of the "
+            "form `full`"
         )
     if os.path.exists(base):  # which transformers would load
         raise ValueError(
@@ -59,7 +66,7 @@ def complete_state_dict(
             f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "
             "current folder, or rename that one"
         )
-    if (base, revision) == (name, where["revision"]):
+    if (base, config.base_revision) == (name, where["revision"]):
         raise ValueError(
             f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
         )
@@ -74,11 +81,11 @@ def complete_state_dict(
         raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
     try:
         hub = {key: where[key] for key in HUB_OPTIONS if key in where}
-        backbone = _load_base_of(config, hub)
+        backbone = _load_base_of(base, config, {**hub, "revision": config.base_revision})
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
-            f"{name} holds only what was trained. base: expected {config.base_model} at revision "
+            f"{name} holds only what was trained. base: expected {base} at revision "
             f"{config.base_revision}, whose weights it completes, got an error: {reason}. "
             "Check the network and your access to the base, or use a repo of the form `full`"
         ) from error
@@ -88,21 +95,20 @@ def complete_state_dict(
             key not in state_dict or state_dict[key].shape != value.shape
         ):
             raise ValueError(
-                f"base {config.base_model}: expected a weight {key} of shape "
+                f"base {base}: expected a weight {key} of shape "
                 f"{list(value.shape)}, got none. It is not the model trained on"
             )
     return state_dict | trained
 
 
-def _load_base_of(config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
+def _load_base_of(name: str, config: HarmonicConfig, where: dict[str, Any]) -> PreTrainedModel:
     """Load the backbone of a checkpoint's base in the precision that the run held it in."""
-    name, revision = config.base_model or "", config.base_revision or ""
-    fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+    fields, _ = PreTrainedConfig.get_config_dict(name, **where)
     base_config = config.text_config
     if fields.get("model_type") == "harmonic":
-        base_config = HarmonicConfig.from_pretrained(name, revision=revision, **hub)
+        base_config = HarmonicConfig.from_pretrained(name, **where)
     # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
     dtype = getattr(torch, config.base_dtype or "float32")
-    backbone = load_backbone(name, base_config, revision=revision, dtype=dtype, **hub)
+    backbone = load_backbone(name, base_config, dtype=dtype, **where)
     cast_parameters_(backbone, dtype)
     return backbone

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections.abc import Iterable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -11,30 +12,25 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.utils.integrations import dequantize_module_weight
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from harmonic_sft.config import parse
-from harmonic_sft.hub.adapter import (
-    ADAPTER_WEIGHTS,
-    BACKBONE,
-    PREFIX,
-    covering_modules,
-    save_peft,
-)
-from harmonic_sft.hub.run_folder import ADAPTER_FOLDER
+from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.partial_checkpoint import RESUME_FILE
+from harmonic_sft.models.partial_checkpoint import BACKBONE, RESUME_FILE
 from harmonic_sft.training.checkpoints import load_exactly_, load_trained_
 from harmonic_sft.training.freezing import load_head_
 from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
+PREFIX = "base_model.model."  # PEFT's, before every name
 OPTIONS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
 
 
@@ -111,7 +107,7 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
         layer.reset_lora_parameters(NAME, init_lora_weights=True)
     config = model.config
     weights = [f"{name}.weight" for name in targets]
-    merged = [f"{BACKBONE}.{name}" for name in weights]
+    merged = [f"{BACKBONE}{name}" for name in weights]
     config.trained_parameters = [*(config.trained_parameters or []), *merged]
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
@@ -167,15 +163,26 @@ def _save_merged(
 
 
 def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
-    """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`."""
+    """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
+
+    `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
+    head settings. Where parts trained in float32 on a bfloat16 body it needs
+    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
+    target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
+    finds none of them and says so.
+    """
     layers = lora_layers(model)
     modules = _saved_modules(model)
     config = copy(cast(Any, model.model.backbone).peft_config[NAME])
     config.modules_to_save, config.target_modules = modules, sorted(layers)
-    state = model.state_dict()
-    tensors = {saved: state[live] for live, saved in _saved_names(model, modules).items()}
-    base, revision = model.config.base_model, model.config.base_revision
-    save_peft(config, tensors, folder / ADAPTER_FOLDER, base=base, revision=revision)
+    config.base_model_name_or_path = public_base(model.config)
+    config.revision, config.inference_mode = model.config.base_revision, True
+    target, state = folder / ADAPTER_FOLDER, model.state_dict()
+    target.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(target))
+    names = _saved_names(model, modules)
+    tensors = {saved: state[live].contiguous() for live, saved in names.items()}
+    save_file(tensors, target / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
@@ -184,7 +191,7 @@ def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
-    saved = load_file(folder / ADAPTER_FOLDER / ADAPTER_WEIGHTS)
+    saved = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
     live = {name: live for live, name in _saved_names(model, _saved_modules(model)).items()}
     state = {live.get(name, name): value for name, value in saved.items()}
     load_exactly_(model, state, folder, names=live.values())
@@ -256,6 +263,15 @@ def _saved_modules(model: HarmonicHeadModel) -> list[str]:
     lora = tuple(f"{name}." for name in lora_layers(model))
     trained = [n for n, p in model.named_parameters() if p.requires_grad and not n.startswith(lora)]
     return covering_modules(trained)
+
+
+def covering_modules(trained: Iterable[str]) -> list[str]:
+    """Return the modules PEFT saves whole: the head, and every layer with a trained parameter."""
+    found = {n.rpartition(".")[0] for n in trained if not n.startswith("dist_head.")}
+    found.add("dist_head")
+    return sorted(
+        name for name in found if not any(name.startswith(f"{other}.") for other in found)
+    )
 
 
 def _saved_names(model: HarmonicHeadModel, modules: list[str]) -> dict[str, str]:

@@ -53,9 +53,7 @@ def pushed(hub, client, tmp_path_factory, run_settings):
     settings["peft"] = {"r": 2, "target_modules": ["query"], "layers_to_transform": [0]}
     settings["hub"] = {"push": True, "repo_id": "alice/full", "every_save": True}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    done = client("train", folder / "tiny.yaml")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("train", folder / "tiny.yaml")
     for form in ("head", "peft"):
-        done = client("push", folder / "run", "--repo-id", f"alice/{form}", "--form", form)
-        assert done["status"] == 0, done["err"]
+        client.succeeds("push", folder / "run", "--repo-id", f"alice/{form}", "--form", form)
     return folder / "run"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 from harmonic_sft.hub import linear_export
@@ -15,11 +15,11 @@ from harmonic_sft.models import (
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
-    build_head,
     find_blocks,
 )
 from tests.encoders import SIZES, V
-from tests.head_variants import VARIANTS
+from tests.head_variants import VARIANTS, moved_head
+from tests.saved_models import change_weights, spoil_embeddings
 
 D = SIZES["hidden_size"]
 HEADS = {
@@ -262,19 +262,9 @@ FOLDED = (
 )
 
 
-@torch.no_grad()
-def moved(name):
-    """A head with all parameters away from where they start."""
-    torch.manual_seed(0)
-    head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V)
-    for parameter in head.parameters():
-        parameter.add_(0.5 * torch.randn(parameter.shape))
-    return head
-
-
 @pytest.mark.parametrize("name", FOLDED)
 def test_whatever_is_linear_in_the_end_is_folded_into_the_rows(name):
-    head = moved(name)
+    head = moved_head(name, hidden_size=D, vocab_size=V)
     states = 3 * torch.randn(20, D, dtype=torch.float64)
     linear = linear_head(head).double()
     torch.testing.assert_close(
@@ -286,7 +276,7 @@ def test_whatever_is_linear_in_the_end_is_folded_into_the_rows(name):
 def test_whatever_is_not_is_refused(name):
     """Mixtures, other metrics, a bias beside normalized states (mahalanobis, vmf per class)."""
     with pytest.raises(ValueError, match=r"head: expected one that ranks by dot products or Eucl"):
-        linear_head(moved(name))
+        linear_head(moved_head(name))
 
 
 def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
@@ -302,9 +292,7 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     with pytest.raises(ValueError, match="harmonic language model, got a HarmonicForSequence"):
         export_linear(tmp_path / "classifier", target)
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("dist_head.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    change_weights(folder / "model.safetensors", lambda weights: weights.pop("dist_head.weight"))
     with pytest.raises(ValueError, match=r"got 1 weights missing: dist_head\.weight"):
         export_linear(folder, target)
     (folder / "model.safetensors").unlink()
@@ -315,21 +303,16 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
 
 def test_a_head_that_predicts_nothing_is_not_exported(bases, tmp_path):
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
-    weights = load_file(folder / "model.safetensors")
-    weights["dist_head.weight"].fill_(0.1)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    change_weights(path, lambda weights: weights["dist_head.weight"].fill_(0.1))
     with pytest.raises(ValueError, match=r"export: .* got one of which all prototypes are equal"):
         export_linear(folder, tmp_path / "linear")
     assert not (tmp_path / "linear").exists()
 
 
-@torch.no_grad()
 def test_weights_that_are_not_finite_are_not_exported(bases, tmp_path):
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
-    weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if "embeddings" in name)
-    weights[name].view(-1)[3] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    name = spoil_embeddings(folder / "model.safetensors")
     with pytest.raises(ValueError, match=f"export: expected finite numbers, got others in {name}"):
         export_linear(folder, tmp_path / "linear")
 

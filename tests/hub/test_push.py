@@ -157,8 +157,7 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
     client("push", pushed, "--repo-id", "alice/branches", "--private")
     before = hub.commits("alice/branches")
     checkpoint = pushed / "checkpoint-3"
-    done = client("push", checkpoint, "--repo-id", "alice/branches", "--revision", "step-3")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", checkpoint, "--repo-id", "alice/branches", "--revision", "step-3")
     assert hub.commits("alice/branches") == before
     files = hub.files("alice/branches", "step-3")
     assert json.loads(files["config.json"])["head"]["h_exp"] == -8.0
@@ -196,8 +195,7 @@ def test_the_command_to_try_again_pushes(hub, client, pushed):
     hub.fail("POST", "/commit/", status=403, times=20)
     done = client("push", pushed, "--repo-id", "alice/again", "--form", "head")
     hub.faults.clear()
-    done = client(*done["err"].split("Try again: harmonic-sft ")[1].split())
-    assert done["status"] == 0, done["err"]
+    client.succeeds(*done["err"].split("Try again: harmonic-sft ")[1].split())
     assert "dist_head.safetensors" in hub.files("alice/again")
 
 
@@ -212,8 +210,7 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     assert "checkpoint-3 --repo-id alice/bumpy" in done["err"]  # a warning
     assert (tmp_path / "run" / "results" / "train.json").is_file()
     assert "model.safetensors" not in hub.files("alice/bumpy")
-    done = client("train", tmp_path / "bumpy.yaml", "resume=true")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("train", tmp_path / "bumpy.yaml", "resume=true")
     assert "model.safetensors" in hub.files("alice/bumpy")
 
 
@@ -222,8 +219,7 @@ def test_files_of_others_stay_and_leftovers_of_ours_go(hub, client, pushed):
     mine = {"examples/demo.py": b"1", "extra/probe.safetensors": b"2", "notes.md": b"3"}
     left = {"added_tokens.json": b"{}", "dist_head.safetensors": b"4", "heads.py": b"5"}
     hub.add_repo("alice/kept", {**hub.files("alice/kept"), **mine, **left})
-    done = client("push", pushed, "--repo-id", "alice/kept", "--form", "peft")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", pushed, "--repo-id", "alice/kept", "--form", "peft")
     files = hub.files("alice/kept")
     assert {name: files.get(name) for name in mine} == mine
     assert not files.keys() & left.keys()
@@ -236,8 +232,7 @@ def test_the_license_is_the_bases_unless_another_is_named(hub, client, pushed):
     assert b"Apache License" in hub.files("alice/full")["LICENSE"]
     hub.add_repo("alice/licensed", {"LICENSE": b"my own"})
     words = ("--repo-id", "alice/licensed", "--license", "cc-by-4.0")
-    done = client("push", pushed, *words)
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", pushed, *words)
     files = hub.files("alice/licensed")
     assert ModelCard(files["README.md"].decode()).data.license == "cc-by-4.0"
     assert files["LICENSE"] == b"my own"
@@ -263,8 +258,7 @@ def test_a_tokenizer_whose_base_names_code_loads_without_it(
     settings = run_settings("alice/code", tmp_path / "run")
     settings["hub"] = {"push": True, "repo_id": "alice/no-code"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    done = client("train", tmp_path / "run.yaml")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("train", tmp_path / "run.yaml")
     folder = tmp_path / "run"
     elsewhere(LOAD_TOKENIZERS, folder, folder / "checkpoint-3", "alice/no-code")
 
@@ -272,8 +266,7 @@ def test_a_tokenizer_whose_base_names_code_loads_without_it(
 def test_an_adapter_needs_no_license_of_code(hub, client, pushed):
     client("push", pushed, "--repo-id", "alice/forms")
     assert "LICENSE" in hub.files("alice/forms")
-    done = client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
     assert "LICENSE" not in hub.files("alice/forms")
     hub.add_repo("alice/forms", {**hub.files("alice/forms"), "LICENSE": b"\xffmine"})
     client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")

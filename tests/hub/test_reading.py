@@ -124,8 +124,7 @@ def test_with_this_package_no_remote_code_is_needed(client, pushed):
 
 def test_token_revision_and_local_files_reach_the_base_too(hub, client, pushed, tmp_path):
     words = ("--repo-id", "alice/private", "--form", "head", "--private", "--revision", "step-6")
-    done = client("push", pushed, *words)
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", pushed, *words)
     code = EXPECTED.format(folder=str(pushed), text=TEXT) + PRIVATE.format(cache=str(tmp_path))
     hub.repos["alice/base"].private = True
     try:
@@ -171,8 +170,7 @@ def test_bad_input_is_one_line_before_anything_is_sent(client, hub, pushed, tmp_
         assert done["err"].startswith("error: ")
         assert done["err"].count("\n") == 1
     assert len([call for call in hub.requests if call[0] == "POST"]) == sent
-    done = client("push", pushed, "--repo-id", "alice/bert", "--force")
-    assert done["status"] == 0, done["err"]
+    client.succeeds("push", pushed, "--repo-id", "alice/bert", "--force")
 
 
 def test_without_a_token_it_says_how_to_log_in(finished_run, no_token, monkeypatch, capsys):

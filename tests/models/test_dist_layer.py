@@ -66,19 +66,6 @@ def test_a_fresh_mahalanobis_head_of_a_diagonal_is_the_euclidean_one():
     assert 0 < low_rank.factor.norm() < 1
 
 
-BAD = {
-    "unknown": ({"metric": "manhattan"}, "metric: expected one of .* got 'manhattan'"),
-    "rank of another": ({"rank": 2}, "rank: expected nothing for metric euclidean, got 2"),
-    "large rank": ({"metric": "mahalanobis", "rank": D + 1}, f"rank: expected .* 0 to {D}"),
-}
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD)
-def test_a_bad_metric_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        DistLayer(D, V, **fields)
-
-
 def test_the_cosine_metric_was_the_sphere_at_twice_the_exponent():
     torch.manual_seed(0)
     head, states = DistLayer(D, V, h_exp=-6.0), torch.randn(N, D, dtype=torch.float64)

@@ -19,7 +19,7 @@ from harmonic_sft.models import (
     scored_positions,
 )
 from harmonic_sft.models.head import squared_distances
-from tests.head_variants import VARIANTS, D, V
+from tests.head_variants import VARIANTS, D, V, moved_head
 
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 BODIES = {
@@ -41,13 +41,8 @@ def forgotten_graphs():
 
 def make_head(name):
     """A head with every parameter moved from its start, and states, some close to prototypes."""
-    torch.manual_seed(0)
-    head = build_head(VARIANTS[name], hidden_size=D, vocab_size=V)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape))
-        states = torch.randn(6, D)
-        states[:3] = 1.001 * head.prototypes[:3]
+    head, states = moved_head(name), torch.randn(6, D)
+    states[:3] = 1.001 * head.prototypes[:3].detach()
     return head.eval(), states
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import re
 from functools import partial
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import BertConfig
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
-from tests.head_variants import VARIANTS, D, V
+from tests.head_variants import VARIANTS, D, V, moved_head
 
 N = 6
 every_head = pytest.mark.parametrize("name", VARIANTS)
@@ -20,11 +22,7 @@ every_head = pytest.mark.parametrize("name", VARIANTS)
 
 def make(name, *, hidden_size=D, vocab_size=V, dtype=torch.float32):
     """A head whose parameters are all moved from where they start, states and labels."""
-    torch.manual_seed(0)
-    head = build_head(VARIANTS[name], hidden_size=hidden_size, vocab_size=vocab_size).to(dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape))
+    head = moved_head(name, hidden_size=hidden_size, vocab_size=vocab_size, dtype=dtype)
     states = torch.randn(N, hidden_size, dtype=dtype)
     return head, states, torch.randint(vocab_size, (N,))
 
@@ -143,6 +141,8 @@ def test_prototypes_on_a_sphere_are_brought_back_to_it_and_others_stay(name):
     else:
         norms = head.weight.norm(dim=-1)
         close(norms, norms[0].expand(V))
+        if "multi_head" not in name:
+            close(head.weight[:4], nn.functional.normalize(embeddings[:4], dim=-1))
 
 
 OFF_THE_SPHERE = {
@@ -304,3 +304,89 @@ def test_an_unknown_field_is_refused(name):
     settings = VARIANTS[name]
     with pytest.raises(ValueError, match=f"head {settings['name']}: expected its own fields"):
         build_head({**settings, "dropout": 0.1}, hidden_size=D, vocab_size=V)
+
+
+NOT_ABOVE_0 = [-1.0, 0.0, math.inf, math.nan]
+NOT_BELOW_0 = [0.5, 0.0, -math.inf, math.nan]
+NUMBERS = {  # head and field: values out of range, and what is expected
+    ("dist", "h_exp"): (NOT_BELOW_0, "a number below 0"),
+    ("dist", "eps"): (NOT_ABOVE_0, "a number above 0"),
+    ("power", "power"): ([0.0, math.inf, math.nan], "a number other than 0"),
+    ("power", "eps"): (NOT_ABOVE_0, "a number above 0"),
+    ("l2", "scale"): (NOT_ABOVE_0, "a number above 0"),
+    ("cosine", "scale"): (NOT_ABOVE_0, "a number above 0"),
+    ("linear", "softcap"): (NOT_ABOVE_0, "a number above 0"),
+    ("multi_head", "num_heads"): ([0, -2, 5], f"a divisor of hidden_size {D}"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), NUMBERS)
+def test_a_number_out_of_its_range_is_refused(name, field):
+    values, expected = NUMBERS[name, field]
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{field}: expected {expected}, got {value}"):
+            build_head({"name": name, field: value}, hidden_size=D, vocab_size=V)
+
+
+def around(outer, **inner):
+    return {"name": outer, "inner": inner}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "dit"}, f"head name: expected one of {re.escape(str(sorted(HEADS)))}, got 'dit'"),
+        ({"name": "dist", "metric": "manhattan"}, "metric: expected one of .* got 'manhattan'"),
+        ({"name": "dist", "rank": 2}, "rank: expected nothing for metric euclidean, got 2"),
+        ({"name": "dist", "metric": "mahalanobis", "rank": D + 1}, f"rank: expected .* 0 to {D}"),
+        (around("rotation", name="dit"), "head name: expected one of .*, got 'dit'"),
+        (around("rotation", name="linear", eps=1.0), "head linear: expected its own fields"),
+        (
+            around("multi_head", name="rotation"),
+            r"multi_head inner: expected one of \['cosine', 'dist', 'linear'\], got 'rotation'",
+        ),
+        (around("multi_head", name="multi_head"), "inner: expected one of .*'multi_head'"),
+        (around("multi_head", bias=True), "multi_head inner: expected one of .*got None"),
+        (around("multi_head", name="linear", eps=1.0), "head linear: expected its own fields"),
+        (
+            around("multi_head", name="dist", metric="mahalanobis"),
+            "multi_head inner metric: expected euclidean, got mahalanobis",
+        ),
+        (
+            around("multi_head", name="linear", softcap=30.0),
+            "multi_head inner softcap: expected none, got 30.0. Leave it out",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_head(settings, hidden_size=D, vocab_size=V)
+
+
+def test_sizes_are_those_of_a_head():
+    for empty in ("hidden_size", "vocab_size"):
+        message = rf"head: expected at least one dimension and one class, got .*{empty} 0"
+        with pytest.raises(ValueError, match=message):
+            build_head({"name": "dist"}, **{"hidden_size": D, "vocab_size": V, empty: 0})
+    message = "per_class: expected a hidden size of at least 16, got 15"
+    with pytest.raises(ValueError, match=message):
+        build_head({"name": "vmf", "per_class": True}, hidden_size=15, vocab_size=V)
+    assert (
+        build_head({"name": "vmf"}, hidden_size=15, vocab_size=V).settings()["per_class"] is False
+    )
+
+
+@pytest.mark.parametrize("value", NOT_BELOW_0)
+def test_an_exponent_is_set_below_0(value):
+    head = build_head({"name": "dist", "learn_h_exp": True}, hidden_size=D, vocab_size=V)
+    with pytest.raises(ValueError, match=f"h_exp: expected a number below 0, got {value}"):
+        head.h_exp = value
+
+
+def test_a_head_without_an_exponent_takes_none():
+    for settings in ({"name": "linear"}, {"name": "rotation", "inner": {"name": "linear"}}):
+        head = build_head(settings, hidden_size=D, vocab_size=V)
+        assert head.h_exp is None
+        assert not head.scaled_by_h_exp
+        with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
+            head.h_exp = -2.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
 from harmonic_sft.models import (
@@ -18,7 +18,8 @@ from harmonic_sft.models import (
 )
 from tests.decoders import save_decoder
 from tests.encoders import save_encoder
-from tests.saved_models import write_partial
+from tests.head_variants import VARIANTS
+from tests.saved_models import change_json, change_weights, spoil_embeddings, write_partial
 
 INPUTS = torch.arange(5, 17).view(2, 6)
 
@@ -40,11 +41,21 @@ def train_last_block(model):
     return model
 
 
+@torch.no_grad()
+def assert_same(found, expected):
+    """The same weights, in the same precision, with the same logits."""
+    weights = found.state_dict()
+    for name, tensor in expected.state_dict().items():
+        assert weights[name].dtype == tensor.dtype, name
+        assert torch.equal(weights[name], tensor), name
+    assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+
+
 @pytest.fixture
 def make_pair(tmp_path, bases, cache_repo):
     """A trained model saved in full and in part, over a base in the cache."""
 
-    def make(family="bert", dtype=torch.float32):
+    def make(family="bert", dtype=torch.float32, head=None):
         base = tmp_path / "base"
         if family == "ours":  # with a bfloat16 body
             ours = HarmonicForMaskedLM.from_base(str(bases / "bert"), dtype=torch.bfloat16)
@@ -52,7 +63,7 @@ def make_pair(tmp_path, bases, cache_repo):
         else:
             shutil.copytree(bases / family, base)
         commit = cache_repo("me/base", base)
-        model = HarmonicForMaskedLM.from_base("me/base", dtype=dtype)
+        model = HarmonicForMaskedLM.from_base("me/base", dtype=dtype, head=head)
         assert model.config.base_revision == commit
         train_last_block(model).save_pretrained(tmp_path / "full")
         write_partial(tmp_path / "full", tmp_path / "part")
@@ -62,19 +73,18 @@ def make_pair(tmp_path, bases, cache_repo):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("bert", torch.bfloat16), ("neobert", torch.float32), ("ours", torch.bfloat16)],
+    ("family", "dtype", "head"),
+    [
+        ("bert", torch.bfloat16, "rotation of multi_head"),
+        ("neobert", torch.float32, "dist"),
+        ("ours", torch.bfloat16, "dist"),
+    ],
 )
-def test_a_completed_model_equals_the_full_one(make_pair, family, dtype):
-    full, part = make_pair(family, dtype)
+def test_a_completed_model_equals_the_full_one(make_pair, family, dtype, head):
+    full, part = make_pair(family, dtype, VARIANTS[head])
     expected = HarmonicForMaskedLM.from_pretrained(full)
     found = HarmonicForMaskedLM.from_pretrained(part)
-    for name, tensor in expected.state_dict().items():
-        other = found.state_dict()[name]
-        assert other.dtype == tensor.dtype, name
-        assert torch.equal(other, tensor), name
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
     assert found.name_or_path == str(part)
     assert not found.training
 
@@ -110,8 +120,7 @@ def test_options_of_from_pretrained_are_honored(make_pair):
     assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
     assert found.dist_head.weight.dtype == torch.float32
     assert found.model.backbone.config._attn_implementation == "eager"
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
     model, report = HarmonicForMaskedLM.from_pretrained(part, output_loading_info=True)
     assert isinstance(model, HarmonicForMaskedLM)
     assert not report["missing_keys"]
@@ -127,11 +136,7 @@ def test_another_dtype_gives_what_the_full_one_gives(make_pair, family, dtype):
     expected, found = (
         AutoModelForMaskedLM.from_pretrained(folder, dtype=dtype) for folder in (full, part)
     )
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor), name
-        assert found.state_dict()[name].dtype == tensor.dtype, name
-    with torch.no_grad():
-        assert torch.equal(found(INPUTS).logits, expected(INPUTS).logits)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("form", ["full", "part"])
@@ -152,16 +157,12 @@ def test_saved_again_it_is_a_whole_checkpoint(make_pair, tmp_path):
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == model.state_dict().keys()
     shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")  # no longer needed
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path / "again")
-    with torch.no_grad():
-        assert torch.equal(again(INPUTS).logits, model(INPUTS).logits)
+    assert_same(HarmonicForMaskedLM.from_pretrained(tmp_path / "again"), model)
 
 
 def test_only_the_head_may_have_been_trained(make_pair, tmp_path):
     full, _ = make_pair()
-    fields = json.loads((full / "config.json").read_text())
-    fields["trained_parameters"] = ["dist_head.weight"]
-    (full / "config.json").write_text(json.dumps(fields))
+    change_json(full / "config.json", trained_parameters=["dist_head.weight"])
     write_partial(full, tmp_path / "head_only")
     assert not (tmp_path / "head_only" / "trained_blocks.safetensors").exists()
     model = HarmonicForMaskedLM.from_pretrained(tmp_path / "head_only")
@@ -181,8 +182,7 @@ def test_a_missing_base_is_one_clear_error(make_pair):
 
 def test_a_base_at_another_revision_is_refused(make_pair):
     _, part = make_pair()
-    fields = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps({**fields, "base_revision": "f" * 40}))
+    change_json(part / "config.json", base_revision="f" * 40)
     with pytest.raises(ValueError, match=f"expected me/base at revision {'f' * 40}"):
         HarmonicForMaskedLM.from_pretrained(part)
 
@@ -192,8 +192,7 @@ def test_a_base_of_another_shape_is_refused(make_pair, tmp_path, cache_repo):
     shutil.rmtree(Path(os.environ["HF_HUB_CACHE"]) / "models--me--base")
     other = save_encoder("bert", tmp_path / "other", intermediate_size=64)
     commit = cache_repo("me/base", other)
-    fields = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps({**fields, "base_revision": commit}))
+    change_json(part / "config.json", base_revision=commit)
     with pytest.raises(ValueError, match="of another shape"):
         HarmonicForMaskedLM.from_pretrained(part)
 
@@ -208,16 +207,14 @@ def test_a_checkpoint_without_all_trained_weights_is_refused(make_pair):
 def test_a_base_is_a_name_on_the_hub_at_a_commit(make_pair, tmp_path, monkeypatch):
     """Else a repo on the Hub could have a folder of this machine loaded."""
     _, part = make_pair()
-    fields = json.loads((part / "config.json").read_text())
+    commit = json.loads((part / "config.json").read_text())["base_revision"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me").mkdir()
     shutil.copytree(tmp_path / "base", tmp_path / "me" / "local")
-    commit = fields["base_revision"]
     named = [(str(tmp_path / "base"), commit), ("./base", commit), ("me/local", commit)]
     named += [("base", commit), ("me/base", None), ("me/base", "main"), (None, commit)]
     for base, revision in named:
-        changed = {"base_model": base, "base_revision": revision}
-        (part / "config.json").write_text(json.dumps({**fields, **changed}))
+        change_json(part / "config.json", base_model=base, base_revision=revision)
         message = "base_model: expected a name on the Hub at a commit"
         if base in ("me/local", "base") and revision == commit:  # names, which folders here hide
             message = f"base: expected {base} on the Hub, got '{tmp_path / base}' of this machine"
@@ -227,10 +224,8 @@ def test_a_base_is_a_name_on_the_hub_at_a_commit(make_pair, tmp_path, monkeypatc
 
 def test_a_repo_that_names_itself_as_base_is_one_error(make_pair, cache_repo):
     _, part = make_pair()
-    fields = json.loads((part / "config.json").read_text())
     commit = f"{len(os.listdir(os.environ['HF_HUB_CACHE'])) + 1:040x}"
-    changed = {"base_model": "me/part", "base_revision": commit}
-    (part / "config.json").write_text(json.dumps({**fields, **changed}))
+    change_json(part / "config.json", base_model="me/part", base_revision=commit)
     assert cache_repo("me/part", part) == commit
     with pytest.raises(ValueError, match="me/part: expected another repo as base, got itself"):
         HarmonicForMaskedLM.from_pretrained("me/part")
@@ -240,9 +235,7 @@ def test_a_repo_that_names_itself_as_base_is_one_error(make_pair, cache_repo):
 def test_prototypes_that_predict_nothing_are_reported(make_pair, caplog, is_partial):
     folder = make_pair()[is_partial]
     path = folder / ("dist_head.safetensors" if is_partial else "model.safetensors")
-    weights = load_file(path)
-    weights["dist_head.weight"].fill_(0.1)
-    save_file(weights, path, {"format": "pt"})
+    change_weights(path, lambda weights: weights["dist_head.weight"].fill_(0.1))
     HarmonicForMaskedLM.from_pretrained(folder)
     (message,) = [text for text in caplog.messages if "prototypes" in text]
     assert message.startswith(f"{folder}: all prototypes are equal")
@@ -250,11 +243,7 @@ def test_prototypes_that_predict_nothing_are_reported(make_pair, caplog, is_part
 
 def test_weights_that_are_not_finite_are_reported(make_pair, caplog):
     folder, _ = make_pair()
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    name = next(name for name in weights if "embeddings" in name)
-    weights[name].view(-1)[3] = torch.nan
-    save_file(weights, path, {"format": "pt"})
+    name = spoil_embeddings(folder / "model.safetensors")
     HarmonicForMaskedLM.from_pretrained(folder)
     HarmonicModel.from_pretrained(folder)
     message = "{}: {} is not finite. Its predictions mean nothing."

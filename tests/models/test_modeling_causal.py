@@ -19,7 +19,7 @@ from transformers import (
 from harmonic_sft.losses import ArcFaceLoss
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.backbones import base_of, load_base
-from tests.decoders import FAMILIES, D, V, save_decoder
+from tests.decoders import FAMILIES, D, V, save_decoder, save_tokenizer
 
 ROWS = torch.randint(3, V, (2, 10), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(ROWS)
@@ -196,13 +196,7 @@ def test_generating_under_compile_changes_no_token(bases, backend, cache):
 def test_the_pipeline_writes_text(bases, tmp_path):
     model = make(bases)
     model.save_pretrained(tmp_path)
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(V)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     write = pipeline("text-generation", model=str(tmp_path))
     assert isinstance(write.model, HarmonicForCausalLM)
     text = write("w5 w6", **LENGTH)[0]["generated_text"]

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ HEADS = {"dist": {"name": "dist", "h_exp": -3.0}, "linear": {"name": "linear"}}
 @pytest.fixture(scope="session")
 def base(bases):
     return str(bases / "bert")
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """A saved decoder, which is a base for other tasks."""
+    folder = tmp_path_factory.mktemp("causal")
+    torch.manual_seed(0)
+    llama = LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0)
+    LlamaForCausalLM(llama).save_pretrained(folder / "base")
+    HarmonicForCausalLM.from_base(str(folder / "base")).save_pretrained(folder / "causal")
+    return folder / "causal"
 
 
 def make(base, task="sequence", head="dist", **options):
@@ -315,7 +327,7 @@ for job in sys.argv[2:]:
 
 
 def test_language_models_are_bases_for_every_task_where_this_package_is_not(
-    base, tmp_path, elsewhere, cache_repo
+    base, causal, tmp_path, elsewhere, cache_repo
 ):
     """Masked, tied, partial and causal repos, by transformers alone."""
     torch.save(batch(), tmp_path / "inputs.pt")
@@ -325,14 +337,12 @@ def test_language_models_are_bases_for_every_task_where_this_package_is_not(
     masked.save_pretrained(tmp_path / "masked")
     write_partial(tmp_path / "masked", tmp_path / "part")
     HarmonicForMaskedLM.from_base(base, tie=True).save_pretrained(tmp_path / "tied")
-    llama = LlamaConfig(**SIZES, num_key_value_heads=2)
-    LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
-    causal = HarmonicForCausalLM.from_base(str(tmp_path / "llama"))
-    causal.save_pretrained(tmp_path / "causal")
+    shutil.copytree(causal, tmp_path / "causal")
     states = masked.model(**batch()).last_hidden_state
     for name in ("masked", "part", "tied"):
         torch.save(states, tmp_path / f"{name}.pt")
-    torch.save(causal.model(**batch()).last_hidden_state, tmp_path / "causal.pt")
+    decoder = HarmonicModel.from_pretrained(causal)
+    torch.save(decoder(**batch()).last_hidden_state, tmp_path / "causal.pt")
     elsewhere(
         TASKS_READER,
         os.environ["HF_HUB_CACHE"],
@@ -400,11 +410,8 @@ def test_answers_are_scored_as_transformers_does(published):
     assert model(**inputs).loss is None
 
 
-def test_a_decoder_reads_a_text_at_its_last_token(tmp_path):
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).save_pretrained(tmp_path / "base")
-    HarmonicForCausalLM.from_base(str(tmp_path / "base")).save_pretrained(tmp_path / "causal")
-    model = HarmonicForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+def test_a_decoder_reads_a_text_at_its_last_token(causal):
+    model = HarmonicForSequenceClassification.from_pretrained(causal, num_labels=1)
     for left in (False, True):
         inputs = batch(left=left)
         length = int(inputs["attention_mask"][1].sum())
@@ -418,12 +425,8 @@ def test_a_decoder_reads_a_text_at_its_last_token(tmp_path):
     )
 
 
-def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(tmp_path):
-    torch.manual_seed(0)
-    llama = LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0)
-    LlamaForCausalLM(llama).save_pretrained(tmp_path / "base")
-    HarmonicForCausalLM.from_base(str(tmp_path / "base")).save_pretrained(tmp_path / "causal")
-    model = HarmonicForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(causal):
+    model = HarmonicForSequenceClassification.from_pretrained(causal, num_labels=1)
     inputs = batch()
     input_ids = inputs["input_ids"] * inputs["attention_mask"]
     assert torch.equal(model(input_ids).logits, model(**inputs).logits)

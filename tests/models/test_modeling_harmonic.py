@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -29,6 +28,7 @@ from harmonic_sft.models import (
     max_positions,
 )
 from tests.encoders import FAMILIES, SIZES, V, save_bert_tokenizer
+from tests.saved_models import change_weights
 
 
 def batch(seed=0):
@@ -149,14 +149,6 @@ def test_our_classes_load_a_saved_folder(bases, tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path)) is HarmonicModel
 
 
-def damaged(bases, family, tmp_path, change):
-    folder = shutil.copytree(bases / family, tmp_path / "damaged")
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
 CHANGES = {
     "missing": lambda weights, key: weights.pop(key),
     "of another shape": lambda weights, key: weights.update({key: weights[key][..., :-1].clone()}),
@@ -175,10 +167,11 @@ CHANGES = {
     ],
 )
 def test_a_base_that_does_not_fill_the_backbone_is_an_error(bases, tmp_path, problem, family, key):
-    folder = damaged(bases, family, tmp_path, lambda weights: CHANGES[problem](weights, key))
+    folder = shutil.copytree(bases / family, tmp_path / "damaged")
+    change_weights(folder / "model.safetensors", lambda weights: CHANGES[problem](weights, key))
     message = f"base .*: expected a checkpoint that fills the backbone, got 1 weights {problem}: "
     with pytest.raises(ValueError, match=message):
-        HarmonicForMaskedLM.from_base(folder)
+        HarmonicForMaskedLM.from_base(str(folder))
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "header"])

@@ -12,7 +12,6 @@ from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
     RotationHead,
-    build_head,
 )
 
 D, V, N = 8, 20, 5
@@ -106,22 +105,6 @@ def test_everything_else_is_the_inner_heads():
     assert head.scaled_by_h_exp
     assert head.settings()["inner"] == head.inner.settings()
     assert isinstance(head.lazy_logits(torch.randn(N, D)), DistanceLogits)
-
-
-def test_a_head_without_an_exponent_takes_none():
-    head, _, _ = make({"name": "linear"})
-    assert head.h_exp is None
-    assert not head.scaled_by_h_exp
-    with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
-        head.h_exp = -2.0
-
-
-def test_a_bad_inner_head_is_refused():
-    sizes = {"hidden_size": D, "vocab_size": V}
-    with pytest.raises(ValueError, match=r"head name: expected one of .*, got 'dit'"):
-        build_head({"name": "rotation", "inner": {"name": "dit"}}, **sizes)
-    with pytest.raises(ValueError, match="head linear: expected its own fields"):
-        build_head({"name": "rotation", "inner": {"name": "linear", "eps": 1.0}}, **sizes)
 
 
 def test_a_missing_rotation_starts_at_the_identity():

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from harmonic_sft.hub.adapter import covering_modules
 from harmonic_sft.models import (
     DistLayer,
     HarmonicConfig,
@@ -26,6 +25,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
 from harmonic_sft.training.adapters import (
     add_lora_,
+    covering_modules,
     load_adapter_,
     lora_layers,
     merged_state,
