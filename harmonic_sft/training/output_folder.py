@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -307,30 +307,6 @@ def _start_again(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-class FolderLock:
-    """Keeps other processes from training in a folder, from the first `hold` to its end.
-
-    The main process, which writes, locks it for all.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder, self._is_free = folder, PartialState().is_main_process
-
-    @contextmanager
-    def hold(self) -> Generator[None]:
-        """Lock the folder, unless a caller has done so.
-
-        Raises:
-            ValueError: Another process trains in it.
-        """
-        is_free, self._is_free = self._is_free, False
-        try:
-            with locked(self._folder) if is_free else nullcontext():
-                yield
-        finally:
-            self._is_free = is_free
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -92,10 +93,10 @@ from harmonic_sft.training.master_weights import (
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import (
-    FolderLock,
     check_output_folder,
     check_shared,
     claim_output_folder,
+    locked,
 )
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
@@ -224,7 +225,7 @@ class HarmonicTrainer(Trainer):
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
-        self.folder_lock = FolderLock(Path(str(args.output_dir)))
+        self._is_at_work = False
         self.data_seconds = 0.0
         self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
@@ -249,6 +250,26 @@ class HarmonicTrainer(Trainer):
         if state.num_processes > 1 and not self.claimed:
             check_shared(Path(str(self.args.output_dir)))
         self.claimed = True
+
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """Keep others out of the output folder and name silent processes, unless a caller does.
+
+        Raises:
+            ValueError: Another process trains in the folder.
+            StoppedError: Another process of this run does not answer.
+        """
+        if self._is_at_work:
+            yield
+            return
+        self._is_at_work = True
+        is_main = PartialState().is_main_process  # which writes, and locks the folder for all
+        lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
+        try:
+            with lock, naming_silent_peers(self.args):
+                yield
+        finally:
+            self._is_at_work = False
 
     def train(
         self,
@@ -301,7 +322,7 @@ class HarmonicTrainer(Trainer):
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         try:
-            with self.folder_lock.hold(), listening, naming_silent_peers(self.args):
+            with self.at_work(), listening:
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
