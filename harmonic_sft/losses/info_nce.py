@@ -6,10 +6,9 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, unit_rows
 from harmonic_sft.ops import linear_cross_entropy
 from harmonic_sft.ops.options import check_labels
@@ -41,15 +40,12 @@ class InfoNCELoss:
         Raises:
             ValueError: Its logits are neither dot products nor Euclidean distances.
         """
-        vocab_size, hidden_size = head.weight.shape
-        settings = head.settings()
-        with FakeTensorMode():  # the head itself may be on the meta device
-            twin = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
-            lazy = twin.lazy_logits(torch.empty(1, hidden_size))
+        with torch.no_grad():  # the head may be on the meta device
+            lazy = head.lazy_logits(head.weight.new_empty(1, head.weight.shape[1]))
         if not isinstance(lazy, AffineLogits | DistanceLogits):
             raise ValueError(
                 "loss info_nce: expected a head of dot products, cosines or Euclidean distances, "
-                f"got {settings}"
+                f"got {head.settings()}"
             )
 
     def prepare(self, head: Head) -> Self:

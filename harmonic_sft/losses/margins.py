@@ -1,6 +1,7 @@
 """ArcFace and CosFace: cross-entropy of cosines with a margin on the label."""
 
 import math
+from abc import abstractmethod
 from typing import Literal, Self
 
 import torch
@@ -17,27 +18,22 @@ MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the squar
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ArcFaceLoss:
-    """Cross-entropy with the label's logit scale * cos(theta) made scale * cos(theta + margin).
+class _MarginLoss:
+    """Cross-entropy of a cosine head's logits, that of the label made smaller."""
 
-    The scale is the head's. The margin only trains: the head predicts without it. Where theta +
-    margin is above pi the cosine would rise again; there, as the authors' code does, the label's
-    logit is scale * (cos(theta) - margin * sin(margin)).
-
-    Source:
-        Deng et al. 2019, ArcFace, arXiv:1801.07698, Eq. 3, with a scale of 64 and a margin of 0.5.
-    """
-
-    name: Literal["arcface"] = "arcface"
-    margin: float = Field(0.5, ge=0, lt=math.pi, description="Added to the angle, in radians")
+    name: str
+    margin: float
 
     def check(self, head: Head) -> None:
-        """Refuse any head but cosine.
+        """Refuse any head but cosine: a margin needs its angles and its scale.
 
         Raises:
             ValueError: It is another one.
         """
-        _check_is_cosine(head, self.name)
+        if not isinstance(head, CosineHead):
+            raise ValueError(
+                f"loss {self.name}: expected a cosine head, got {head.settings()['name']}"
+            )
 
     def prepare(self, head: Head) -> Self:
         """Return this loss, after `check`: it needs nothing from the head."""
@@ -60,16 +56,38 @@ class ArcFaceLoss:
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(head, CosineHead), "prepare has checked it"
         logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        cosines = logits.gather(-1, labels) / head.scale
-        sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
-        turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
-        beyond = cosines - self.margin * math.sin(self.margin)
-        turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
-        return label_nll(logits, labels, head.scale * turned)
+        return label_nll(logits, labels, self._moved(logits.gather(-1, labels), head.scale))
+
+    @abstractmethod
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        """Return what the logits of the labels `[N, 1]` become."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CosFaceLoss:
+class ArcFaceLoss(_MarginLoss):
+    """Cross-entropy with the label's logit scale * cos(theta) made scale * cos(theta + margin).
+
+    The scale is the head's. The margin only trains: the head predicts without it. Where theta +
+    margin is above pi the cosine would rise again; there, as the authors' code does, the label's
+    logit is scale * (cos(theta) - margin * sin(margin)).
+
+    Source:
+        Deng et al. 2019, ArcFace, arXiv:1801.07698, Eq. 3, with a scale of 64 and a margin of 0.5.
+    """
+
+    name: Literal["arcface"] = "arcface"
+    margin: float = Field(0.5, ge=0, lt=math.pi, description="Added to the angle, in radians")
+
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        cosines = logits / scale
+        sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
+        turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
+        beyond = cosines - self.margin * math.sin(self.margin)
+        return scale * torch.where(cosines > -math.cos(self.margin), turned, beyond)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CosFaceLoss(_MarginLoss):
     """Cross-entropy with the label's logit scale * cos(theta) made scale * (cos(theta) - margin).
 
     The scale is the head's. The margin only trains: the head predicts without it.
@@ -81,31 +99,5 @@ class CosFaceLoss:
     name: Literal["cosface"] = "cosface"
     margin: float = Field(0.35, ge=0, le=2, description="Taken from the label's cosine")
 
-    def check(self, head: Head) -> None:
-        """Refuse any head but cosine.
-
-        Raises:
-            ValueError: It is another one.
-        """
-        _check_is_cosine(head, self.name)
-
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token `[N]`, in nats; see `ArcFaceLoss`."""
-        return by_chunks(self._dense, head, hidden_states, labels)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(head, CosineHead), "prepare has checked it"
-        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        own = logits.gather(-1, labels) - head.scale * self.margin
-        return label_nll(logits, labels, own)
-
-
-def _check_is_cosine(head: Head, loss: str) -> None:
-    """Refuse any head but cosine: a margin needs its angles and its scale."""
-    if not isinstance(head, CosineHead):
-        raise ValueError(f"loss {loss}: expected a cosine head, got {head.settings()['name']}")
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        return logits - scale * self.margin
