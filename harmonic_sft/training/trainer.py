@@ -16,7 +16,6 @@ from typing import Any, cast
 import datasets
 import torch
 from accelerate import PartialState
-from accelerate.data_loader import BatchSamplerShard
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +57,7 @@ from harmonic_sft.training.batches import (
     OF_LABELS,
     CountingCollator,
     head_inputs,
+    last_batch_rows,
     save_bad_step,
     take_out_repeated_,
 )
@@ -424,8 +424,10 @@ class HarmonicTrainer(Trainer):
             super()._load_rng_state(self._random_state)
             self._random_state = None
         batches = list(islice(epoch_iterator, num_batches))
-        if self.args.world_size > 1:
-            self._take_out_repeated_(batches)
+        if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
+            collator = cast(CountingCollator, self.data_collator)
+            if rows := last_batch_rows(self.callback_handler.train_dataloader, self.args):
+                take_out_repeated_(batches[-1], self.args, collator, num_rows=rows)
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
@@ -439,33 +441,21 @@ class HarmonicTrainer(Trainer):
             self.stream_place.take(batches)
         return batches, num_items
 
-    def _take_out_repeated_(self, batches: list) -> None:
-        """Leave the rows that fill up the last of several processes out of a step."""
-        loader: Any = self.callback_handler.train_dataloader
-        if self._knows_repeated and isinstance(loader.batch_sampler, BatchSamplerShard):
-            num_rows = len(loader.batch_sampler.batch_sampler.sampler)
-            collator = cast(CountingCollator, self.data_collator)
-            step = self.state.global_step
-            take_out_repeated_(batches, self.args, collator, num_rows=num_rows, step=step)
-
     @property
     def _knows_repeated(self) -> bool:
         """Whether rows can be left out; a loss of the user may need a label in every batch."""
         is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
         return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
 
-    def _warn_of_repeated(self, loader: Any) -> None:
+    def _warn_of_repeated(self, loader: DataLoader) -> None:
         """Say that the last step of an epoch scores some rows twice, where it does."""
         args = self.args
-        is_filled = isinstance(loader.batch_sampler, BatchSamplerShard) and args.should_log
-        if not is_filled or self._knows_repeated or args.dataloader_drop_last:
-            return
-        at_once = args.per_device_train_batch_size * args.world_size
-        if num_left := -len(loader.batch_sampler.batch_sampler.sampler) % at_once:
+        num_rows = last_batch_rows(loader, args)
+        if num_rows and args.should_log and not self._knows_repeated:
             logger.warning(
                 "The last batches of an epoch score %d rows again, so that all %d processes have "
                 "as many. dataloader_drop_last=True leaves these batches out.",
-                num_left,
+                args.per_device_train_batch_size * args.world_size - num_rows,
                 args.world_size,
             )
 
