@@ -28,7 +28,7 @@ from harmonic_sft.results import (
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
-    read_rows_per_step,
+    read_manifest,
     was_saved,
 )
 from harmonic_sft.training.run_config import RunConfig
@@ -106,9 +106,9 @@ def check_output_folder(run: RunConfig) -> None:
             "choose another one"
         )
     old = _claimed(folder)
-    different = changed_keys(old, run)
+    different = _changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
-    if checkpoint is not None and read_rows_per_step(checkpoint) is not None:
+    if checkpoint is not None and read_manifest(checkpoint):
         different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training["max_steps"]:
@@ -186,16 +186,12 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
         )
 
 
-def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return the keys in which two runs differ, as far as training goes.
+def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
+    """Return the keys in which a run differs from another's settings, as far as training goes.
 
     An address that is signed again is the same one.
     """
-    return _changed_keys(to_plain(old), to_plain(new))
-
-
-def _changed_keys(*settings: dict[str, Any]) -> list[str]:
-    before, after = (leaves(without_secrets(plain)) for plain in settings)
+    before, after = (leaves(without_secrets(plain)) for plain in (old, to_plain(new)))
     return sorted(
         key
         for key in before.keys() | after.keys()
@@ -254,8 +250,9 @@ def claim_output_folder(run: RunConfig) -> None:
             _start_again(run.output_dir)
         if path.exists():
             old = _claimed(run.output_dir)
+            is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
             is_here = old.output_dir == run.output_dir
-            if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
+            if not is_longer and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
         write_whole(path, to_yaml(run))
         for draft in _drafts(run.output_dir, RUN_FILE):
@@ -381,7 +378,7 @@ def read_verdicts(run: RunConfig) -> dict[str, str] | None:
     with other settings.
     """
     results = read_whole(verify_path(run.output_dir), "pairs", "config")
-    if results is None or _changed_keys(results["config"], to_plain(run)):
+    if results is None or _changed_keys(results["config"], run):
         return None
     return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
 
@@ -390,7 +387,7 @@ def note_verdicts(run: RunConfig) -> None:
     """Write what `verify` said into the results of this run, where it is finished."""
     path = results_path(run.output_dir)
     results = read_whole(path, "config")
-    if results is not None and not _changed_keys(results["config"], to_plain(run)):
+    if results is not None and not _changed_keys(results["config"], run):
         write_results(path.parent, path.stem, {**results, "verified": read_verdicts(run)})
 
 
