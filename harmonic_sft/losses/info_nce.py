@@ -1,6 +1,6 @@
 """InfoNCE: contrast the label's prototype with those of the batch's other labels."""
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, unit_rows
 from harmonic_sft.ops import linear_cross_entropy
@@ -15,7 +16,7 @@ from harmonic_sft.ops.options import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class InfoNCELoss:
+class InfoNCELoss(Loss):
     """Negative log of the label's share of exp(scale * cos) among the labels of the batch.
 
     The positive is the label's prototype, the negatives are the prototypes of the batch's other
@@ -48,22 +49,8 @@ class InfoNCELoss:
                 f"got {head.settings()}"
             )
 
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token, without a matrix of all pairs at once.
-
-        Args:
-            head: Compares one vector with one prototype for each class.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return one loss per token, without a matrix of all pairs at once."""
         lazy = head.lazy_logits(hidden_states)
         assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
@@ -30,7 +31,7 @@ class NeighborTable(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class KNNLabelSmoothingLoss:
+class KNNLabelSmoothingLoss(Loss):
     """Cross-entropy with a share of the target on the nearest prototypes of the label.
 
     The target of label y is (1 - epsilon) at y and epsilon * q_j at its nearest prototypes j,
@@ -54,9 +55,6 @@ class KNNLabelSmoothingLoss:
         "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
     )
 
-    def check(self, head: Head) -> None:
-        """Accept every head: each has prototypes."""
-
     def prepare(self, head: Head) -> "NeighborSmoothing":
         """Return the loss with the table of the head's prototypes as they are now.
 
@@ -66,11 +64,7 @@ class KNNLabelSmoothingLoss:
         return NeighborSmoothing(self, head)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to guess a table.
-
-        Raises:
-            ValueError: Always; what `prepare` returns is called.
-        """
+        """Refuse to guess a table."""
         raise ValueError(
             "loss knn_label_smoothing: expected a table of neighbors, got none. "
             "Call what prepare(head) returns"

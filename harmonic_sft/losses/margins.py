@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import CosineHead, Head
 from harmonic_sft.models.head import label_nll
 from harmonic_sft.ops import by_chunks
@@ -18,7 +19,7 @@ MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the squar
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _MarginLoss:
+class _MarginLoss(Loss):
     """Cross-entropy of a cosine head's logits, that of the label made smaller."""
 
     name: str
@@ -35,22 +36,8 @@ class _MarginLoss:
                 f"loss {self.name}: expected a cosine head, got {head.settings()['name']}"
             )
 
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: A `CosineHead`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return one loss per token."""
         return by_chunks(self._dense, head, hidden_states, labels)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
