@@ -14,7 +14,7 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
-from harmonic_sft.ops.chunks import CPU_BYTES
+from harmonic_sft.ops.chunks import chunk_rows
 from harmonic_sft.ops.options import check_labels
 
 
@@ -147,11 +147,10 @@ def find_neighbors(prototypes: Tensor, num_neighbors: int, *, scale: float) -> N
         scale: Multiplies the cosines before their softmax.
     """
     unit = F.normalize(at_least_float32(prototypes), dim=-1)
-    rows = max(1, CPU_BYTES // (4 * len(unit)))
     indices, weights = [], []
-    for start in range(0, len(unit), rows):
-        cosines = unit[start : start + rows] @ unit.T  # [rows, V]
-        cosines.diagonal(start).fill_(-math.inf)
+    for number, block in enumerate(unit.split(rows := chunk_rows(unit))):
+        cosines = block @ unit.T  # [rows, V]
+        cosines.diagonal(number * rows).fill_(-math.inf)
         values, columns = cosines.topk(num_neighbors)
         indices.append(columns)
         weights.append((scale * values).softmax(-1))

@@ -1,7 +1,5 @@
 """How hidden states and prototypes become scores: dot products or squared distances."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,30 +11,50 @@ DOMINANT = 0.5
 CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
 
 
-@dataclass(frozen=True)
 class Geometry:
     """How raw hidden states and prototypes enter the matrix products of one call.
 
     The squared distance of a pair is `row_i + column_j + inverse_j * <-2 x_i, w_j>`.
 
-    Attributes:
+    Args:
         kind: "linear", "euclidean" or "sphere".
-        dtype: All arithmetic is done in it, float32 or better.
         prototypes: `[V, D]`, raw.
+        eps: Added to the squared distance.
+        dtype: All arithmetic is done in it, float32 or better.
+        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
+            them, which would halt a GPU.
+
+    Attributes:
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
         spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.
-        eps: Added to the squared distance.
     """
 
-    kind: str
-    dtype: torch.dtype
-    prototypes: Tensor
-    inverse: Tensor | None
-    center: Tensor | None
-    spread: Tensor | None
-    eps: float
+    def __init__(
+        self,
+        kind: str,
+        prototypes: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        centered: bool | None = None,
+    ):
+        self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
+        self.inverse: Tensor | None = None
+        self.center: Tensor | None = None
+        self.spread: Tensor | None = None
+        if self.linear:
+            return
+        sample = self.prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
+        if kind == "sphere":
+            self.inverse = inverse_norms(self.prototypes).to(dtype)
+            sample = unit_rows(sample)
+        center, energy = sample.mean(0), sample.square().sum(-1).mean()
+        share = center.square().sum()
+        self.spread = energy
+        if bool(share > DOMINANT * energy) if centered is None else centered:
+            self.center, self.spread = center, energy - share
 
     @property
     def linear(self) -> bool:
@@ -127,37 +145,6 @@ class Geometry:
     def scale(self) -> Tensor | None:
         """`[V]`, what the products with `tile` are multiplied by; None for 1."""
         return self.inverse if self.center is None else None
-
-
-def build_geometry(
-    kind: str, prototypes: Tensor, eps: float, dtype: torch.dtype, *, centered: bool | None = None
-) -> Geometry:
-    """Return the geometry of `prototypes` `[V, D]`.
-
-    Args:
-        kind: "linear", "euclidean" or "sphere".
-        prototypes: `[V, D]`.
-        eps: Added to the squared distance.
-        dtype: The inputs' dtype.
-        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
-            them, which would halt a GPU.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    prototypes = prototypes.detach()
-    if kind == "linear":
-        return Geometry(kind, dtype, prototypes, None, None, None, eps)
-    sample = prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
-    inverse = None
-    if kind == "sphere":
-        inverse = inverse_norms(prototypes).to(dtype)
-        sample = unit_rows(sample)
-    center, energy = sample.mean(0), sample.square().sum(-1).mean()
-    share = center.square().sum()
-    if centered is None:
-        centered = bool(share > DOMINANT * energy)
-    if not centered:
-        return Geometry(kind, dtype, prototypes, inverse, None, energy, eps)
-    return Geometry(kind, dtype, prototypes, inverse, center, energy - share, eps)
 
 
 def near_limits(geometry: Geometry, placed: Tensor) -> Tensor:
