@@ -96,6 +96,14 @@ class Geometry:
         # Not 0 either where all prototypes are one, and the hidden state is too.
         return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
 
+    def near_limits(self, placed: Tensor) -> Tensor:
+        """Return the squared distances `[T, 1]` below which expansion has lost digits.
+
+        Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
+        """
+        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+        return squared * (2.6 * NEAR) + self.eps
+
     def row(self, placed: Tensor, inverse: Tensor | None) -> Tensor | None:
         """Return `row_i` `[T, 1]` of the squared distances; None for 0."""
         if self.linear or (self.kind == "sphere" and self.center is None):
@@ -103,12 +111,12 @@ class Geometry:
         squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         return squared if inverse is None else squared + (inverse == 0)
 
-    def columns(self, start: int, stop: int) -> Tensor:
-        """Return `column_j` `[stop - start]` of the squared distances, eps included."""
+    def columns(self) -> Tensor:
+        """Return `column_j` `[V]` of the squared distances, eps included."""
         if self.kind == "sphere" and self.center is None:
-            return self.prototypes.new_full((stop - start,), 2 + self.eps, dtype=self.dtype)
-        columns = self.tile(start, stop).square().sum(1).add_(self.eps)
-        return columns if self.inverse is None else columns + (self.inverse[start:stop] == 0)
+            return self.prototypes.new_full((len(self.prototypes),), 2 + self.eps, dtype=self.dtype)
+        columns = self.tile(slice(None)).square().sum(1).add_(self.eps)
+        return columns if self.inverse is None else columns + (self.inverse == 0)
 
     def rows(self, classes: Tensor) -> Tensor:
         """Return the prototypes of `classes` `[P]` as they are compared, `[P, D]`."""
@@ -128,29 +136,20 @@ class Geometry:
             return 0.0
         return (inverse == 0).to(self.dtype) + (self.inverse[classes] == 0)
 
-    def tile(self, start: int, stop: int) -> Tensor:
-        """Return what multiplies hidden states for classes `start` to `stop`: `[stop - start, D]`.
+    def tile(self, classes: slice) -> Tensor:
+        """Return what multiplies hidden states for some classes, `[W, D]`.
 
         On the sphere without a center these are the raw prototypes; their products are scaled by
         `inverse`, since a normalized copy of the tile costs more.
         """
-        prototypes = self.prototypes[start:stop].to(self.dtype)
+        prototypes = self.prototypes[classes].to(self.dtype)
         if self.center is None:
             return prototypes
         if self.inverse is not None:
-            prototypes = prototypes * self.inverse[start:stop].unsqueeze(1)
+            prototypes = prototypes * self.inverse[classes].unsqueeze(1)
         return prototypes - self.center
 
     @property
     def scale(self) -> Tensor | None:
         """`[V]`, what the products with `tile` are multiplied by; None for 1."""
         return self.inverse if self.center is None else None
-
-
-def near_limits(geometry: Geometry, placed: Tensor) -> Tensor:
-    """Return the squared distances `[T, 1]` below which expansion has lost digits.
-
-    Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
-    """
-    squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
-    return squared * (2.6 * NEAR) + geometry.eps

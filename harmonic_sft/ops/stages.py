@@ -216,7 +216,7 @@ class TransportStage(CrossEntropyStage):
         assert arguments.second_weight is not None, "a transport has points"
         points, dtype = arguments.second_weight, self.target.dtype
         self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=False)
-        self.squares = self.ground.columns(0, self.num_classes)
+        self.squares = self.ground.columns()
 
     def targets(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]`."""
@@ -224,7 +224,7 @@ class TransportStage(CrossEntropyStage):
 
     def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e times the cost."""
-        costs = torch.mm(self.targets(tokens), self.ground.tile(tile.start, tile.stop).T)
+        costs = torch.mm(self.targets(tokens), self.ground.tile(tile).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
         return costs.mul_(probs), []
