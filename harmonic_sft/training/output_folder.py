@@ -165,7 +165,8 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
     given = 0 if kind == "constant" else run.training.get("warmup_steps", 0)
-    warmup = int(given) if given >= 1 else math.ceil(max_steps * given)  # as transformers does
+    # As TrainingArguments do; to make some now would reset the state of the trainer's accelerate.
+    warmup = int(given) if given >= 1 else math.ceil(max_steps * given)
     if schedule is not None and not warmup:
         warmup, _ = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0)
     reasons = {

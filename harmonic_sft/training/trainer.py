@@ -509,12 +509,11 @@ class HarmonicTrainer(Trainer):
             self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            save_neighbors(folder, unwrapped.loss_fn)
-            is_part = has_lora(unwrapped) or self.args.save == "trainable"
-            is_packed = quantization_method(unwrapped.config) is not None
+            save_neighbors(folder, self.model.loss_fn)
+            is_part = has_lora(self.model) or self.args.save == "trainable"
+            is_packed = quantization_method(self.model.config) is not None
             if self._frozen is None and (is_part or not is_packed):
-                self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
+                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
             rows = rows_per_step(self.args)
             write_manifest(
                 folder,
@@ -664,7 +663,7 @@ class HarmonicTrainer(Trainer):
         self, dataloader: DataLoader, *, can_be_empty: bool
     ) -> tuple[dict[str, float], int]:
         """Return the metrics of all labelled tokens, and how many rows were scored."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model = self.model
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
         scores = score(model, self._head_inputs(model, dataloader), self._gather_scores)
@@ -751,8 +750,7 @@ class HarmonicTrainer(Trainer):
         if not is_checkpoint or self.args.save == "full":
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            save_trained(model, Path(output_dir))
+            save_trained(self.model, Path(output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin.
@@ -763,10 +761,9 @@ class HarmonicTrainer(Trainer):
             return
         folder = str(output_dir or self.args.output_dir)
         Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if has_lora(model):
-            save_adapter(model, Path(folder))
-        model.save_pretrained(folder, state_dict=state_dict)
+        if has_lora(self.model):
+            save_adapter(self.model, Path(folder))
+        self.model.save_pretrained(folder, state_dict=state_dict)
         tokenizer = self.processing_class
         if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
             tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run
