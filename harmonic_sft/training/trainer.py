@@ -227,7 +227,6 @@ class HarmonicTrainer(Trainer):
         self.claimed = False  # the output folder
         self._is_at_work = False
         self.data_seconds = 0.0
-        self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
@@ -420,9 +419,6 @@ class HarmonicTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
-        if self._random_state is not None:  # only now has the loader of a stream drawn its own
-            super()._load_rng_state(self._random_state)
-            self._random_state = None
         batches = list(islice(epoch_iterator, num_batches))
         if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
             collator = cast(CountingCollator, self.data_collator)
@@ -475,17 +471,14 @@ class HarmonicTrainer(Trainer):
             self.stream_place.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Wait until the loader of a stream has begun: it draws a number that was drawn before."""
+        """Continue with the losses since the last log, too."""
+        super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             loss, last = load_running_loss(Path(checkpoint), self.args)
             self._tr_loss += loss
             self._total_loss_scalar -= loss  # which is of this session alone
             if last is not None:
                 self._globalstep_last_logged = last
-        if self.stream_place is None:
-            super()._load_rng_state(checkpoint)
-        else:
-            self._random_state = checkpoint
 
     def _load_callback_state(self) -> None:
         """Set the best checkpoint, which transformers looks for where the run was once."""
