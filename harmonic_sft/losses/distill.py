@@ -96,15 +96,7 @@ class Distillation:
         self._states = outputs.last_hidden_state[:, :-1][scored]  # [N, E]
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
+        """Return one loss per token; see `Loss`.
 
         Raises:
             ValueError: The old body has not read these tokens.

@@ -98,16 +98,7 @@ class NeighborSmoothing:
         self.table = find_neighbors(head.prototypes.detach(), loss.num_neighbors, scale=loss.scale)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats; the entropy of the target where it is met, not 0.
-        """
+        """Return one loss per token; see `Loss`. It is the target's entropy where that is met."""
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
         if self.loss.impl == "reference":
             return self._dense(head, hidden_states, labels)

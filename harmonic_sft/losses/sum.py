@@ -90,16 +90,7 @@ class WeightedSum:
         self.weights, self.losses = tuple(weights), tuple(losses)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats, but for the squared units of a wasserstein term.
-        """
+        """Return one loss per token; see `Loss`. A wasserstein term has squared units."""
         logits = head.lazy_logits(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
         found = []

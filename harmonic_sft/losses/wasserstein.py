@@ -82,15 +82,9 @@ class Transport:
         return self.fixed
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
+        """Return one loss per token; see `Loss`.
 
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]` and has `prototypes` `[V, D]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in squared units of the prototypes: from 0 to 4 on the unit sphere.
+        They are in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
         logits = head.lazy_logits(hidden_states)
         is_whole = isinstance(logits, AffineLogits | DistanceLogits)
