@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -268,7 +268,8 @@ def check_shared(folder: Path) -> None:
     """
     state, path = PartialState(), folder / RUN_FILE
     claim = broadcast_object_list([path.read_text() if state.is_main_process else None])[0]
-    elsewhere = gather_object([] if _shows(path, claim) else [state.process_index])
+    is_here = _comes_true(lambda: path.is_file() and path.read_text() == claim, SHOWN_AFTER)
+    elsewhere = gather_object([] if is_here else [state.process_index])
     if elsewhere:
         raise ValueError(
             f"training.output_dir: expected one folder that all nodes share, got {str(folder)!r}, "
@@ -277,10 +278,10 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def _shows(path: Path, text: str) -> bool:
-    """Wait for a file; return whether it came."""
-    end = time.monotonic() + SHOWN_AFTER
-    while not path.is_file() or path.read_text() != text:
+def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it came true."""
+    end = time.monotonic() + seconds
+    while not condition():
         if time.monotonic() >= end:
             return False
         time.sleep(0.2)
@@ -316,7 +317,7 @@ def locked(folder: Path) -> Generator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if not _flock(handle):
+        if not _comes_true(lambda: _flock(handle), PATIENCE):
             raise ValueError(
                 f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
                 "which another one is training. Wait for its end, or choose another folder"
@@ -328,18 +329,13 @@ def locked(folder: Path) -> Generator[None]:
 
 def _flock(handle: int) -> bool:
     """Lock an open folder; return whether nobody else holds it."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.2)
-        except OSError as error:  # some network drives have no locks
-            logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
-            return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network drives have no locks
+        logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
+    return True
 
 
 def is_finished(run: RunConfig) -> bool:
