@@ -1,6 +1,6 @@
 """Cross-entropy of any head's logits."""
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -8,12 +8,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CrossEntropyLoss:
+class CrossEntropyLoss(Loss):
     """Negative log of the label's probability under the head's softmax."""
 
     name: Literal["cross_entropy"] = "cross_entropy"
@@ -32,24 +33,8 @@ class CrossEntropyLoss:
         """Whether it is the negative log-probability alone."""
         return self.label_smoothing == 0 and self.z_loss == 0
 
-    def check(self, head: Head) -> None:
-        """Accept every head."""
-
-    def prepare(self, head: Head) -> Self:
-        """Return this loss: it fits every head and needs nothing from it."""
-        return self
-
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token, without the logits of all tokens at once.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return one loss per token, without the logits of all tokens at once."""
         if self.impl == "reference":
             return self._dense(head, hidden_states, labels)
         logits = head.lazy_logits(hidden_states)

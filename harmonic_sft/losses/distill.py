@@ -11,19 +11,21 @@ from torch import Tensor, nn
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.ops import by_chunks, chunked_loss
 from harmonic_sft.ops.chunks import chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DistillLoss:
+class DistillLoss(Loss):
     """KL divergence from the old head's distribution, annealed into the cross-entropy.
 
     The loss is weight * KL(q || p) + (1 - weight) * -log p_y, with p of the head that is trained
     (its cross-entropy is harmonic loss where it measures distances) and q of the model as it was: a
     frozen copy of the old head on the hidden states of a frozen body. The weight goes from 1 at the
-    first step to 0 after `until` of the run, linearly.
+    first step to 0 after `until` of the run, linearly. `prepare(head, body=None)` takes the old
+    head, and what gave it its hidden states where that changes in training.
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
     cross-entropy's three, and where the body trains too a forward pass of the old one; then it is
@@ -37,9 +39,6 @@ class DistillLoss:
     name: Literal["distill"] = "distill"
     until: float = Field(0.5, gt=0, le=1, description="Share of the run that the old head is in")
 
-    def check(self, head: Head) -> None:
-        """Accept every head: each has a distribution."""
-
     def prepare(self, head: Head, body: nn.Module | None = None) -> "Distillation":
         """Return the loss with a frozen copy of `head`, the old one, as the teacher.
 
@@ -52,11 +51,7 @@ class DistillLoss:
         return Distillation(self, head, body)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to work without a teacher.
-
-        Raises:
-            ValueError: Always; what `prepare` returns is called.
-        """
+        """Refuse to work without a teacher."""
         raise ValueError(
             "loss distill: expected a teacher, got none. Call what prepare(old_head) returns"
         )
@@ -101,15 +96,7 @@ class Distillation:
         self._states = outputs.last_hidden_state[:, :-1][scored]  # [N, E]
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
+        """Return one loss per token; see `Loss`.
 
         Raises:
             ValueError: The old body has not read these tokens.

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head
 from harmonic_sft.ops import Impl
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class HarmonicLoss:
+class HarmonicLoss(Loss):
     """Negative log of p_y, with p_j proportional to (d_j ** 2 + eps) ** h_exp.
 
     The exponent and eps belong to the head, which anneals and publishes them.
@@ -46,14 +47,5 @@ class HarmonicLoss:
         return CrossEntropyLoss(impl=self.impl)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token: the cross-entropy of the distances.
-
-        Args:
-            head: A `DistLayer`, or a head around one.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return one loss per token: the cross-entropy of the distances."""
         return self.prepare(head)(head, hidden_states, labels)

@@ -1,22 +1,22 @@
 """InfoNCE: contrast the label's prototype with those of the batch's other labels."""
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.models import AffineLogits, DistanceLogits, Head, build_head
+from harmonic_sft.losses.loss import Loss
+from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, unit_rows
 from harmonic_sft.ops import linear_cross_entropy
 from harmonic_sft.ops.options import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class InfoNCELoss:
+class InfoNCELoss(Loss):
     """Negative log of the label's share of exp(scale * cos) among the labels of the batch.
 
     The positive is the label's prototype, the negatives are the prototypes of the batch's other
@@ -41,33 +41,16 @@ class InfoNCELoss:
         Raises:
             ValueError: Its logits are neither dot products nor Euclidean distances.
         """
-        vocab_size, hidden_size = head.weight.shape
-        settings = head.settings()
-        with FakeTensorMode():  # the head itself may be on the meta device
-            twin = build_head(settings, hidden_size=hidden_size, vocab_size=vocab_size)
-            lazy = twin.lazy_logits(torch.empty(1, hidden_size))
+        with torch.no_grad():  # the head may be on the meta device
+            lazy = head.lazy_logits(head.weight.new_empty(1, head.weight.shape[1]))
         if not isinstance(lazy, AffineLogits | DistanceLogits):
             raise ValueError(
                 "loss info_nce: expected a head of dot products, cosines or Euclidean distances, "
-                f"got {settings}"
+                f"got {head.settings()}"
             )
 
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token, without a matrix of all pairs at once.
-
-        Args:
-            head: Compares one vector with one prototype for each class.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
+        """Return one loss per token, without a matrix of all pairs at once."""
         lazy = head.lazy_logits(hidden_states)
         assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))

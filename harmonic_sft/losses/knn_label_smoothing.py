@@ -10,10 +10,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
-from harmonic_sft.ops.chunks import CPU_BYTES
+from harmonic_sft.ops.chunks import chunk_rows
 from harmonic_sft.ops.options import check_labels
 
 
@@ -30,7 +31,7 @@ class NeighborTable(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class KNNLabelSmoothingLoss:
+class KNNLabelSmoothingLoss(Loss):
     """Cross-entropy with a share of the target on the nearest prototypes of the label.
 
     The target of label y is (1 - epsilon) at y and epsilon * q_j at its nearest prototypes j,
@@ -54,9 +55,6 @@ class KNNLabelSmoothingLoss:
         "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
     )
 
-    def check(self, head: Head) -> None:
-        """Accept every head: each has prototypes."""
-
     def prepare(self, head: Head) -> "NeighborSmoothing":
         """Return the loss with the table of the head's prototypes as they are now.
 
@@ -66,11 +64,7 @@ class KNNLabelSmoothingLoss:
         return NeighborSmoothing(self, head)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to guess a table.
-
-        Raises:
-            ValueError: Always; what `prepare` returns is called.
-        """
+        """Refuse to guess a table."""
         raise ValueError(
             "loss knn_label_smoothing: expected a table of neighbors, got none. "
             "Call what prepare(head) returns"
@@ -104,16 +98,7 @@ class NeighborSmoothing:
         self.table = find_neighbors(head.prototypes.detach(), loss.num_neighbors, scale=loss.scale)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats; the entropy of the target where it is met, not 0.
-        """
+        """Return one loss per token; see `Loss`. It is the target's entropy where that is met."""
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
         if self.loss.impl == "reference":
             return self._dense(head, hidden_states, labels)
@@ -153,11 +138,10 @@ def find_neighbors(prototypes: Tensor, num_neighbors: int, *, scale: float) -> N
         scale: Multiplies the cosines before their softmax.
     """
     unit = F.normalize(at_least_float32(prototypes), dim=-1)
-    rows = max(1, CPU_BYTES // (4 * len(unit)))
     indices, weights = [], []
-    for start in range(0, len(unit), rows):
-        cosines = unit[start : start + rows] @ unit.T  # [rows, V]
-        cosines.diagonal(start).fill_(-math.inf)
+    for number, block in enumerate(unit.split(rows := chunk_rows(unit))):
+        cosines = block @ unit.T  # [rows, V]
+        cosines.diagonal(number * rows).fill_(-math.inf)
         values, columns = cosines.topk(num_neighbors)
         indices.append(columns)
         weights.append((scale * values).softmax(-1))

@@ -1,7 +1,8 @@
 """ArcFace and CosFace: cross-entropy of cosines with a margin on the label."""
 
 import math
-from typing import Literal, Self
+from abc import abstractmethod
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import CosineHead, Head
 from harmonic_sft.models.head import label_nll
 from harmonic_sft.ops import by_chunks
@@ -17,7 +19,39 @@ MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the squar
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ArcFaceLoss:
+class _MarginLoss(Loss):
+    """Cross-entropy of a cosine head's logits, that of the label made smaller."""
+
+    name: str
+    margin: float
+
+    def check(self, head: Head) -> None:
+        """Refuse any head but cosine: a margin needs its angles and its scale.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        if not isinstance(head, CosineHead):
+            raise ValueError(
+                f"loss {self.name}: expected a cosine head, got {head.settings()['name']}"
+            )
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token."""
+        return by_chunks(self._dense, head, hidden_states, labels)
+
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        assert isinstance(head, CosineHead), "prepare has checked it"
+        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
+        return label_nll(logits, labels, self._moved(logits.gather(-1, labels), head.scale))
+
+    @abstractmethod
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        """Return what the logits of the labels `[N, 1]` become."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ArcFaceLoss(_MarginLoss):
     """Cross-entropy with the label's logit scale * cos(theta) made scale * cos(theta + margin).
 
     The scale is the head's. The margin only trains: the head predicts without it. Where theta +
@@ -31,45 +65,16 @@ class ArcFaceLoss:
     name: Literal["arcface"] = "arcface"
     margin: float = Field(0.5, ge=0, lt=math.pi, description="Added to the angle, in radians")
 
-    def check(self, head: Head) -> None:
-        """Refuse any head but cosine.
-
-        Raises:
-            ValueError: It is another one.
-        """
-        _check_is_cosine(head, self.name)
-
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: A `CosineHead`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats.
-        """
-        return by_chunks(self._dense, head, hidden_states, labels)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(head, CosineHead), "prepare has checked it"
-        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        cosines = logits.gather(-1, labels) / head.scale
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        cosines = logits / scale
         sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
         turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
         beyond = cosines - self.margin * math.sin(self.margin)
-        turned = torch.where(cosines > -math.cos(self.margin), turned, beyond)
-        return label_nll(logits, labels, head.scale * turned)
+        return scale * torch.where(cosines > -math.cos(self.margin), turned, beyond)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CosFaceLoss:
+class CosFaceLoss(_MarginLoss):
     """Cross-entropy with the label's logit scale * cos(theta) made scale * (cos(theta) - margin).
 
     The scale is the head's. The margin only trains: the head predicts without it.
@@ -81,31 +86,5 @@ class CosFaceLoss:
     name: Literal["cosface"] = "cosface"
     margin: float = Field(0.35, ge=0, le=2, description="Taken from the label's cosine")
 
-    def check(self, head: Head) -> None:
-        """Refuse any head but cosine.
-
-        Raises:
-            ValueError: It is another one.
-        """
-        _check_is_cosine(head, self.name)
-
-    def prepare(self, head: Head) -> Self:
-        """Return this loss, after `check`: it needs nothing from the head."""
-        self.check(head)
-        return self
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token `[N]`, in nats; see `ArcFaceLoss`."""
-        return by_chunks(self._dense, head, hidden_states, labels)
-
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(head, CosineHead), "prepare has checked it"
-        logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        own = logits.gather(-1, labels) - head.scale * self.margin
-        return label_nll(logits, labels, own)
-
-
-def _check_is_cosine(head: Head, loss: str) -> None:
-    """Refuse any head but cosine: a margin needs its angles and its scale."""
-    if not isinstance(head, CosineHead):
-        raise ValueError(f"loss {loss}: expected a cosine head, got {head.settings()['name']}")
+    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        return logits - scale * self.margin

@@ -15,6 +15,7 @@ from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.losses.harmonic import HarmonicLoss
 from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss, NeighborSmoothing
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.losses.margins import ArcFaceLoss, CosFaceLoss
 from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LossFunction
@@ -42,7 +43,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SumLoss:
+class SumLoss(Loss):
     """A weighted sum of losses.
 
     A plain cross-entropy beside an exact wasserstein shares its matrix products; every other term
@@ -71,11 +72,7 @@ class SumLoss:
         return WeightedSum(weights, [term.loss.prepare(head) for term in self.terms])
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to work without what the terms prepare.
-
-        Raises:
-            ValueError: Always; what `prepare` returns is called.
-        """
+        """Refuse to work without what the terms prepare."""
         raise ValueError(
             "loss sum: expected prepared terms, got their settings. Call what prepare(head) returns"
         )
@@ -93,16 +90,7 @@ class WeightedSum:
         self.weights, self.losses = tuple(weights), tuple(losses)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
-
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in nats, but for the squared units of a wasserstein term.
-        """
+        """Return one loss per token; see `Loss`. A wasserstein term has squared units."""
         logits = head.lazy_logits(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
         found = []

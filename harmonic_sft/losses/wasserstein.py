@@ -9,13 +9,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32, dense_logits, inverse_norms
 from harmonic_sft.ops import by_chunks, chunked_loss
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class WassersteinLoss:
+class WassersteinLoss(Loss):
     """Squared 2-Wasserstein distance from the predicted distribution to the label's prototype.
 
     The target is a Dirac, so the optimal plan is forced and W2 ** 2 = sum_j p_j |e_j - e_y| ** 2.
@@ -37,9 +38,6 @@ class WassersteinLoss:
         "moving", description="Distances between the prototypes, or between a copy of their start"
     )
 
-    def check(self, head: Head) -> None:
-        """Accept every head: each has prototypes, and their Euclidean distances are the ground."""
-
     def prepare(self, head: Head) -> "Transport":
         """Return the loss on its ground: the head's prototypes, or a copy of them as they are now.
 
@@ -55,11 +53,7 @@ class WassersteinLoss:
         return Transport(self.top_k, copy)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token `[N]` on moving ground; see `Transport`.
-
-        Raises:
-            ValueError: The ground is fixed: what `prepare` returns has the copy.
-        """
+        """Return one loss per token on moving ground, in squared units; see `Transport`."""
         if self.ground == "fixed":
             raise ValueError(
                 "loss wasserstein: expected a copy of the prototypes for ground fixed, got none. "
@@ -88,15 +82,9 @@ class Transport:
         return self.fixed
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token.
+        """Return one loss per token; see `Loss`.
 
-        Args:
-            head: Maps `[N, D]` to logits `[N, V]` and has `prototypes` `[V, D]`.
-            hidden_states: `[N, D]`.
-            labels: `[N]`, every one a class in `[0, V)`.
-
-        Returns:
-            `[N]`, in squared units of the prototypes: from 0 to 4 on the unit sphere.
+        They are in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
         logits = head.lazy_logits(hidden_states)
         is_whole = isinstance(logits, AffineLogits | DistanceLogits)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harmonic_sft.ops.options import TokenMetrics
+from harmonic_sft.ops.options import TokenMetrics, check_labels
 
 
 class Arguments(NamedTuple):
@@ -141,20 +141,16 @@ def read_target(arguments: Arguments) -> tuple[Tensor, Tensor]:
     labels, weights = arguments.labels, arguments.target_weights
     dtype = torch.promote_types(arguments.hidden_states.dtype, arguments.prototypes.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    vocab_size, lowest = len(arguments.prototypes), 0
+    vocab_size, least = len(arguments.prototypes), 0
     if weights is None:
         labels = labels.unsqueeze(1)
         weights = torch.ones_like(labels, dtype=dtype)
     else:
-        lowest = -1  # pads
+        least = -1  # pads
         weights = weights.to(dtype).where(labels >= 0, 0)
     if labels.device.type != "cpu":  # fails later, without halting the device now
-        torch._assert_async(((labels >= lowest) & (labels < vocab_size)).all())
-    elif labels.numel() and not lowest <= int(labels.min()) <= int(labels.max()) < vocab_size:
-        raise ValueError(
-            f"labels: expected values from {lowest} to {vocab_size - 1}, "
-            f"got {int(labels.min())} to {int(labels.max())}. Drop ignored positions first"
-        )
+        torch._assert_async(((labels >= least) & (labels < vocab_size)).all())
+    check_labels(labels, num_rows=len(labels), num_classes=vocab_size, least=least)
     return _merge_repeated(labels, weights)
 
 

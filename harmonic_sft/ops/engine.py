@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments, Results, kept_dtype
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import build_geometry
+from harmonic_sft.ops.geometry import Geometry
 from harmonic_sft.ops.options import TokenMetrics
 from harmonic_sft.ops.products import GradientProducts, add_rows_
 from harmonic_sft.ops.stages import STAGES, CrossEntropyStage
@@ -49,7 +49,7 @@ class Softmax:
         is_16_bit = self.hidden_states.dtype.itemsize == 2
         dtype = stage.target.dtype
         # Elsewhere a look whether the mean dominates would halt the device.
-        self.geometry = build_geometry(
+        self.geometry = Geometry(
             arguments.kind,
             arguments.prototypes[:, columns],
             arguments.eps,

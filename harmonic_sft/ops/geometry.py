@@ -1,7 +1,5 @@
 """How hidden states and prototypes become scores: dot products or squared distances."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,30 +11,50 @@ DOMINANT = 0.5
 CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
 
 
-@dataclass(frozen=True)
 class Geometry:
     """How raw hidden states and prototypes enter the matrix products of one call.
 
     The squared distance of a pair is `row_i + column_j + inverse_j * <-2 x_i, w_j>`.
 
-    Attributes:
+    Args:
         kind: "linear", "euclidean" or "sphere".
-        dtype: All arithmetic is done in it, float32 or better.
         prototypes: `[V, D]`, raw.
+        eps: Added to the squared distance.
+        dtype: All arithmetic is done in it, float32 or better.
+        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
+            them, which would halt a GPU.
+
+    Attributes:
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
         spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.
-        eps: Added to the squared distance.
     """
 
-    kind: str
-    dtype: torch.dtype
-    prototypes: Tensor
-    inverse: Tensor | None
-    center: Tensor | None
-    spread: Tensor | None
-    eps: float
+    def __init__(
+        self,
+        kind: str,
+        prototypes: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        centered: bool | None = None,
+    ):
+        self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
+        self.inverse: Tensor | None = None
+        self.center: Tensor | None = None
+        self.spread: Tensor | None = None
+        if self.linear:
+            return
+        sample = self.prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
+        if kind == "sphere":
+            self.inverse = inverse_norms(self.prototypes).to(dtype)
+            sample = unit_rows(sample)
+        center, energy = sample.mean(0), sample.square().sum(-1).mean()
+        share = center.square().sum()
+        self.spread = energy
+        if bool(share > DOMINANT * energy) if centered is None else centered:
+            self.center, self.spread = center, energy - share
 
     @property
     def linear(self) -> bool:
@@ -78,6 +96,14 @@ class Geometry:
         # Not 0 either where all prototypes are one, and the hidden state is too.
         return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
 
+    def near_limits(self, placed: Tensor) -> Tensor:
+        """Return the squared distances `[T, 1]` below which expansion has lost digits.
+
+        Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
+        """
+        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+        return squared * (2.6 * NEAR) + self.eps
+
     def row(self, placed: Tensor, inverse: Tensor | None) -> Tensor | None:
         """Return `row_i` `[T, 1]` of the squared distances; None for 0."""
         if self.linear or (self.kind == "sphere" and self.center is None):
@@ -85,12 +111,12 @@ class Geometry:
         squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         return squared if inverse is None else squared + (inverse == 0)
 
-    def columns(self, start: int, stop: int) -> Tensor:
-        """Return `column_j` `[stop - start]` of the squared distances, eps included."""
+    def columns(self) -> Tensor:
+        """Return `column_j` `[V]` of the squared distances, eps included."""
         if self.kind == "sphere" and self.center is None:
-            return self.prototypes.new_full((stop - start,), 2 + self.eps, dtype=self.dtype)
-        columns = self.tile(start, stop).square().sum(1).add_(self.eps)
-        return columns if self.inverse is None else columns + (self.inverse[start:stop] == 0)
+            return self.prototypes.new_full((len(self.prototypes),), 2 + self.eps, dtype=self.dtype)
+        columns = self.tile(slice(None)).square().sum(1).add_(self.eps)
+        return columns if self.inverse is None else columns + (self.inverse == 0)
 
     def rows(self, classes: Tensor) -> Tensor:
         """Return the prototypes of `classes` `[P]` as they are compared, `[P, D]`."""
@@ -110,60 +136,20 @@ class Geometry:
             return 0.0
         return (inverse == 0).to(self.dtype) + (self.inverse[classes] == 0)
 
-    def tile(self, start: int, stop: int) -> Tensor:
-        """Return what multiplies hidden states for classes `start` to `stop`: `[stop - start, D]`.
+    def tile(self, classes: slice) -> Tensor:
+        """Return what multiplies hidden states for some classes, `[W, D]`.
 
         On the sphere without a center these are the raw prototypes; their products are scaled by
         `inverse`, since a normalized copy of the tile costs more.
         """
-        prototypes = self.prototypes[start:stop].to(self.dtype)
+        prototypes = self.prototypes[classes].to(self.dtype)
         if self.center is None:
             return prototypes
         if self.inverse is not None:
-            prototypes = prototypes * self.inverse[start:stop].unsqueeze(1)
+            prototypes = prototypes * self.inverse[classes].unsqueeze(1)
         return prototypes - self.center
 
     @property
     def scale(self) -> Tensor | None:
         """`[V]`, what the products with `tile` are multiplied by; None for 1."""
         return self.inverse if self.center is None else None
-
-
-def build_geometry(
-    kind: str, prototypes: Tensor, eps: float, dtype: torch.dtype, *, centered: bool | None = None
-) -> Geometry:
-    """Return the geometry of `prototypes` `[V, D]`.
-
-    Args:
-        kind: "linear", "euclidean" or "sphere".
-        prototypes: `[V, D]`.
-        eps: Added to the squared distance.
-        dtype: The inputs' dtype.
-        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
-            them, which would halt a GPU.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    prototypes = prototypes.detach()
-    if kind == "linear":
-        return Geometry(kind, dtype, prototypes, None, None, None, eps)
-    sample = prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
-    inverse = None
-    if kind == "sphere":
-        inverse = inverse_norms(prototypes).to(dtype)
-        sample = unit_rows(sample)
-    center, energy = sample.mean(0), sample.square().sum(-1).mean()
-    share = center.square().sum()
-    if centered is None:
-        centered = bool(share > DOMINANT * energy)
-    if not centered:
-        return Geometry(kind, dtype, prototypes, inverse, None, energy, eps)
-    return Geometry(kind, dtype, prototypes, inverse, center, energy - share, eps)
-
-
-def near_limits(geometry: Geometry, placed: Tensor) -> Tensor:
-    """Return the squared distances `[T, 1]` below which expansion has lost digits.
-
-    Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
-    """
-    squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
-    return squared * (2.6 * NEAR) + geometry.eps

@@ -101,8 +101,10 @@ def check_count(labels: Tensor, num_rows: int) -> None:
         raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
 
 
-def check_labels(labels: Tensor, *, num_rows: int, num_classes: int) -> None:
+def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
     """Refuse labels `[N]` that are not one class for each row, as far as no device is waited for.
+
+    `[N, K]` are as many for each row; a `least` of -1 lets pads pass.
 
     Raises:
         ValueError: There are more or fewer, or one is no class.
@@ -110,11 +112,11 @@ def check_labels(labels: Tensor, *, num_rows: int, num_classes: int) -> None:
     check_count(labels, num_rows)
     if torch.compiler.is_compiling() or labels.device.type != "cpu" or not num_rows:
         return
-    least, most = int(labels.min()), int(labels.max())
-    if least < 0 or most >= num_classes:
+    found, most = int(labels.min()), int(labels.max())
+    if found < least or most >= num_classes:
         raise ValueError(
-            f"labels: expected values from 0 to {num_classes - 1}, got {least} to {most}. Drop "
-            "ignored positions first"
+            f"labels: expected values from {least} to {num_classes - 1}, got {found} to {most}. "
+            "Drop ignored positions first"
         )
 
 

@@ -69,7 +69,7 @@ class GradientProducts:
     def multiply(self, worker: int, tile: slice, coefficients: Tensor) -> None:
         """Add the products alone, of coefficients in `dtype` that `Geometry.scale` is part of."""
         if self.wants_hidden:
-            vectors = self.geometry.tile(tile.start, tile.stop).to(self.dtype)
+            vectors = self.geometry.tile(tile).to(self.dtype)
             _add_product_(self.parts[worker], coefficients, vectors, beta=1)
         if self.prototypes is not None:  # the first chunk writes, the others add
             beta = 0 if self.untouched else 1
@@ -116,14 +116,14 @@ class GradientProducts:
         size = rows if target.is_cpu else 8192
 
         def complete(_: int, k: int) -> None:
-            start, stop = k * size, min((k + 1) * size, len(target))
-            tile = target[start:stop]
+            part = slice(k * size, (k + 1) * size)
+            tile = target[part]
             if self.columns is not None:
-                columns = self.columns[start:stop].unsqueeze(1)
-                tile.addcmul_(geometry.tile(start, stop), columns, value=-1)
+                columns = self.columns[part].unsqueeze(1)
+                tile.addcmul_(geometry.tile(part), columns, value=-1)
             if geometry.inverse is not None:
-                inverse = geometry.inverse[start:stop].unsqueeze(1)
-                raw = geometry.prototypes[start:stop].to(geometry.dtype)
+                inverse = geometry.inverse[part].unsqueeze(1)
+                raw = geometry.prototypes[part].to(geometry.dtype)
                 radial = torch.linalg.vecdot(tile, raw).unsqueeze(1) * inverse.square()
                 tile.addcmul_(raw, radial, value=-1)
                 if geometry.scale is None:

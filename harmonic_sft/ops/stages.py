@@ -14,7 +14,7 @@ from torch import Tensor
 from harmonic_sft.models.head import mixture_nll
 from harmonic_sft.ops.arguments import Arguments, check_bias, read_exponent, read_target
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry, build_geometry
+from harmonic_sft.ops.geometry import Geometry
 
 
 class CrossEntropyStage:
@@ -215,8 +215,8 @@ class TransportStage(CrossEntropyStage):
         self.own, self.carried = arguments.mix.tolist()
         assert arguments.second_weight is not None, "a transport has points"
         points, dtype = arguments.second_weight, self.target.dtype
-        self.points = self.ground = build_geometry("euclidean", points, 0.0, dtype, centered=False)
-        self.squares = self.ground.columns(0, self.num_classes)
+        self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=False)
+        self.squares = self.ground.columns()
 
     def targets(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]`."""
@@ -224,7 +224,7 @@ class TransportStage(CrossEntropyStage):
 
     def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e times the cost."""
-        costs = torch.mm(self.targets(tokens), self.ground.tile(tile.start, tile.stop).T)
+        costs = torch.mm(self.targets(tokens), self.ground.tile(tile).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
         return costs.mul_(probs), []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry, near_limits
+from harmonic_sft.ops.geometry import Geometry
 from harmonic_sft.ops.products import GradientProducts
 from harmonic_sft.ops.stages import CrossEntropyStage
 from harmonic_sft.ops.workers import Workers
@@ -67,7 +67,7 @@ class TorchTiles:
         self.on_cpu = geometry.prototypes.device.type == "cpu"
         width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
         self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
-        self.columns = geometry.columns(0, size) if distances else None
+        self.columns = geometry.columns() if distances else None
         self.buffer: Tensor | None = None
 
     def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
@@ -131,7 +131,7 @@ class TorchTiles:
         """Write the sums of tile `k`, its weights, and to `found` the columns of near pairs."""
         tile, geometry = self.edges[k], self.geometry
         kept = self._kept(chunk, k) if keep else None
-        scores = torch.mm(chunk.placed, geometry.tile(tile.start, tile.stop).T)  # [T, W]
+        scores = torch.mm(chunk.placed, geometry.tile(tile).T)  # [T, W]
         if self.columns is not None:  # squared distances with eps
             if geometry.scale is None:
                 torch.add(self.columns[tile], scores, alpha=-2, out=scores)
@@ -180,7 +180,7 @@ class TorchTiles:
         if linear:
             return None, None
         nearest = scores.amin(1, keepdim=True)
-        limits, count = near_limits(self.geometry, chunk.placed), NEAR_ON_DEVICE
+        limits, count = self.geometry.near_limits(chunk.placed), NEAR_ON_DEVICE
         if self.on_cpu:  # elsewhere a look at the values would halt the device
             if not bool((nearest < limits).any()):
                 return None, nearest

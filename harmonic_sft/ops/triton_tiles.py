@@ -7,7 +7,7 @@ from triton import knobs
 
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry, near_limits
+from harmonic_sft.ops.geometry import Geometry
 from harmonic_sft.ops.products import GradientProducts
 from harmonic_sft.ops.triton_kernels import (
     Coefficients,
@@ -72,7 +72,7 @@ class TritonTiles:
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.column = self.column_factor = None
         if not geometry.linear:
-            self.column = geometry.columns(0, len(geometry.prototypes)).contiguous()
+            self.column = geometry.columns().contiguous()
             scale = geometry.scale
             self.column_factor = torch.ones_like(self.column) if scale is None else scale
         self.kept: tuple[Tensor, Tensor | None] | None = None
@@ -128,7 +128,7 @@ class TritonTiles:
         products = chunk.placed.new_empty(len(states), len(geometry.prototypes))
         for block in self.blocks:
             if not self.takes_raw:
-                tile = geometry.tile(block.start, block.stop)
+                tile = geometry.tile(block)
                 torch.mm(chunk.placed, tile.T, out=products[:, block])
                 continue
             tile = geometry.prototypes[block]
@@ -149,7 +149,7 @@ class TritonTiles:
             if self.takes_raw and chunk.inverse is not None:
                 row_factor = row_factor * chunk.inverse
             row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
-            near = NEAR_SHARE * near_limits(self.geometry, chunk.placed)
+            near = NEAR_SHARE * self.geometry.near_limits(chunk.placed)
             vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
             scores = Scores(products, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
         fields = (num_classes, labels.shape[1], BLOCK_ROWS, BLOCK_CLASSES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -146,34 +147,36 @@ def save_bad_step(
     path.write_text(json.dumps({**values, "examples": examples}, indent=1))
 
 
-def take_out_repeated_(
-    batches: Sequence[dict[str, Any]],
-    args: TrainingArguments,
-    count: CountingCollator,
-    *,
-    num_rows: int,
-    step: int,
-) -> None:
-    """Leave out of the loss the rows that accelerate repeats, so that all processes have as many.
+def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
+    """Return how many rows of all processes the last batch has before accelerate repeats some.
 
-    A batch that is laid out as one row keeps them, and so does one without labels, or whose labels
+    0 where it repeats none. It does so that all processes have as many.
+    """
+    sampler = loader.batch_sampler
+    if args.dataloader_drop_last or not isinstance(sampler, BatchSamplerShard):
+        return 0
+    return len(sampler.batch_sampler.sampler) % (args.per_device_train_batch_size * args.world_size)
+
+
+def take_out_repeated_(
+    batch: dict[str, Any], args: TrainingArguments, count: CountingCollator, *, num_rows: int
+) -> None:
+    """Leave out of the loss what accelerate has added to the `num_rows` of the last batch.
+
+    A batch that is laid out as one row keeps it, and so does one without labels, or whose labels
     are shifted already.
     """
-    if args.dataloader_drop_last:  # nothing is repeated
-        return
     size = args.per_device_train_batch_size
-    first = step % math.ceil(num_rows / rows_per_step(args)) * args.gradient_accumulation_steps
-    for number, batch in enumerate(batches, first):
-        num_left = max(0, num_rows - (number * args.world_size + args.process_index) * size)
-        is_known = "labels" in batch and "shift_labels" not in batch
-        if num_left >= size or not is_known or len(batch["labels"]) != size:
-            continue
-        batch["labels"][num_left:] = IGNORE_INDEX
-        own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
-        counted = count.count({**own, "labels": batch["labels"].cpu()})
-        batch["num_tokens"] = counted["num_tokens"]
-        if "label_positions" in counted:
-            batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
-        else:  # numbers, which are all in the loss
-            ones = torch.ones_like(batch["labels"], dtype=torch.float32)
-            batch.setdefault("label_weights", ones)[num_left:] = 0
+    num_left = max(0, num_rows - args.process_index * size)
+    is_known = "labels" in batch and "shift_labels" not in batch
+    if num_left >= size or not is_known or len(batch["labels"]) != size:
+        return
+    batch["labels"][num_left:] = IGNORE_INDEX
+    own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
+    counted = count.count({**own, "labels": batch["labels"].cpu()})
+    batch["num_tokens"] = counted["num_tokens"]
+    if "label_positions" in counted:
+        batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
+    else:  # numbers, which are all in the loss
+        ones = torch.ones_like(batch["labels"], dtype=torch.float32)
+        batch.setdefault("label_weights", ones)[num_left:] = 0

@@ -59,10 +59,14 @@ def write_manifest(
     write_whole(folder / MANIFEST_NAME, text)
 
 
-def read_rows_per_step(folder: Path) -> int | None:
-    """Return the rows of one optimizer step; None if an earlier version wrote the checkpoint."""
-    manifest = _read_manifest(folder)
-    return None if manifest is None else manifest["rows_per_step"]
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's manifest, empty if there is none or if it is damaged."""
+    try:
+        content = json.loads((folder / MANIFEST_NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    is_whole = isinstance(content, dict) and content.pop("sha256", "") == _sha256_of(content)
+    return content if is_whole else {}
 
 
 def rows_per_step(args: TrainingArguments) -> int:
@@ -76,7 +80,8 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
     Raises:
         ValueError: No number of micro-batches gives it.
     """
-    saved, at_once = read_rows_per_step(folder), args.per_device_train_batch_size * args.world_size
+    saved = read_manifest(folder).get("rows_per_step")  # None of an earlier version
+    at_once = args.per_device_train_batch_size * args.world_size
     now = rows_per_step(args)
     if saved is None:
         logger.warning("%s does not say how many rows a step had; it has %d now.", folder, now)
@@ -114,8 +119,8 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
         if not was_saved(folder) or (not is_best and any(manifests)):
             return f"it has no {MANIFEST_NAME}, so it was not saved to its end"
         return _find_missing(folder)
-    manifest = _read_manifest(folder)
-    if manifest is None:
+    manifest = read_manifest(folder)
+    if not manifest:
         return f"its {MANIFEST_NAME} is damaged"
     for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
@@ -177,7 +182,7 @@ def check_continues(folder: Path, config: HarmonicConfig, *, rows_sha256: str | 
     Raises:
         ValueError: The rows, or the base's commit, are known and others.
     """
-    known = (_read_manifest(folder) or {}).get("rows_sha256")
+    known = read_manifest(folder).get("rows_sha256")
     if None not in (known, rows_sha256) and known != rows_sha256:
         raise ValueError(
             f"resume: expected the training rows of {str(folder)!r}, got others. Give the same "
@@ -333,7 +338,7 @@ def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
     Raises:
         ValueError: They are others.
     """
-    frozen = (_read_manifest(folder) or {}).get("frozen_sha256")
+    frozen = read_manifest(folder).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
             f"resume: expected the frozen weights that {str(folder)!r} was trained on, got others. "
@@ -371,16 +376,6 @@ def _find_missing(folder: Path) -> str | None:
         return f"it has no whole {STATE_NAME}, so it was not saved to its end"
     missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
     return f"{missing[0]} is missing" if missing else None
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a manifest, None if there is none or if it is damaged."""
-    try:
-        content = json.loads((folder / MANIFEST_NAME).read_text())
-    except (OSError, ValueError):
-        return None
-    is_whole = isinstance(content, dict) and content.pop("sha256", "") == _sha256_of(content)
-    return content if is_whole else None
 
 
 def _sha256_of(content: dict[str, Any]) -> str:

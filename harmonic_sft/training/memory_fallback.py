@@ -49,7 +49,8 @@ class MemoryFallback:
             StoppedError: One row does not fit into memory.
         """
         if not self.batches:
-            self._random_state = _random_state()
+            # What dropout draws from, on the CPU and on every GPU.
+            self._random_state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         self.batches.append(dict(batch))
         loss = self._try([batch], backward)
         while loss is None:
@@ -57,7 +58,8 @@ class MemoryFallback:
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
             model.zero_grad()
-            _set_random_state(self._random_state)
+            torch.set_rng_state(self._random_state[0])
+            torch.cuda.set_rng_state_all(self._random_state[1])
             loss = self._try(self.batches, backward)
         return loss
 
@@ -99,13 +101,3 @@ class MemoryFallback:
             "out of memory: one row at a time with gradient checkpointing does not fit. "
             "Lower data.context_length or use a smaller model"
         )
-
-
-def _random_state() -> list[Tensor]:
-    """Return the generators that dropout draws from, of the CPU and of every GPU."""
-    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
-
-
-def _set_random_state(state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    torch.cuda.set_rng_state_all(state[1:])

@@ -6,8 +6,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from harmonic_sft.results import (
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
-    read_rows_per_step,
+    read_manifest,
     was_saved,
 )
 from harmonic_sft.training.run_config import RunConfig
@@ -106,9 +106,9 @@ def check_output_folder(run: RunConfig) -> None:
             "choose another one"
         )
     old = _claimed(folder)
-    different = changed_keys(old, run)
+    different = _changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
-    if checkpoint is not None and read_rows_per_step(checkpoint) is not None:
+    if checkpoint is not None and read_manifest(checkpoint):
         different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training["max_steps"]:
@@ -165,7 +165,8 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
     given = 0 if kind == "constant" else run.training.get("warmup_steps", 0)
-    warmup = int(given) if given >= 1 else math.ceil(max_steps * given)  # as transformers does
+    # As TrainingArguments do; to make some now would reset the state of the trainer's accelerate.
+    warmup = int(given) if given >= 1 else math.ceil(max_steps * given)
     if schedule is not None and not warmup:
         warmup, _ = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0)
     reasons = {
@@ -186,16 +187,12 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
         )
 
 
-def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return the keys in which two runs differ, as far as training goes.
+def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
+    """Return the keys in which a run differs from another's settings, as far as training goes.
 
     An address that is signed again is the same one.
     """
-    return _changed_keys(to_plain(old), to_plain(new))
-
-
-def _changed_keys(*settings: dict[str, Any]) -> list[str]:
-    before, after = (leaves(without_secrets(plain)) for plain in settings)
+    before, after = (leaves(without_secrets(plain)) for plain in (old, to_plain(new)))
     return sorted(
         key
         for key in before.keys() | after.keys()
@@ -254,8 +251,9 @@ def claim_output_folder(run: RunConfig) -> None:
             _start_again(run.output_dir)
         if path.exists():
             old = _claimed(run.output_dir)
+            is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
             is_here = old.output_dir == run.output_dir
-            if changed_keys(old, run) != [MAX_STEPS] and old.data == run.data and is_here:
+            if not is_longer and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
         write_whole(path, to_yaml(run))
         for draft in _drafts(run.output_dir, RUN_FILE):
@@ -270,7 +268,8 @@ def check_shared(folder: Path) -> None:
     """
     state, path = PartialState(), folder / RUN_FILE
     claim = broadcast_object_list([path.read_text() if state.is_main_process else None])[0]
-    elsewhere = gather_object([] if _shows(path, claim) else [state.process_index])
+    is_here = _comes_true(lambda: path.is_file() and path.read_text() == claim, SHOWN_AFTER)
+    elsewhere = gather_object([] if is_here else [state.process_index])
     if elsewhere:
         raise ValueError(
             f"training.output_dir: expected one folder that all nodes share, got {str(folder)!r}, "
@@ -279,10 +278,10 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def _shows(path: Path, text: str) -> bool:
-    """Wait for a file; return whether it came."""
-    end = time.monotonic() + SHOWN_AFTER
-    while not path.is_file() or path.read_text() != text:
+def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it came true."""
+    end = time.monotonic() + seconds
+    while not condition():
         if time.monotonic() >= end:
             return False
         time.sleep(0.2)
@@ -309,30 +308,6 @@ def _start_again(folder: Path) -> None:
             path.unlink()
 
 
-class FolderLock:
-    """Keeps other processes from training in a folder, from the first `hold` to its end.
-
-    The main process, which writes, locks it for all.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder, self._is_free = folder, PartialState().is_main_process
-
-    @contextmanager
-    def hold(self) -> Generator[None]:
-        """Lock the folder, unless a caller has done so.
-
-        Raises:
-            ValueError: Another process trains in it.
-        """
-        is_free, self._is_free = self._is_free, False
-        try:
-            with locked(self._folder) if is_free else nullcontext():
-                yield
-        finally:
-            self._is_free = is_free
-
-
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
     """Keep other processes from training in a folder; the system unlocks it when this one ends.
@@ -342,7 +317,7 @@ def locked(folder: Path) -> Generator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if not _flock(handle):
+        if not _comes_true(lambda: _flock(handle), PATIENCE):
             raise ValueError(
                 f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
                 "which another one is training. Wait for its end, or choose another folder"
@@ -354,18 +329,13 @@ def locked(folder: Path) -> Generator[None]:
 
 def _flock(handle: int) -> bool:
     """Lock an open folder; return whether nobody else holds it."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.2)
-        except OSError as error:  # some network drives have no locks
-            logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
-            return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network drives have no locks
+        logger.warning("The folder cannot be locked (%s): start no second run in it.", error)
+    return True
 
 
 def is_finished(run: RunConfig) -> bool:
@@ -405,7 +375,7 @@ def read_verdicts(run: RunConfig) -> dict[str, str] | None:
     with other settings.
     """
     results = read_whole(verify_path(run.output_dir), "pairs", "config")
-    if results is None or _changed_keys(results["config"], to_plain(run)):
+    if results is None or _changed_keys(results["config"], run):
         return None
     return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
 
@@ -414,7 +384,7 @@ def note_verdicts(run: RunConfig) -> None:
     """Write what `verify` said into the results of this run, where it is finished."""
     path = results_path(run.output_dir)
     results = read_whole(path, "config")
-    if results is not None and not _changed_keys(results["config"], to_plain(run)):
+    if results is not None and not _changed_keys(results["config"], run):
         write_results(path.parent, path.stem, {**results, "verified": read_verdicts(run)})
 
 

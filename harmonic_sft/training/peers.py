@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
 SAID_AFTER = 120.0  # seconds of waiting: others may be at work on their own for as long
 LAST_SAID_AFTER = 0.8  # of the timeout: before NCCL ends the process
-_is_watching = False
 
 
 @contextmanager
@@ -29,11 +28,9 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     Raises:
         StoppedError: Some did not answer.
     """
-    global _is_watching
-    if args.world_size == 1 or _is_watching:
+    if args.world_size == 1:
         yield
         return
-    _is_watching = True
     # transformers 5.23 forgets it on CPUs; torch has no public way to set it later.
     distributed.distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
     ended, behind = threading.Event(), []
@@ -50,7 +47,6 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
             "counted from 0. Look what became of it; resume=true continues from the last checkpoint"
         ) from error
     finally:
-        _is_watching = False
         ended.set()
 
 

@@ -56,7 +56,6 @@ from harmonic_sft.training.output_folder import (
     read_verdicts,
     results_path,
 )
-from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.publishing import (
     PushCallback,
     destination_of,
@@ -112,7 +111,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     checksums = _checksums(ready)
     is_other = run.resume and _is_changed(ready, checksums)
     _claim(ready.trainer)
-    with ready.trainer.folder_lock.hold(), naming_silent_peers(ready.trainer.args):
+    with ready.trainer.at_work():
         before = _measure_before(ready, checksums, again=is_other)
         trained = _train(ready.trainer)
         results = _results(ready, before, trained, eval_sha256=checksums[EVAL_TOKENS])

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from harmonic_sft.data.streams import (
@@ -41,6 +42,8 @@ class StreamPlace:
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
+            # Drawn now: a resumed run restores the random numbers before it begins to read.
+            generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
         )
 
     def take(self, batches: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -15,7 +16,6 @@ from typing import Any, cast
 import datasets
 import torch
 from accelerate import PartialState
-from accelerate.data_loader import BatchSamplerShard
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +57,7 @@ from harmonic_sft.training.batches import (
     OF_LABELS,
     CountingCollator,
     head_inputs,
+    last_batch_rows,
     save_bad_step,
     take_out_repeated_,
 )
@@ -92,10 +93,10 @@ from harmonic_sft.training.master_weights import (
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import (
-    FolderLock,
     check_output_folder,
     check_shared,
     claim_output_folder,
+    locked,
 )
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
@@ -224,9 +225,8 @@ class HarmonicTrainer(Trainer):
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
-        self.folder_lock = FolderLock(Path(str(args.output_dir)))
+        self._is_at_work = False
         self.data_seconds = 0.0
-        self._random_state: str | None = None  # checkpoint of a stream whose numbers come later
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
@@ -249,6 +249,26 @@ class HarmonicTrainer(Trainer):
         if state.num_processes > 1 and not self.claimed:
             check_shared(Path(str(self.args.output_dir)))
         self.claimed = True
+
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """Keep others out of the output folder and name silent processes, unless a caller does.
+
+        Raises:
+            ValueError: Another process trains in the folder.
+            StoppedError: Another process of this run does not answer.
+        """
+        if self._is_at_work:
+            yield
+            return
+        self._is_at_work = True
+        is_main = PartialState().is_main_process  # which writes, and locks the folder for all
+        lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
+        try:
+            with lock, naming_silent_peers(self.args):
+                yield
+        finally:
+            self._is_at_work = False
 
     def train(
         self,
@@ -301,7 +321,7 @@ class HarmonicTrainer(Trainer):
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         try:
-            with self.folder_lock.hold(), listening, naming_silent_peers(self.args):
+            with self.at_work(), listening:
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
@@ -399,12 +419,11 @@ class HarmonicTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
-        if self._random_state is not None:  # only now has the loader of a stream drawn its own
-            super()._load_rng_state(self._random_state)
-            self._random_state = None
         batches = list(islice(epoch_iterator, num_batches))
-        if self.args.world_size > 1:
-            self._take_out_repeated_(batches)
+        if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
+            collator = cast(CountingCollator, self.data_collator)
+            if rows := last_batch_rows(self.callback_handler.train_dataloader, self.args):
+                take_out_repeated_(batches[-1], self.args, collator, num_rows=rows)
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
@@ -418,33 +437,21 @@ class HarmonicTrainer(Trainer):
             self.stream_place.take(batches)
         return batches, num_items
 
-    def _take_out_repeated_(self, batches: list) -> None:
-        """Leave the rows that fill up the last of several processes out of a step."""
-        loader: Any = self.callback_handler.train_dataloader
-        if self._knows_repeated and isinstance(loader.batch_sampler, BatchSamplerShard):
-            num_rows = len(loader.batch_sampler.batch_sampler.sampler)
-            collator = cast(CountingCollator, self.data_collator)
-            step = self.state.global_step
-            take_out_repeated_(batches, self.args, collator, num_rows=num_rows, step=step)
-
     @property
     def _knows_repeated(self) -> bool:
         """Whether rows can be left out; a loss of the user may need a label in every batch."""
         is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
         return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
 
-    def _warn_of_repeated(self, loader: Any) -> None:
+    def _warn_of_repeated(self, loader: DataLoader) -> None:
         """Say that the last step of an epoch scores some rows twice, where it does."""
         args = self.args
-        is_filled = isinstance(loader.batch_sampler, BatchSamplerShard) and args.should_log
-        if not is_filled or self._knows_repeated or args.dataloader_drop_last:
-            return
-        at_once = args.per_device_train_batch_size * args.world_size
-        if num_left := -len(loader.batch_sampler.batch_sampler.sampler) % at_once:
+        num_rows = last_batch_rows(loader, args)
+        if num_rows and args.should_log and not self._knows_repeated:
             logger.warning(
                 "The last batches of an epoch score %d rows again, so that all %d processes have "
                 "as many. dataloader_drop_last=True leaves these batches out.",
-                num_left,
+                args.per_device_train_batch_size * args.world_size - num_rows,
                 args.world_size,
             )
 
@@ -464,17 +471,14 @@ class HarmonicTrainer(Trainer):
             self.stream_place.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Wait until the loader of a stream has begun: it draws a number that was drawn before."""
+        """Continue with the losses since the last log, too."""
+        super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             loss, last = load_running_loss(Path(checkpoint), self.args)
             self._tr_loss += loss
             self._total_loss_scalar -= loss  # which is of this session alone
             if last is not None:
                 self._globalstep_last_logged = last
-        if self.stream_place is None:
-            super()._load_rng_state(checkpoint)
-        else:
-            self._random_state = checkpoint
 
     def _load_callback_state(self) -> None:
         """Set the best checkpoint, which transformers looks for where the run was once."""
@@ -498,12 +502,11 @@ class HarmonicTrainer(Trainer):
             self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            save_neighbors(folder, unwrapped.loss_fn)
-            is_part = has_lora(unwrapped) or self.args.save == "trainable"
-            is_packed = quantization_method(unwrapped.config) is not None
+            save_neighbors(folder, self.model.loss_fn)
+            is_part = has_lora(self.model) or self.args.save == "trainable"
+            is_packed = quantization_method(self.model.config) is not None
             if self._frozen is None and (is_part or not is_packed):
-                self._frozen = frozen_sha256(unwrapped)  # once: it takes seconds
+                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
             rows = rows_per_step(self.args)
             write_manifest(
                 folder,
@@ -653,7 +656,7 @@ class HarmonicTrainer(Trainer):
         self, dataloader: DataLoader, *, can_be_empty: bool
     ) -> tuple[dict[str, float], int]:
         """Return the metrics of all labelled tokens, and how many rows were scored."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model = self.model
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
         scores = score(model, self._head_inputs(model, dataloader), self._gather_scores)
@@ -740,8 +743,7 @@ class HarmonicTrainer(Trainer):
         if not is_checkpoint or self.args.save == "full":
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            save_trained(model, Path(output_dir))
+            save_trained(self.model, Path(output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save model and tokenizer as transformers does, without its training_args.bin.
@@ -752,10 +754,9 @@ class HarmonicTrainer(Trainer):
             return
         folder = str(output_dir or self.args.output_dir)
         Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if has_lora(model):
-            save_adapter(model, Path(folder))
-        model.save_pretrained(folder, state_dict=state_dict)
+        if has_lora(self.model):
+            save_adapter(self.model, Path(folder))
+        self.model.save_pretrained(folder, state_dict=state_dict)
         tokenizer = self.processing_class
         if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
             tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run

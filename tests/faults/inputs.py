@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.loading import load_data
 from harmonic_sft.eval.word_similarity import read_word_pairs
-from harmonic_sft.training.checkpoints import last_checkpoint, read_rows_per_step, write_manifest
+from harmonic_sft.training.checkpoints import last_checkpoint, read_manifest, write_manifest
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS
 from tests.faults.kills import World
@@ -210,7 +210,7 @@ class Feeder:
         assert found.name == ("checkpoint-4" if is_same else "checkpoint-2") or (
             json.loads(before) == manifest
         )
-        read_rows_per_step(found)
+        read_manifest(found)
 
     def pairs(self, content):
         path = self.folder / "pairs.tsv"

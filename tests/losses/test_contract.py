@@ -193,3 +193,26 @@ def test_autocast_changes_nothing(name):
     torch.testing.assert_close(cast, plain)
     for found, expected in zip(cast_gradients, gradients(plain, head, states), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pairs
+def test_labels_that_are_no_classes_are_refused(name, variant):
+    loss, head, states, labels = build(name, variant)
+    labels[:2] = torch.tensor([0, -1])
+    with pytest.raises(ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -1 to"):
+        loss(head, states, labels)
+
+
+UNPREPARED = {
+    "knn_label_smoothing": "a table of neighbors",
+    "wasserstein on fixed ground": "a copy of the prototypes for ground fixed",
+    "distill": "a teacher",
+    "sum": "prepared terms",
+}
+
+
+@pytest.mark.parametrize(("name", "needed"), UNPREPARED.items(), ids=UNPREPARED)
+def test_a_loss_that_needs_something_of_the_head_says_so(name, needed):
+    _, head, states, labels = build(name, "linear")
+    with pytest.raises(ValueError, match=rf"{SETTINGS[name]['name']}: expected {needed}, got"):
+        make(SETTINGS[name])(head, states, labels)

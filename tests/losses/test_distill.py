@@ -82,12 +82,6 @@ def test_after_its_share_it_is_the_cross_entropy(parts):
     assert torch.equal(loss(head, hidden_states, labels), expected)
 
 
-def test_settings_alone_are_refused(parts):
-    _, head, hidden_states, labels = parts
-    with pytest.raises(ValueError, match="expected a teacher, got none"):
-        DistillLoss()(head, hidden_states, labels)
-
-
 def large_parts(settings, *, tokens=300, dtype=torch.float64):
     """Chunks and tiles enough, raw prototypes off the sphere, a captured and a confident token."""
     torch.manual_seed(0)
@@ -192,9 +186,6 @@ def test_a_batch_may_have_more_tokens_than_there_are_classes(parts, settings):
     loss.anneal(0.2)
     found = loss(head, hidden_states, labels)
     torch.testing.assert_close(found, loop(old, head, hidden_states, labels, loss.weight))
-    labels[0] = V
-    with pytest.raises(ValueError, match=f"labels: expected values from 0 to {V - 1}"):
-        loss(head, hidden_states, labels)
 
 
 def test_a_failed_transform_of_torch_func_leaves_the_teacher_as_it_was(parts):

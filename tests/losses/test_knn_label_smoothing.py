@@ -38,7 +38,7 @@ def table_by_loops(prototypes, num_neighbors, scale):
 
 
 def test_the_table_is_that_of_plain_loops(monkeypatch):
-    monkeypatch.setattr("harmonic_sft.losses.knn_label_smoothing.CPU_BYTES", 7 * 4 * V)
+    monkeypatch.setattr("harmonic_sft.ops.chunks.CPU_BYTES", 7 * 4 * V)
     torch.manual_seed(0)
     prototypes = torch.randn(V, D) * torch.rand(V, 1)
     table = find_neighbors(prototypes, 4, scale=5.0)
@@ -95,12 +95,6 @@ def test_the_table_changes_only_when_it_is_refreshed():
     assert not torch.equal(before.indices, expected.indices)
 
 
-def test_a_loss_without_a_table_says_so():
-    head = build({"name": "dist"})
-    with pytest.raises(ValueError, match="knn_label_smoothing: expected a table of neighbors"):
-        KNNLabelSmoothingLoss()(head, torch.randn(2, D), torch.zeros(2, dtype=torch.int64))
-
-
 def test_more_neighbors_than_prototypes_are_refused():
     head = build({"name": "dist"})
     with pytest.raises(ValueError, match=r"num_neighbors: expected at most 29, .* got 30"):
@@ -117,11 +111,3 @@ def test_the_reference_has_a_second_derivative(name):
     assert torch.autograd.gradgradcheck(
         lambda rows: loss(head, rows, labels), states.requires_grad_()
     )
-
-
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_labels_that_are_no_classes_are_refused(impl):
-    head = build_head({"name": "dist"}, hidden_size=8, vocab_size=20)
-    loss = KNNLabelSmoothingLoss(num_neighbors=3, impl=impl).prepare(head)
-    with pytest.raises(ValueError, match=r"^labels: expected values from 0 to 19, got -1 to 5"):
-        loss(head, torch.randn(3, 8), torch.tensor([1, -1, 5]))

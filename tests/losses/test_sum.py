@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from harmonic_sft.config import parse, to_plain
+from harmonic_sft.config import parse
 from harmonic_sft.losses import (
     CrossEntropyLoss,
     SumLoss,
@@ -115,13 +115,11 @@ def test_a_loss_that_stands_twice_counts_twice():
 
 
 def test_the_head_of_every_term_is_checked():
-    head, states, labels = problem({"name": "linear"})
+    head, _, _ = problem({"name": "linear"})
     with pytest.raises(ValueError, match="loss harmonic: expected a dist head, got linear"):
         make(FAMILY["alone"]).check(head)
     with pytest.raises(ValueError, match="loss arcface: expected a cosine head"):
         make([("cross_entropy", 1.0, {}), ("arcface", 1.0, {})]).prepare(head)
-    with pytest.raises(ValueError, match="loss sum: expected prepared terms"):
-        make(FAMILY["alone"])(head, states, labels)
 
 
 BAD = {
@@ -155,11 +153,6 @@ BAD = {
 def test_bad_sums_are_refused(data, message):
     with pytest.raises(ValueError, match=message):
         parse(SumLoss, data)
-
-
-def test_a_sum_survives_a_round_trip():
-    loss = make(FAMILY["smoothed"])
-    assert parse(SumLoss, to_plain(loss)) == loss
 
 
 def test_the_tables_of_the_terms_are_found():

@@ -123,13 +123,6 @@ def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
     assert live.peak < 0.5 * 400 * 4 * vocab_size
 
 
-def test_ground_that_has_to_be_copied_first_says_so():
-    head = build("dist")
-    states, labels = problem()
-    with pytest.raises(ValueError, match="wasserstein: expected a copy of the prototypes"):
-        WassersteinLoss(ground="fixed")(head, states, labels)
-
-
 def test_top_k_below_the_number_of_classes():
     with pytest.raises(ValueError, match=r"top_k: expected less than 40, .* got 40"):
         WassersteinLoss(top_k=40).prepare(build("dist"))

@@ -19,8 +19,8 @@ def loss_of(kind, *tensors, h_exp=-3.0, reduction="none", impl="auto", **options
     return distance_cross_entropy(*tensors, h_exp=h_exp, unit_sphere=sphere, **shared)
 
 
-def with_metrics_of(kind, *tensors, h_exp=-3.0, impl="auto", **options):
-    shared = {"impl": impl, "options": LossOptions(**options)}
+def with_metrics_of(kind, *tensors, h_exp=-3.0, impl="auto", options=None, **fields):
+    shared = {"impl": impl, "options": options or LossOptions(**fields)}
     if kind == "linear":
         return linear_cross_entropy_with_metrics(*tensors, **shared)
     sphere = kind == "sphere"

@@ -12,13 +12,11 @@ from harmonic_sft.ops import (
     LossOptions,
     TokenMetrics,
     distance_cross_entropy,
-    distance_cross_entropy_with_metrics,
     engine,
     linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
 )
 from harmonic_sft.ops.tiles import CPU_WIDTH
-from tests.ops.fused import KINDS, loss_of
+from tests.ops.fused import KINDS, loss_of, with_metrics_of
 
 EPS = 1e-6
 EXPONENTS = [-14.0, -7.3, -0.5, -1.0]
@@ -120,12 +118,7 @@ class Inputs:
     def run(self, impl="chunked"):
         tensors = (self.hidden_states, self.prototypes, self.labels)
         shared = {"options": self.options, "impl": impl}
-        if self.kind == "linear":
-            return linear_cross_entropy_with_metrics(*tensors, **shared)
-        sphere = self.kind == "sphere"
-        return distance_cross_entropy_with_metrics(
-            *tensors, h_exp=self.h_exp, unit_sphere=sphere, eps=EPS, **shared
-        )
+        return with_metrics_of(self.kind, *tensors, h_exp=self.h_exp, **shared)
 
     def loss(self):
         return self.run()[0]

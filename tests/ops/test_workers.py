@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harmonic_sft.ops import distance_cross_entropy_with_metrics, tiles
-from harmonic_sft.ops.workers import Workers, cpu_workers
+from harmonic_sft.ops.workers import cpu_workers
 from tests.ops import fused
 from tests.ops.fused import KINDS
 
@@ -40,14 +40,17 @@ def restored_threads():
 
 
 @pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_worker_works_once_on_one_core(count):
+def test_every_task_is_done_once_on_one_core_by_its_own_worker_or_by_whoever_is_free(count, fixed):
     torch.set_num_threads(count)
-    seen = [[] for _ in range(count)]
+    seen = []
     with cpu_workers() as workers:
         assert workers.count == count
-        workers.run(lambda index, _: seen[index].append(torch.get_num_threads()), count)
-    assert seen == [[1]] * count
+        workers.run(lambda *task: seen.append((*task, torch.get_num_threads())), 7, fixed=fixed)
+    assert sorted(task for _, task, _ in seen) == list(range(7))
+    assert all(cores == 1 for _, _, cores in seen)
+    assert not fixed or all(task % count == worker for worker, task, _ in seen)
     assert torch.get_num_threads() == count
 
 
@@ -86,23 +89,6 @@ def test_refused_labels_leave_the_threads_as_they_were():
     with pytest.raises(ValueError, match="labels: expected values from 0 to 1599"):
         loss_of("sphere", hidden_states, prototypes, labels + 1600)
     assert torch.get_num_threads() == threads
-
-
-def test_one_worker_needs_no_pool():
-    seen = []
-    Workers(1).run(lambda *task: seen.append(task), 2)
-    assert seen == [(0, 0), (0, 1)]
-
-
-@pytest.mark.usefixtures("restored_threads")
-def test_every_task_is_done_once_by_its_own_worker_or_by_whoever_is_free():
-    torch.set_num_threads(2)
-    with cpu_workers() as workers:
-        for fixed in (True, False):
-            seen = []
-            workers.run(lambda *task, done=seen: done.append(task), 7, fixed=fixed)
-            assert sorted(task for _, task in seen) == list(range(7))
-            assert not fixed or all(task % 2 == worker for worker, task in seen)
 
 
 SETTINGS = [{}, {"gradients": "recompute", "label_smoothing": 0.1}]

@@ -45,11 +45,12 @@ def losses(trainer):
 
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
-import gc, json, os, signal, socket, sys
+import gc, json, os, signal, sys
 from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training.processes import fork
 
 gc.freeze()
 run.plot_run = lambda results, path: path
@@ -64,20 +65,11 @@ for words, processes, kill_at, *number in json.loads(sys.argv[1]):
             os.kill(os.getpid(), number)
         return loss
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    children = []
-    for rank in range(processes):
-        if child := os.fork():
-            children.append(child)
-            continue
-        if processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    def work(rank):
         HarmonicTrainer.training_step = killed
         run.train(load_run_config(words[0], words[1:]))
-        sys.exit()
+
+    children = fork(processes, work)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ended = 143 if number == signal.SIGTERM else -number
     if codes != [0 if kill_at is None else ended] * processes:

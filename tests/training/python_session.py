@@ -2,8 +2,8 @@
 
 import json
 import os
-import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from harmonic_sft import (
     HarmonicTrainer,
     HarmonicTrainingArguments,
 )
+from tests.training.processes import fork
 
 ROWS = 12  # of a step; an epoch has 17
 
@@ -117,17 +118,11 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
     return found
 
 
+def write(base: Path, text_file: Path, folder: Path, rank: int) -> None:
+    """Train in one of two processes."""
+    (folder / f"{rank}.json").write_text(json.dumps(train(base, text_file, folder, 2)))
+
+
 if __name__ == "__main__":  # imports once, then forks
-    base, text_file, folder = map(Path, sys.argv[1:])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    children = []
-    for rank in ("0", "1"):
-        if child := os.fork():
-            children.append(child)
-            continue
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
-        (folder / f"{rank}.json").write_text(json.dumps(train(base, text_file, folder, 2)))
-        sys.exit()
+    children = fork(2, partial(write, *map(Path, sys.argv[1:])))
     sys.exit(any(os.waitpid(child, 0)[1] for child in children))

@@ -1,18 +1,13 @@
 """configs/accelerate/*.yaml on two GPUs: what they train is what one GPU trains."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.decoders import save_decoder
+from tests.training.processes import ROOT, free_port, run_together
 
-ROOT = Path(__file__).parents[2]
 # By the policy of the file; `prepare` moves and shards the model.
 SHARDED = """
 import json, sys
@@ -35,29 +30,15 @@ if rank == 0:
 
 def launch(words, *, nodes=1, options=()):
     """Run `accelerate launch`, on every node with a GPU of its own if there are several."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
-    command += ["--main_process_port", str(port)]
+    command = ["-m", "accelerate.commands.launch", *options, "--main_process_port", free_port()]
     started = []
     for rank in range(nodes):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        if nodes > 1 or not options[0].startswith("--config"):
-            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
-        own = ["--machine_rank", str(rank)] if nodes > 1 else []
-        started.append(
-            subprocess.Popen(
-                [*command, *own, *words],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    written = [node.communicate()[0] for node in started]
-    for node, text in zip(started, written, strict=True):
-        assert node.returncode == 0, text[-4000:]
+        one_gpu = nodes > 1 or not options[0].startswith("--config")
+        own = ["--machine_rank", rank] if nodes > 1 else []
+        variables = {"CUDA_VISIBLE_DEVICES": str(rank)} if one_gpu else {}
+        started.append(([*command, *own, *words], variables, ROOT))
+    for status, text in run_together(*started):
+        assert status == 0, text[-4000:]
 
 
 @pytest.mark.cuda

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler
 
 from harmonic_sft.training.batches import (
     CountingCollator,
     head_inputs,
+    last_batch_rows,
     take_out_repeated_,
 )
 from harmonic_sft.training.run import prepare
@@ -87,58 +90,43 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
     assert trainer.state.num_input_tokens_seen > 0
 
 
+def last_batch(process, num_rows, *, num_classes, **columns):
+    """A batch of 2 rows on each of 2 processes, of which only `num_rows` are no repetition."""
+    args = SimpleNamespace(per_device_train_batch_size=2, process_index=process)
+    collator = CountingCollator(collator=dict, num_classes=num_classes, causal=False)
+    batch = collator({"input_ids": torch.ones(2, 3), **columns})
+    take_out_repeated_(batch, args, collator, num_rows=num_rows)
+    return batch
+
+
 def test_numbers_that_fill_up_the_last_processes_have_no_weight():
-    args = SimpleNamespace(
-        dataloader_drop_last=False,
-        per_device_train_batch_size=2,
-        world_size=2,
-        process_index=1,
-        gradient_accumulation_steps=1,
-    )
-    collator = CountingCollator(collator=dict, num_classes=None, causal=False)
     for weights in ({}, {"label_weights": torch.full((2,), 3.0)}):
-        rows = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 4), **weights}
-        batch = collator(rows)
-        take_out_repeated_([batch], args, collator, num_rows=7, step=1)  # rows 6 and 0 again
+        batch = last_batch(1, 3, num_classes=None, labels=torch.ones(2, 4), **weights)
         assert batch["num_tokens"] == 3
         assert batch["labels"].eq(-100).all(1).tolist() == [False, True]
         assert batch["label_weights"][0].eq(3.0 if weights else 1.0).all()
         assert batch["label_weights"][1].eq(0).all()
 
 
-def batches_of(process, num_rows, *, processes=2, rows=2, accumulation=2, drop_last=False, step):
-    """Return which rows of a step a process scores, and its tokens and labels, by batch."""
+@pytest.mark.parametrize(
+    ("num_rows", "scored"), [(1, [1, 0, 0, 0]), (2, [1, 1, 0, 0]), (3, [1, 1, 1, 0])]
+)
+def test_rows_that_fill_up_the_last_processes_are_not_scored(num_rows, scored):
+    for process in (0, 1):
+        batch = last_batch(process, num_rows, num_classes=10, labels=torch.ones(2, 3).long())
+        own = scored[2 * process : 2 * process + 2]
+        assert (batch["labels"] != -100).all(1).tolist() == [bool(one) for one in own]
+        assert batch["num_tokens"] == len(batch["label_positions"]) == 3 * sum(own)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "drop_last", "expected"), [(11, False, 3), (12, False, 0), (11, True, 0)]
+)
+def test_rows_of_the_last_batch_of_all_processes_are_counted(num_rows, drop_last, expected):
     args = SimpleNamespace(
-        dataloader_drop_last=drop_last,
-        per_device_train_batch_size=rows,
-        world_size=processes,
-        process_index=process,
-        gradient_accumulation_steps=accumulation,
+        dataloader_drop_last=drop_last, per_device_train_batch_size=2, world_size=2
     )
-    collator = CountingCollator(collator=dict, num_classes=10, causal=False)
-    batches = [
-        collator({"input_ids": torch.ones(rows, 3), "labels": torch.ones(rows, 3).long()})
-        for _ in range(accumulation)
-    ]
-    take_out_repeated_(batches, args, collator, num_rows=num_rows, step=step)
-    return [(b["labels"] != -100).any(1).tolist() for b in batches], [
-        (b["num_tokens"], len(b["label_positions"])) for b in batches
-    ]
-
-
-def test_rows_that_fill_up_the_last_processes_are_not_scored():
-    """11 rows: 8 in the first step of an epoch, and 2 + 1 in the second."""
-    for step in (0, 2):
-        for process in (0, 1):
-            assert batches_of(process, 11, step=step)[0] == [[True, True]] * 2
-    for step in range(4):  # one step an epoch, without such rows
-        kept, counts = batches_of(1, 11, drop_last=True, step=step)
-        assert kept == [[True, True]] * 2
-        assert counts == [(6, 6)] * 2
-    for step in (1, 3):
-        kept, counts = batches_of(0, 11, step=step)
-        assert kept == [[True, True], [False, False]]
-        assert counts == [(6, 6), (0, 0)]
-        kept, counts = batches_of(1, 11, step=step)
-        assert kept == [[True, False], [False, False]]
-        assert counts == [(3, 3), (0, 0)]
+    sampler = BatchSampler(range(num_rows), 2, drop_last=drop_last)
+    loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0))
+    assert last_batch_rows(loader, args) == expected
+    assert last_batch_rows(SimpleNamespace(batch_sampler=sampler), args) == 0  # one process

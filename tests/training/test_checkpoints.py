@@ -342,7 +342,6 @@ def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(trainable_
     size = sum(final[name].nbytes for name in trained)
     assert size < (folder / RESUME_FILE).stat().st_size < size + 4096  # names and shapes
     left = {"config.json", MANIFEST_NAME, "optimizer.pt", "rng_state.pth", "scheduler.pt"}
-    left |= {"running_loss_0.json"}
     left |= {"running_loss_0.json", "trainer_state.json", RESUME_FILE}
     assert {p.name for p in folder.iterdir()} == left
 

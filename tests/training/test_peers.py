@@ -46,10 +46,3 @@ def test_a_process_that_is_behind_is_named_early_and_seldom(
     assert behind == ([1] if expected else [])
     waited = [int(text.split("waited for ")[1].split()[0]) for text in caplog.messages]
     assert waited == [seconds + 1 for seconds in expected]
-
-
-def test_a_training_inside_of_a_run_is_watched_once(monkeypatch):
-    monkeypatch.setattr(peers, "_is_watching", True)
-    monkeypatch.setattr(peers, "distributed", None)  # a second watch would ask it
-    with peers.naming_silent_peers(SimpleNamespace(world_size=2)):
-        pass

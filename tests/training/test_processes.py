@@ -1,12 +1,8 @@
 """Two processes train what one trains."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -16,7 +12,6 @@ from harmonic_sft.training.run_config import load_run_config
 from tests.elsewhere import run_python
 from tests.training import python_session
 
-ROOT = Path(__file__).parents[2]
 HEAD = ("dist_head.weight", "bert.embeddings.word_embeddings.weight")  # where the first starts
 DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dtype=bfloat16"]}
 
@@ -93,9 +88,10 @@ def test_a_sigterm_to_one_of_two_processes_ends_both_and_one_continues(
 
 
 FROZEN = """
-import os, signal, socket, sys
+import os, signal, sys
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
+from tests.training.processes import fork
 
 training_step = HarmonicTrainer.training_step
 
@@ -105,15 +101,8 @@ def frozen(self, *arguments):
     return training_step(self, *arguments)
 
 HarmonicTrainer.training_step = frozen
-with socket.create_server(("127.0.0.1", 0)) as free:
-    os.environ |= {"MASTER_PORT": str(free.getsockname()[1]), "MASTER_ADDR": "127.0.0.1"}
-children = []
-for rank in range(2):
-    if child := os.fork():
-        children.append(child)
-        continue
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os._exit(main(["train", sys.argv[1], "training.ddp_timeout=30"]))
+words = ["train", sys.argv[1], "training.ddp_timeout=30"]
+children = fork(2, lambda rank: os._exit(main(words)))
 stopped = children.pop(int(sys.argv[2]))
 status = os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1])
 os.kill(stopped, signal.SIGKILL)
@@ -124,10 +113,7 @@ sys.exit(status)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_frozen_process_is_named(make_yaml, rank):
-    command = [sys.executable, "-c", FROZEN, str(make_yaml()), str(rank)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python("-c", FROZEN, make_yaml(), rank, status=1, OMP_NUM_THREADS="1")
     message = f"within training.ddp_timeout, 30 seconds, got no answer from [{rank}] of 2"
     assert message in done.stderr
     # Said before; here process 0 has the store, under torchrun none of them.

@@ -1,19 +1,12 @@
 """torchrun over two nodes of one process each, both on loopback."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
-
-ROOT = Path(__file__).parents[2]
-
+from tests.training.processes import ROOT, free_port, run_together
 
 # A network drive is waited for.
 IMPATIENT = """
@@ -28,34 +21,10 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 def run_nodes(program, words, folders):
     """Run a program on a node in each folder; return exit statuses and what they wrote."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    nodes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node=1",
-                "--nnodes=2",
-                f"--node-rank={rank}",
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
-                str(program),
-                *map(str, words),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-        )
-        for rank, folder in enumerate(folders)
-    ]
-    written = [node.communicate()[0] for node in nodes]
-    return [node.returncode for node in nodes], written
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2")
+    place = ("--master-addr=127.0.0.1", f"--master-port={free_port()}", program, *words)
+    nodes = [((*launch, f"--node-rank={k}", *place), {}, folders[k]) for k in range(2)]
+    return zip(*run_together(*nodes), strict=True)
 
 
 @pytest.mark.slow
@@ -76,7 +45,7 @@ def test_two_nodes_train_what_one_process_trains(make_yaml, tmp_path):
         "training.per_device_train_batch_size=2",
     ]
     codes, written = run_nodes(ROOT / "scripts" / "sft.py", words, [ROOT, ROOT])
-    assert codes == [0, 0], "".join(text[-4000:] for text in written)
+    assert codes == (0, 0), "".join(text[-4000:] for text in written)
     two = json.loads((tmp_path / "two" / "results" / "train.json").read_text())
     assert two["final"]["loss"] == pytest.approx(one["final"]["loss"], rel=1e-5)
     logged = [[e["loss"] for e in run["history"] if "loss" in e] for run in (one, two)]

@@ -1,0 +1,46 @@
+"""What every loss of a configuration is."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from harmonic_sft.models import Head, LossFunction
+
+
+class Loss(ABC):
+    """A value whose fields are a loss's settings; `prepare` makes the loss that a model calls."""
+
+    def check(self, head: Head) -> None:  # noqa: B027 - most losses fit every head
+        """Refuse a head that the loss does not fit.
+
+        Args:
+            head: Also one without values, on the meta device.
+
+        Raises:
+            ValueError: It does not.
+        """
+
+    def prepare(self, head: Head) -> LossFunction:
+        """Return this loss, after `check`, or what it becomes with what it needs of the head.
+
+        Raises:
+            ValueError: The head does not fit.
+        """
+        self.check(head)
+        return self
+
+    @abstractmethod
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token.
+
+        Args:
+            head: Maps `[N, D]` to logits `[N, V]`.
+            hidden_states: `[N, D]`.
+            labels: `[N]`, every one a class in `[0, V)`.
+
+        Returns:
+            `[N]`, in nats.
+
+        Raises:
+            ValueError: `prepare` has to be called first, for what the loss needs of a head.
+        """
