@@ -68,6 +68,7 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
+    check_classes,
     check_continues,
     check_frozen,
     check_whole,
@@ -693,6 +694,7 @@ class HarmonicTrainer(Trainer):
 
         A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
         """
+        check_classes(Path(resume_from_checkpoint), self.model.config)
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             check_frozen(self.model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)
