@@ -24,6 +24,7 @@ from harmonic_sft.training.run_config import (
     RunConfig,
     check_refused,
     fill_recipe,
+    heads_in,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
@@ -299,7 +300,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         """
         head, h_exp = self.head, self.h_exp
         if head is None and own_head is not None:
-            head, h_exp = {**_bare(own_head), "init": "base_head"}, h_exp or _exponent(own_head)
+            head, own_h_exp = _sections_of(own_head)
+            h_exp = h_exp or own_h_exp
         unfreeze: Any = self.unfreeze
         if not isinstance(unfreeze, Mapping):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
@@ -387,22 +389,14 @@ def _metric(name: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-def _bare(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out of a head's settings what other sections decide."""
-    return {
-        key: _bare(value) if key == "inner" and value is not None else value
-        for key, value in settings.items()
-        if key not in NOT_IN_HEAD
-    }
-
-
-def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | None:
-    """Return the exponent in a head's settings, as the h_exp section writes it."""
-    if settings is None:
-        return None
-    if settings.get("learn_h_exp"):
-        return {"start": settings["h_exp"], "schedule": "learned"}
-    return settings.get("h_exp") or _exponent(settings.get("inner"))
+def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return what the sections head and h_exp say of a head that a model has and keeps."""
+    head, h_exp = {**copy.deepcopy(own_head), "init": "base_head"}, None
+    for one in heads_in(head):
+        other = {key: one.pop(key, None) for key in NOT_IN_HEAD}
+        learned = {"start": other["h_exp"], "schedule": "learned"}
+        h_exp = h_exp or (learned if other["learn_h_exp"] else other["h_exp"])
+    return head, h_exp
 
 
 def check_launch(args: HarmonicTrainingArguments) -> None:

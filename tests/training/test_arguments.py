@@ -83,6 +83,7 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ({"ddp_static_graph": True}, "ddp_static_graph: .* it fails with gradient accumulation"),
         ({"head": "dits"}, "head.name: expected one of"),
         ({"head": 3}, "head: expected a name or a dictionary, got 3"),
+        ({"head": {"eps": 1e-4}}, "^head.name: expected a value, got nothing. Add this key"),
         (
             {"loss": WassersteinLoss},
             r"loss: expected .* class WassersteinLoss. Write Wasserstein.*\(",
