@@ -256,20 +256,19 @@ class Preparation:
 
     def _check_data(self, data: Any, name: str) -> None:
         """Refuse what has no columns, unless a collator of the user's reads it."""
-        is_path = isinstance(data, str | os.PathLike)
-        is_empty = isinstance(data, dict) and not data
-        is_plain = isinstance(data, list | tuple | pd.DataFrame) or is_empty
-        if not self._makes_rows or not (is_path or is_plain):
-            return
-        how = 'Dataset.from_dict({"text": [...]})'
-        if isinstance(data, pd.DataFrame):
-            how = "Dataset.from_pandas(...)"
-        if is_path:
+        if isinstance(data, str | os.PathLike):
             how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
-        raise ValueError(
-            f"{name}: expected a data set of the datasets library, got a {type(data).__name__}. "
-            f"Make one: {how}"
-        )
+        elif isinstance(data, pd.DataFrame):
+            how = "Dataset.from_pandas(...)"
+        elif isinstance(data, list | tuple) or (isinstance(data, dict) and not data):
+            how = 'Dataset.from_dict({"text": [...]})'
+        else:
+            return
+        if self._makes_rows:
+            raise ValueError(
+                f"{name}: expected a data set of the datasets library, got a "
+                f"{type(data).__name__}. Make one: {how}"
+            )
 
     def _loaded(
         self,

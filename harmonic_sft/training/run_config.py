@@ -265,6 +265,23 @@ class ScheduleConfig:
             )
         return self
 
+    def phase_steps(self, total: int, *, warmup_steps: int = 0) -> tuple[int, int]:
+        """Return how many steps of a run warm up and how many decay.
+
+        Args:
+            total: Optimizer steps of the run.
+            warmup_steps: Above 0 they stand in place of their ratio; the decay takes what is left.
+
+        Returns:
+            At least one step of each phase whose ratio is above 0; a run of one step decays.
+        """
+        warmup = max(round(total * self.warmup_ratio), int(self.warmup_ratio > 0))
+        decay = max(round(total * self.decay_ratio), int(self.decay_ratio > 0))
+        if warmup + decay > total:  # both were rounded up: the longer phase gives way
+            warmup, decay = (total - decay, decay) if warmup >= decay else (warmup, total - warmup)
+        warmup = min(warmup_steps, total) or warmup
+        return warmup, min(decay, total - warmup)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HubConfig:

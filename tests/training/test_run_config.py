@@ -6,7 +6,12 @@ import pytest
 
 from harmonic_sft import HEADS
 from harmonic_sft.config import read_yaml
-from harmonic_sft.training.run_config import HExpConfig, RunConfig, load_run_config
+from harmonic_sft.training.run_config import (
+    HExpConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_run_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = CONFIGS / "demo.yaml"
@@ -248,3 +253,22 @@ def test_python_and_yaml_give_the_same_run(make_yaml):
     assert RunConfig(**read_yaml(path)) == run
     assert RunConfig(**{name: getattr(run, name) for name in vars(run)}) == run  # of sections
     assert run.seed == 42
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
+def test_phases_are_whole_steps_that_fill_the_run(share):
+    """Also where both ratios add up to 1 and both would round up."""
+    for twentieths in range(21):
+        warmup, decay = share * twentieths / 20, share * (1 - twentieths / 20)
+        schedule = ScheduleConfig(warmup_ratio=warmup, decay_ratio=decay)
+        for total in (*range(1, 200), 10_000):
+            warming, decaying = schedule.phase_steps(total)
+            assert min(warming, decaying, total - warming - decaying) >= 0
+            assert abs(warming - warmup * total) <= 1
+            assert abs(decaying - decay * total) <= 1
+            assert total == 1 or (warming > 0) == (warmup > 0)
+            assert (decaying > 0) == (decay > 0)
+
+
+def test_a_warmup_that_leaves_less_than_the_decay_wins():
+    assert ScheduleConfig(decay_ratio=0.2).phase_steps(10, warmup_steps=9) == (9, 1)
