@@ -64,13 +64,10 @@ def explain(name: str | None = None) -> str:
 
 def key_names() -> list[str]:
     """Return all keys of a file, such as `training.max_steps`, sections before what is in them."""
-    names: list[str] = []
-    waiting = list(_sections_of_file().items())
-    while waiting:
-        name, key = waiting.pop(0)
-        names.append(name)
-        waiting += [(f"{name}.{step}", inner) for step, inner in key.below.items()]
-    return names
+    found = list(_sections_of_file().items())
+    for name, key in found:  # the list grows by what is in each section
+        found += [(f"{name}.{step}", inner) for step, inner in key.below.items()]
+    return [name for name, _ in found]
 
 
 def _root() -> Key:
@@ -104,7 +101,7 @@ def _fields(section: Any) -> dict[str, Key]:
     """Return the keys of a pydantic section."""
     keys = {}
     for name, info in section.__pydantic_fields__.items():
-        default = info.default if info.default_factory is None else info.default_factory()
+        default = info.get_default(call_default_factory=True)
         sections = _sections(info.annotation)
         below = _fields(sections[0]) if len(sections) == 1 else {}
         has_default = default is not PydanticUndefined and not below
