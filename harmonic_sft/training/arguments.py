@@ -378,9 +378,7 @@ def _names() -> list[str]:
 
 def _default(name: str) -> Any:
     found = HarmonicTrainingArguments.__dataclass_fields__[name]
-    if found.default_factory is not MISSING:
-        return found.default_factory()
-    return found.default.value if isinstance(found.default, Enum) else found.default
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def _metric(name: str) -> str | None:

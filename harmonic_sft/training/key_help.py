@@ -5,9 +5,8 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -138,9 +137,8 @@ def _training() -> dict[str, Key]:
     keys = {}
     for argument in dataclasses.fields(TrainingArguments):
         default = argument.default
-        if default is dataclasses.MISSING:
-            factory = argument.default_factory
-            default = None if factory is dataclasses.MISSING else factory()
+        if argument.default_factory is not dataclasses.MISSING:
+            default = argument.default_factory()
         if argument.init and argument.name not in refused:
             keys[argument.name] = Key(
                 text=" ".join(argument.metadata["help"].split()),
@@ -161,8 +159,6 @@ def _sections(annotation: Any) -> list[Any]:
 def _kind(annotation: Any) -> str:
     """Return a type in words."""
     origin, members = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _kind(members[0])
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin in (Union, UnionType):
@@ -180,8 +176,6 @@ def _show(value: Any) -> str:
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(map(_show, value))}]"
-    if isinstance(value, Enum):
-        return str(value.value)
     return str(value) if value == value else ""  # nan stands for "has to be given"
 
 
