@@ -57,6 +57,8 @@ KEYS = {  # where the arguments stand in a YAML file
     **{name: f"data.{name}" for name in IN_DATA},
     "dataset_num_proc": "data.num_proc",
     **{name: name for name in TOP},
+    "hub_form": "hub.form",
+    "hub_license": "hub.license",
 }
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
 RECIPE = "Source: NeoBERT recipe."
@@ -196,15 +198,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     oom_fallback: bool = _ours("oom_fallback", True)
     save: str = _ours("save", "full", "The result is a whole model.")
     skip_bad_steps: int = _ours("skip_bad_steps", 0)
-    hub_form: str = field(
-        default="full",
-        metadata={
-            "help": "What is pushed: full, head (only what was trained) or peft (an adapter)."
-        },
-    )
-    hub_license: str | None = field(
-        default=None, metadata={"help": "Of the pushed weights. Default: that of the base."}
-    )
+    hub_form: str = _ours("hub_form", "full")
+    hub_license: str | None = _ours("hub_license")
 
     def __post_init__(self) -> None:
         """Let transformers settle its fields; then check ours."""
@@ -363,8 +358,6 @@ class HarmonicTrainingArguments(TrainingArguments):
         return {
             "push": self.push_to_hub,
             "repo_id": self.hub_model_id,
-            "form": self.hub_form,
-            "license": self.hub_license,
             "private": bool(self.hub_private_repo),
             "revision": self.hub_revision,
             "every_save": self.push_to_hub and strategy == "every_save",

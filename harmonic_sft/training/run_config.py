@@ -290,7 +290,7 @@ class HubConfig:
     push: bool = Field(False, description="Push the result to the Hub at the end")
     repo_id: str | None = Field(None, description="owner/name; created if needed")
     form: Literal["full", "head", "peft"] = Field(
-        "full", description="The whole model, only what was trained, or an adapter"
+        "full", description="What is pushed: the whole model, what was trained, or an adapter"
     )
     private: bool = Field(False, description="Create the repo as a private one")
     revision: str | None = Field(None, description="Branch to push to; null is main")
