@@ -17,7 +17,6 @@ from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import (
     Duplicates,
     changed,
-    is_recorded,
     lineage,
     record,
     seen_by,
@@ -123,10 +122,10 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    is_other = run.resume and _is_changed(ready)
+    again = run.resume and _begins_again(ready)
     _claim(ready.trainer)
     with ready.trainer.folder_lock.hold(), naming_silent_peers(ready.trainer.args):
-        before = _measure_before(ready, again=is_other)
+        before = _measure_before(ready, again=again)
         results = _results(ready, before, _train(ready.trainer))
         _publish(ready.trainer, results)
     return results
@@ -164,11 +163,12 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     log_data(data)
-    _check_batch(data, run.training_arguments())
+    args = run.training_arguments()
+    _check_batch(data, args)
     try:
         trainer = HarmonicTrainer(
             run.model.base,
-            run.training_arguments(),
+            args,
             data_collator=data.collator,
             train_dataset=data.train,
             eval_dataset=data.eval,
@@ -215,11 +215,11 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _is_changed(ready: Ready) -> bool:
-    """Whether a run begins again on other data than those of its folder.
+def _begins_again(ready: Ready) -> bool:
+    """Whether a run was evaluated before on other data than now, or on data not recorded.
 
     Raises:
-        ValueError: It would continue on them: parts of the results would belong to each.
+        ValueError: It would continue on others: parts of the results would belong to each.
     """
     folder = ready.trainer.run_config.output_dir
     found = changed(folder, ready.data.held_out, ready.checksums)
@@ -229,15 +229,15 @@ def _is_changed(ready: Ready) -> bool:
             f"with, got others: {', '.join(found)} changed. Restore the files of "
             "data.sources and of model.base, or choose another training.output_dir"
         )
-    return bool(found)
+    return found != []
 
 
 def _measure_before(ready: Ready, *, again: bool) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was, unless `again`."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
-    before = None if again else read_whole(path, "before", "unigram_loss", "neighbors_before")
-    if before is not None and is_recorded(run.output_dir):
+    before = read_whole(path, "before", "unigram_loss", "neighbors_before")
+    if before is not None and not again:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
