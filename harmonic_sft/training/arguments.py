@@ -87,7 +87,13 @@ def _ours(name: str, default: Any = None, more: str = "") -> Any:
 
 def _theirs(name: str, text: str) -> Any:
     """Return a field of transformers with the default that a YAML file has."""
-    return field(default={**DEFAULTS, **FORCED}[name], metadata={"help": text})
+    return field(default=DEFAULTS[name], metadata={"help": text})
+
+
+def _forced(name: str) -> Any:
+    """Return a field of transformers that takes one value."""
+    value, reason = FORCED[name]
+    return field(default=value, metadata={"help": f"Has to be {value!r}: {reason}."})
 
 
 @dataclass
@@ -120,18 +126,11 @@ class HarmonicTrainingArguments(TrainingArguments):
             f"any other one is transformers' own. {RECIPE}"
         },
     )
-    remove_unused_columns: bool = _theirs(
-        "remove_unused_columns", "Has to be False: rows are tokenized by the trainer."
-    )
-    ddp_find_unused_parameters: bool | None = _theirs(
-        "ddp_find_unused_parameters", "Has to be False: frozen parameters are known."
-    )
-    logging_nan_inf_filter: bool = _theirs(
-        "logging_nan_inf_filter",
-        "Has to be False: the trainer stops at a loss that is not finite.",
-    )
-    include_num_input_tokens_seen: str = _theirs(  # ty: ignore[incompatible-mutable-override]
-        "include_num_input_tokens_seen", "Has to be 'non_padding'."
+    remove_unused_columns: bool = _forced("remove_unused_columns")
+    ddp_find_unused_parameters: bool | None = _forced("ddp_find_unused_parameters")
+    logging_nan_inf_filter: bool = _forced("logging_nan_inf_filter")
+    include_num_input_tokens_seen: str = _forced(  # ty: ignore[incompatible-mutable-override]
+        "include_num_input_tokens_seen"
     )
     dataloader_pin_memory: bool = field(
         default_factory=torch.cuda.is_available, metadata={"help": "Default: where there is a GPU."}

@@ -61,11 +61,11 @@ DEFAULTS: dict[str, Any] = {
     "enable_jit_checkpoint": True,  # ours: at the end of a step
     "seed": 42,
 }
-FORCED: dict[str, Any] = {
-    "remove_unused_columns": False,  # our rows hold what the model takes, and nothing else
-    "ddp_find_unused_parameters": False,  # frozen parameters are known not to take part
-    "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
-    "include_num_input_tokens_seen": "non_padding",
+FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
+    "remove_unused_columns": (False, "our rows hold what the model takes, and nothing else"),
+    "ddp_find_unused_parameters": (False, "frozen parameters are known not to take part"),
+    "logging_nan_inf_filter": (False, "it would hide what the trainer stops at"),
+    "include_num_input_tokens_seen": ("non_padding", "speeds count no padding"),
 }
 POSITIVE = (
     "per_device_train_batch_size",
@@ -570,9 +570,9 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
         raise ValueError(f"training.output_dir: expected a home that exists, got {output_dir!r}")
     training["output_dir"] = str(Path(output_dir))
     check_refused(training)
-    for key, value in FORCED.items():
-        if training.get(key, value) != value:
-            raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
+    for key, (value, reason) in FORCED.items():
+        if (got := training.get(key, value)) != value:
+            raise ValueError(f"training.{key}: expected {value!r}, got {got!r}; {reason}")
     _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     optim = str(training.get("optim", "adamw_torch"))

@@ -186,7 +186,7 @@ REFUSED = [
     (["training.deepspeed=ds.json"], "got 'ds.json'; it keeps weights .* lose norm 1; use DDP"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
-    (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
+    (["training.remove_unused_columns=true"], "unused_columns: expected False, got True; our rows"),
     (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
     (
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
