@@ -278,8 +278,8 @@ class Preparation:
         has_labels: bool = True,
     ) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
-        settings = self.data
-        column = self.args.text_column
+        settings, column = self.data, self.args.text_column
+        row_format: Literal["auto", "text"] = "auto"
         columns = data.column_names or []
         has_text = self._format is not None or column in columns
         if self.config.model.task in CLASSIFIERS and "input_ids" in columns and not has_text:
@@ -291,7 +291,7 @@ class Preparation:
             settings = replace(settings, label_column=None)
         if (text_of := self._format) is not None:
             data = unformatted(data)
-            column = "text"
+            column = row_format = "text"
             kept = (settings.label_column, settings.weight_column)
             columns = [name for name in columns if name not in kept]
             # A classifier's text has the special tokens that it spells.
@@ -299,7 +299,6 @@ class Preparation:
                 _check_plain(text_of(dict(row)), self.tokenizer())
             data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
         streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
-        row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
         )
