@@ -335,6 +335,9 @@ def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
     assert losses(trainer) == losses(by_name)
     with pytest.raises(ValueError, match="model: expected a name with from_scratch or dropout"):
         make(arguments("third", dropout=0.1), model=model, **options)
+    if kind == "decoder without a head":
+        with pytest.raises(ValueError, match="loss distill: expected a base with a head of its"):
+            make(arguments("fourth", loss="distill"), model=model, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -125,6 +125,10 @@ REFUSED = [
     (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
     (["h_exp={start: -8}"], "h_exp.end: expected .* Write end: -8.0 to hold the exponent, or end:"),
     (["h_exp.schedule=learned"], "h_exp.end: expected the start, -12.0, for a learned exponent"),
+    (
+        ["head={name: multi_head, inner: {name: dist}}", "loss=harmonic", "h_exp.calibrate=true"],
+        "h_exp.calibrate: expected false for head multi_head",
+    ),
     # The head.
     (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
     (["head.h_exp=-3"], r"head\.h_exp: .* known keys.* Did you mean 'h_exp' at the top level\?"),
