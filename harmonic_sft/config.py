@@ -67,9 +67,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 def _scalar(text: str) -> Any:
     """Read a plain scalar by the core schema of YAML 1.2."""

@@ -310,7 +310,6 @@ def labelled_settings(tiny_base):
         path.write_text("\n".join(map(json.dumps, rows)))
         data = settings_of_a_run(path, tiny_base, folder / "run")
         data["model"]["task"] = task
-        data["head"]["init"] = "class_means"
         data["data"]["label_column"] = "label"
         return data
 

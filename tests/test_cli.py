@@ -283,6 +283,13 @@ def test_overrides_may_stand_after_an_option(capsys):
 LOAD = "harmonic_sft.training.run_config.load_run_config"
 
 
+def raising(error):
+    def broken(*_):
+        raise error
+
+    return broken
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -309,20 +316,15 @@ def test_one_process_tells_what_it_does(rank, monkeypatch, capsys):
 
 
 def test_a_connection_that_ended_leads_to_the_error_of_another_process(monkeypatch, capsys):
-    def ended(*_):
-        raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
-
-    monkeypatch.setattr(LOAD, ended)
+    ended = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+    monkeypatch.setattr(LOAD, raising(ended))
     assert main(["train", "x.yaml"]) == 1
     assert "Another process ended; its own error says why." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [StoppedError, PushError])
 def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
-    def stopped(*_):
-        raise error("no more")
-
-    monkeypatch.setattr(LOAD, stopped)
+    monkeypatch.setattr(LOAD, raising(error("no more")))
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err == "error in process 1: no more\n"
@@ -351,12 +353,8 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     folder.mkdir()
     (folder / "run.yaml").touch()
     run = SimpleNamespace(output_dir=folder, model=SimpleNamespace(base="x"))
-
-    def broken(*_):
-        raise error
-
     monkeypatch.setattr(LOAD, lambda *_: run)
-    monkeypatch.setattr("harmonic_sft.training.run.train", broken)
+    monkeypatch.setattr("harmonic_sft.training.run.train", raising(error))
     assert main(["train", "x.yaml"]) == 1
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -368,7 +366,7 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     with pytest.raises(type(error)):
         main(["train", "x.yaml", "--debug"])
 
-    monkeypatch.setattr(LOAD, broken)
+    monkeypatch.setattr(LOAD, raising(error))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["train", "x.yaml"]) == 1
     (found,) = tmp_path.glob("harmonic-sft-*/error.txt")
@@ -382,10 +380,7 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
 
 def test_an_error_while_an_error_is_told_is_left_out(monkeypatch, capsys):
     """torch raises one in its signal handler for every worker that dies."""
-
-    def broken(*_):
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
-
+    broken = raising(RuntimeError("DataLoader worker (pid 7) is killed by signal"))
     again = iter((False, True))
     monkeypatch.setattr(LOAD, broken)
     monkeypatch.setattr(
@@ -398,9 +393,7 @@ def test_an_error_while_an_error_is_told_is_left_out(monkeypatch, capsys):
 
 
 def test_an_interrupted_run_says_how_to_continue(monkeypatch, capsys, tmp_path):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
+    interrupted = raising(KeyboardInterrupt)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patches:
         patches.setattr("harmonic_sft.training.run.train", interrupted)

@@ -201,16 +201,11 @@ def record(
         np.save(folder / "results" / TRAINED, trained)
 
 
-def is_recorded(folder: Path) -> bool:
-    """Whether a run's folder has the whole list of its held-out documents."""
-    return read_whole(folder / "results" / f"{LIST}.json", "digest") is not None
-
-
-def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str]:
-    """Name what differs from what was recorded in a run's folder, as far as it is there."""
+def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str] | None:
+    """Name what differs from what was recorded in a run's folder; None if nothing was."""
     saved = read_whole(folder / "results" / f"{LIST}.json", "digest")
     if saved is None:
-        return []
+        return None
     known = saved.get("checksums", {})
     found = [name for name, value in checksums.items() if known.get(name, value) != value]
     return found if saved["digest"] == held_out.digest else ["the held-out documents", *found]

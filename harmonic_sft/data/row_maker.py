@@ -85,6 +85,15 @@ def check_tokenizer(
             f"tokenizer: expected ids below the model's vocab_size {vocab_size}, got {largest}. "
             "Use the tokenizer the model was trained with."
         )
+    check_length(context_length, max_positions=max_positions, pad_to_multiple_of=pad_to_multiple_of)
+
+
+def check_length(context_length: int, *, max_positions: int, pad_to_multiple_of: int = 1) -> None:
+    """Refuse rows that are longer than the model takes, padding included.
+
+    Raises:
+        ValueError: They are.
+    """
     longest = -(-context_length // pad_to_multiple_of) * pad_to_multiple_of
     if longest > max_positions:
         rounded = f", which data.pad_to_multiple_of makes {longest}" * (longest > context_length)

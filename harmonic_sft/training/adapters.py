@@ -39,28 +39,24 @@ def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | 
     if not isinstance(peft_config, LoraConfig):
         return peft_config
     given = {name: getattr(peft_config, name) for name in OPTIONS}
-    plain = LoraConfig(**given)
+    plain = LoraConfig(**given).to_dict()
     ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
     if peft_config.modules_to_save == ["dist_head"]:  # which trains and is saved anyway
         ignored.add("modules_to_save")
     different = [
         name
         for name, value in peft_config.to_dict().items()
-        if name not in ignored and value != plain.to_dict()[name]
+        if name not in ignored and value != plain[name]
     ]
     if different:
         raise ValueError(
             f"peft_config: expected no more than {list(OPTIONS)}, got {different}. Leave them out"
         )
-    targets = given["target_modules"]
-    if isinstance(targets, set):
-        given["target_modules"] = sorted(targets)
-    blocks = given["layers_to_transform"]
-    if isinstance(blocks, int):
-        given["layers_to_transform"] = [blocks]
-    if targets is None:
-        del given["target_modules"]
-    return parse(PeftConfig, given)
+    if isinstance(given["target_modules"], set):
+        given["target_modules"] = sorted(given["target_modules"])
+    if isinstance(given["layers_to_transform"], int):
+        given["layers_to_transform"] = [given["layers_to_transform"]]
+    return parse(PeftConfig, {name: value for name, value in given.items() if value is not None})
 
 
 def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:

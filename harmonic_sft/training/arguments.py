@@ -24,6 +24,7 @@ from harmonic_sft.training.run_config import (
     RunConfig,
     check_refused,
     fill_recipe,
+    heads_in,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
@@ -56,6 +57,8 @@ KEYS = {  # where the arguments stand in a YAML file
     **{name: f"data.{name}" for name in IN_DATA},
     "dataset_num_proc": "data.num_proc",
     **{name: name for name in TOP},
+    "hub_form": "hub.form",
+    "hub_license": "hub.license",
 }
 TRAIN_NAME, EVAL_NAME = "train_dataset", "eval_dataset"  # paths of data sets given as objects
 RECIPE = "Source: NeoBERT recipe."
@@ -84,7 +87,13 @@ def _ours(name: str, default: Any = None, more: str = "") -> Any:
 
 def _theirs(name: str, text: str) -> Any:
     """Return a field of transformers with the default that a YAML file has."""
-    return field(default={**DEFAULTS, **FORCED}[name], metadata={"help": text})
+    return field(default=DEFAULTS[name], metadata={"help": text})
+
+
+def _forced(name: str) -> Any:
+    """Return a field of transformers that takes one value."""
+    value, reason = FORCED[name]
+    return field(default=value, metadata={"help": f"Has to be {value!r}: {reason}."})
 
 
 @dataclass
@@ -117,18 +126,11 @@ class HarmonicTrainingArguments(TrainingArguments):
             f"any other one is transformers' own. {RECIPE}"
         },
     )
-    remove_unused_columns: bool = _theirs(
-        "remove_unused_columns", "Has to be False: rows are tokenized by the trainer."
-    )
-    ddp_find_unused_parameters: bool | None = _theirs(
-        "ddp_find_unused_parameters", "Has to be False: frozen parameters are known."
-    )
-    logging_nan_inf_filter: bool = _theirs(
-        "logging_nan_inf_filter",
-        "Has to be False: the trainer stops at a loss that is not finite.",
-    )
-    include_num_input_tokens_seen: str = _theirs(  # ty: ignore[incompatible-mutable-override]
-        "include_num_input_tokens_seen", "Has to be 'non_padding'."
+    remove_unused_columns: bool = _forced("remove_unused_columns")
+    ddp_find_unused_parameters: bool | None = _forced("ddp_find_unused_parameters")
+    logging_nan_inf_filter: bool = _forced("logging_nan_inf_filter")
+    include_num_input_tokens_seen: str = _forced(  # ty: ignore[incompatible-mutable-override]
+        "include_num_input_tokens_seen"
     )
     dataloader_pin_memory: bool = field(
         default_factory=torch.cuda.is_available, metadata={"help": "Default: where there is a GPU."}
@@ -195,15 +197,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     oom_fallback: bool = _ours("oom_fallback", True)
     save: str = _ours("save", "full", "The result is a whole model.")
     skip_bad_steps: int = _ours("skip_bad_steps", 0)
-    hub_form: str = field(
-        default="full",
-        metadata={
-            "help": "What is pushed: full, head (only what was trained) or peft (an adapter)."
-        },
-    )
-    hub_license: str | None = field(
-        default=None, metadata={"help": "Of the pushed weights. Default: that of the base."}
-    )
+    hub_form: str = _ours("hub_form", "full")
+    hub_license: str | None = _ours("hub_license")
 
     def __post_init__(self) -> None:
         """Let transformers settle its fields; then check ours."""
@@ -299,7 +294,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         """
         head, h_exp = self.head, self.h_exp
         if head is None and own_head is not None:
-            head, h_exp = {**_bare(own_head), "init": "base_head"}, h_exp or _exponent(own_head)
+            head, own_h_exp = _sections_of(own_head)
+            h_exp = h_exp or own_h_exp
         unfreeze: Any = self.unfreeze
         if not isinstance(unfreeze, Mapping):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
@@ -361,8 +357,6 @@ class HarmonicTrainingArguments(TrainingArguments):
         return {
             "push": self.push_to_hub,
             "repo_id": self.hub_model_id,
-            "form": self.hub_form,
-            "license": self.hub_license,
             "private": bool(self.hub_private_repo),
             "revision": self.hub_revision,
             "every_save": self.push_to_hub and strategy == "every_save",
@@ -376,9 +370,7 @@ def _names() -> list[str]:
 
 def _default(name: str) -> Any:
     found = HarmonicTrainingArguments.__dataclass_fields__[name]
-    if found.default_factory is not MISSING:
-        return found.default_factory()
-    return found.default.value if isinstance(found.default, Enum) else found.default
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def _metric(name: str) -> str | None:
@@ -387,22 +379,14 @@ def _metric(name: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-def _bare(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out of a head's settings what other sections decide."""
-    return {
-        key: _bare(value) if key == "inner" and value is not None else value
-        for key, value in settings.items()
-        if key not in NOT_IN_HEAD
-    }
-
-
-def _exponent(settings: Mapping[str, Any] | None) -> float | dict[str, Any] | None:
-    """Return the exponent in a head's settings, as the h_exp section writes it."""
-    if settings is None:
-        return None
-    if settings.get("learn_h_exp"):
-        return {"start": settings["h_exp"], "schedule": "learned"}
-    return settings.get("h_exp") or _exponent(settings.get("inner"))
+def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return what the sections head and h_exp say of a head that a model has and keeps."""
+    head, h_exp = {**copy.deepcopy(own_head), "init": "base_head"}, None
+    for one in heads_in(head):
+        other = {key: one.pop(key, None) for key in NOT_IN_HEAD}
+        learned = {"start": other["h_exp"], "schedule": "learned"}
+        h_exp = h_exp or (learned if other["learn_h_exp"] else other["h_exp"])
+    return head, h_exp
 
 
 def check_launch(args: HarmonicTrainingArguments) -> None:

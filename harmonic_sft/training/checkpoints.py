@@ -198,6 +198,20 @@ def check_continues(folder: Path, config: HarmonicConfig, *, rows_sha256: str | 
         )
 
 
+def check_classes(folder: Path, config: HarmonicConfig) -> None:
+    """Refuse a checkpoint whose head predicts other classes.
+
+    Raises:
+        ValueError: It does.
+    """
+    saved = HarmonicConfig.from_pretrained(folder)
+    if saved.id2label != config.id2label:
+        raise ValueError(
+            f"resume: expected the classes of {str(folder)!r}, {saved.id2label}, "
+            f"got {config.id2label}. The data have changed; start a new run"
+        )
+
+
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
     """Return the state of a checkpoint; its best one is beside it, wherever a run was moved.
 

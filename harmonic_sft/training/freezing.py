@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,13 +101,12 @@ def parts(model: HarmonicHeadModel) -> list[Part]:
     path, blocks = find_blocks(backbone)
     groups: dict[str, list[nn.Parameter]] = {}
     embeddings = {id(p) for p in backbone.get_input_embeddings().parameters()}
-    states = [_state(block) for block in blocks]
+    names = _block_names(blocks)
     for name, parameter in backbone.named_parameters():
         if id(parameter) in embeddings:
             part = "token embeddings"
         elif name.startswith(f"{path}."):
-            index = int(name.removeprefix(f"{path}.").split(".")[0])
-            part = _block_range(index, states)
+            part = names[int(name.removeprefix(f"{path}.").split(".")[0])]
         else:
             part = "other (norms, positions)"
         groups.setdefault(part, []).append(parameter)
@@ -124,15 +124,14 @@ def _state(block: nn.Module) -> str:
     return "frozen, LoRA" if all(".lora_" in name for name in trained) else "trained"
 
 
-def _block_range(index: int, states: list[str]) -> str:
-    """Name the run of equally trained blocks that holds block `index`."""
-    first = last = index
-    while first > 0 and states[first - 1] == states[index]:
-        first -= 1
-    while last < len(states) - 1 and states[last + 1] == states[index]:
-        last += 1
-    name = f"block {first}" if first == last else f"blocks {first}-{last}"
-    return f"{name}, {states[index]}"
+def _block_names(blocks: Iterable[nn.Module]) -> list[str]:
+    """Name every block by the equally trained ones around it."""
+    names: list[str] = []
+    for state, alike in groupby(map(_state, blocks)):
+        first, count = len(names), len(list(alike))
+        span = f"block {first}" if count == 1 else f"blocks {first}-{first + count - 1}"
+        names += [f"{span}, {state}"] * count
+    return names
 
 
 def _part(name: str, parameters: Iterable[nn.Parameter]) -> Part:

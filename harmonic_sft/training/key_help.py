@@ -5,9 +5,8 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -64,13 +63,10 @@ def explain(name: str | None = None) -> str:
 
 def key_names() -> list[str]:
     """Return all keys of a file, such as `training.max_steps`, sections before what is in them."""
-    names: list[str] = []
-    waiting = list(_sections_of_file().items())
-    while waiting:
-        name, key = waiting.pop(0)
-        names.append(name)
-        waiting += [(f"{name}.{step}", inner) for step, inner in key.below.items()]
-    return names
+    found = list(_sections_of_file().items())
+    for name, key in found:  # the list grows by what is in each section
+        found += [(f"{name}.{step}", inner) for step, inner in key.below.items()]
+    return [name for name, _ in found]
 
 
 def _root() -> Key:
@@ -104,7 +100,7 @@ def _fields(section: Any) -> dict[str, Key]:
     """Return the keys of a pydantic section."""
     keys = {}
     for name, info in section.__pydantic_fields__.items():
-        default = info.default if info.default_factory is None else info.default_factory()
+        default = info.get_default(call_default_factory=True)
         sections = _sections(info.annotation)
         below = _fields(sections[0]) if len(sections) == 1 else {}
         has_default = default is not PydanticUndefined and not below
@@ -141,9 +137,8 @@ def _training() -> dict[str, Key]:
     keys = {}
     for argument in dataclasses.fields(TrainingArguments):
         default = argument.default
-        if default is dataclasses.MISSING:
-            factory = argument.default_factory
-            default = None if factory is dataclasses.MISSING else factory()
+        if argument.default_factory is not dataclasses.MISSING:
+            default = argument.default_factory()
         if argument.init and argument.name not in refused:
             keys[argument.name] = Key(
                 text=" ".join(argument.metadata["help"].split()),
@@ -164,8 +159,6 @@ def _sections(annotation: Any) -> list[Any]:
 def _kind(annotation: Any) -> str:
     """Return a type in words."""
     origin, members = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _kind(members[0])
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin in (Union, UnionType):
@@ -183,8 +176,6 @@ def _show(value: Any) -> str:
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(map(_show, value))}]"
-    if isinstance(value, Enum):
-        return str(value.value)
     return str(value) if value == value else ""  # nan stands for "has to be given"
 
 

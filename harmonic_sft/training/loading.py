@@ -102,13 +102,12 @@ def load_base_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the base's tokenizer; a decoder's without a pad token pads with its eos token.
+    """Load the base's tokenizer.
 
     Raises:
-        ValueError: It cannot be found, or has neither token, with what to do.
+        ValueError: It cannot be found, with what to do.
     """
-    tokenizer = from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
-    return with_padding(tokenizer, model.task)
+    return from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
 
 
 def with_padding(tokenizer: Any, task: str) -> Any:
@@ -136,7 +135,8 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     """
     base = load_base_config(run.model)
     check_base_config(run, base)  # before anything is fetched
-    tokenizer, task = load_tokenizer(run.model), run.model.task
+    task = run.model.task
+    tokenizer = with_padding(load_tokenizer(run.model), task)
     return tokenizer, load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
 
 

@@ -32,7 +32,6 @@ from harmonic_sft.training.checkpoints import (
     was_saved,
 )
 from harmonic_sft.training.run_config import RunConfig
-from harmonic_sft.training.schedules import phase_steps
 
 logger = logging.getLogger(__name__)
 RUN_FILE = "run.yaml"
@@ -168,7 +167,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     # As TrainingArguments do; to make some now would reset the state of the trainer's accelerate.
     warmup = int(given) if given >= 1 else math.ceil(max_steps * given)
     if schedule is not None and not warmup:
-        warmup, _ = phase_steps(max_steps, warmup_ratio=schedule.warmup_ratio, decay_ratio=0)
+        warmup, _ = schedule.phase_steps(max_steps)
     reasons = {
         "an annealed h_exp": run.h_exp is not None and run.h_exp.start != run.h_exp.end,
         "schedule.decay_ratio above 0": schedule is not None and schedule.decay_ratio > 0,

@@ -60,7 +60,6 @@ from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 DEFAULT_LENGTH = 1024  # longest row where the arguments do not say, in tokens
-RAW = (datasets.Dataset, datasets.IterableDataset)  # the trainer makes rows of them
 CLASSIFIER_NAMES = (  # ends of transformers' names
     "ForSequenceClassification",
     "ForTokenClassification",
@@ -199,7 +198,7 @@ class Preparation:
         Raises:
             ValueError: Bad rows, or columns that are not known.
         """
-        self._check_data(data, TRAIN_NAME)
+        is_raw = self._is_raw(data, TRAIN_NAME)
         h_exp, of_run = self.config.h_exp, isinstance(data, MaskedRows | StreamedRows)
         if h_exp is not None and h_exp.calibrate and not of_run:
             raise ValueError(
@@ -211,7 +210,7 @@ class Preparation:
                 f"train_dataset: expected one data set, got the splits {sorted(data)}. Name one: "
                 f"data[{next(iter(data))!r}]"
             )
-        if self._makes_rows and isinstance(data, RAW):
+        if is_raw:
             if isinstance(data, datasets.IterableDataset):
                 _check_stream(data)
             data = self._loaded(data, TRAIN_NAME).train
@@ -224,11 +223,10 @@ class Preparation:
 
         Every pass has the same masks, and rows are not packed; otherwise as `train_rows`.
         """
-        if not isinstance(data, str):  # transformers' way to name one of several
-            self._check_data(data, EVAL_NAME)
-        if isinstance(data, dict):
+        if isinstance(data, dict) and data:
             return {name: self.eval_rows(part) for name, part in data.items()}
-        if not self._makes_rows or not isinstance(data, RAW):
+        # A string is transformers' way to name one of several.
+        if isinstance(data, str) or not self._is_raw(data, EVAL_NAME):
             return data
         return self._loaded(data, EVAL_NAME).eval
 
@@ -239,7 +237,7 @@ class Preparation:
             ValueError: Rows would be left out, and predictions not stand beside their texts.
         """
         column = self.data.label_column
-        if column is None or not self._makes_rows or not isinstance(data, RAW):
+        if column is None or not self._is_raw(data, EVAL_NAME):
             return self.eval_rows(data)
         # A test split without labels may hold None, or -1, in their place.
         missing = {"-1"}.difference(self._labels or ())
@@ -254,18 +252,18 @@ class Preparation:
             )
         return found.eval
 
-    def _check_data(self, data: Any, name: str) -> None:
-        """Refuse what has no columns, unless a collator of the user's reads it."""
-        is_path = isinstance(data, str | os.PathLike)
-        is_empty = isinstance(data, dict) and not data
-        is_plain = isinstance(data, list | tuple | pd.DataFrame) or is_empty
-        if not self._makes_rows or not (is_path or is_plain):
-            return
-        how = 'Dataset.from_dict({"text": [...]})'
-        if isinstance(data, pd.DataFrame):
-            how = "Dataset.from_pandas(...)"
-        if is_path:
+    def _is_raw(self, data: Any, name: str) -> bool:
+        """Whether rows are made of a data set; refuse what then has no columns."""
+        if not self._makes_rows:
+            return False
+        if isinstance(data, str | os.PathLike):
             how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
+        elif isinstance(data, pd.DataFrame):
+            how = "Dataset.from_pandas(...)"
+        elif isinstance(data, list | tuple) or (isinstance(data, dict) and not data):
+            how = 'Dataset.from_dict({"text": [...]})'
+        else:
+            return isinstance(data, datasets.Dataset | datasets.IterableDataset)
         raise ValueError(
             f"{name}: expected a data set of the datasets library, got a {type(data).__name__}. "
             f"Make one: {how}"
@@ -279,8 +277,8 @@ class Preparation:
         has_labels: bool = True,
     ) -> LoadedData:
         """Read all rows of a data set as those of the `data` section."""
-        settings = self.data
-        column = self.args.text_column
+        settings, column = self.data, self.args.text_column
+        row_format: Literal["auto", "text"] = "auto"
         columns = data.column_names or []
         has_text = self._format is not None or column in columns
         if self.config.model.task in CLASSIFIERS and "input_ids" in columns and not has_text:
@@ -292,7 +290,7 @@ class Preparation:
             settings = replace(settings, label_column=None)
         if (text_of := self._format) is not None:
             data = unformatted(data)
-            column = "text"
+            column = row_format = "text"
             kept = (settings.label_column, settings.weight_column)
             columns = [name for name in columns if name not in kept]
             # A classifier's text has the special tokens that it spells.
@@ -300,7 +298,6 @@ class Preparation:
                 _check_plain(text_of(dict(row)), self.tokenizer())
             data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
         streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
-        row_format: Literal["auto", "text"] = "auto" if self._format is None else "text"
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
         )

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from harmonic_sft.config import to_yaml
 from harmonic_sft.data.inspection import inspect_data
+from harmonic_sft.data.row_maker import check_length
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_base_config, load_base_config, load_run_data
@@ -28,12 +29,11 @@ def dry_run(run: RunConfig) -> None:
     check_run(run)
     config = _base_config(run)
     check_base_config(run, config)
-    longest = max_positions(config.get_text_config())
-    if run.data.context_length > longest:
-        raise ValueError(
-            f"data.context_length: expected at most the {longest} positions of the model, "
-            f"got {run.data.context_length}"
-        )
+    check_length(
+        run.data.context_length,
+        max_positions=max_positions(config.get_text_config()),
+        pad_to_multiple_of=run.data.pad_to_multiple_of or 1,
+    )
     batch_size = run.training_arguments().per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", without_secrets(to_yaml(run)))

@@ -3,8 +3,8 @@
 import logging
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -54,8 +54,7 @@ class PushCallback(TrainerCallback):
 
     def __init__(self, to: Destination):
         self.to = to
-        self._pool = ThreadPoolExecutor(1, "push")
-        self._pushing: Future[None] | None = None
+        self._pushing = Thread()  # the last push
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
@@ -63,7 +62,7 @@ class PushCallback(TrainerCallback):
         """Start to push the checkpoint just saved."""
         if not state.is_world_process_zero:
             return
-        if self._pushing is not None and not self._pushing.done():
+        if self._pushing.is_alive():
             logger.info(
                 "Step %d is not pushed: an earlier one is still being pushed.", state.global_step
             )
@@ -87,13 +86,14 @@ class PushCallback(TrainerCallback):
                 except (OSError, ValueError, PushError) as error:
                     self._warn(folder, error)
 
-        self._pushing = self._pool.submit(send)
+        self._pushing = Thread(target=send, name="push")
+        self._pushing.start()
 
     def finish(self) -> None:
         """Wait for the last push."""
-        if self._pushing is not None and not self._pushing.done():
+        if self._pushing.is_alive():
             logger.info("Waiting for the push of a checkpoint; Ctrl-C gives it up.")
-        self._pool.shutdown()
+            self._pushing.join()
 
     def _warn(self, folder: Path, error: Exception) -> None:
         logger.warning("%s was not pushed. %s", folder.name, error)

@@ -3,19 +3,19 @@
 import hashlib
 import json
 import logging
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from harmonic_sft.config import to_plain
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import (
     Duplicates,
     changed,
-    is_recorded,
     lineage,
     record,
     seen_by,
@@ -25,7 +25,6 @@ from harmonic_sft.data.sources import check_path
 from harmonic_sft.data.streams import merge
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
-from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.plots import plot_run
 from harmonic_sft.results import (
     environment,
@@ -36,7 +35,7 @@ from harmonic_sft.results import (
 )
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
-from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint, read_state
+from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
@@ -76,11 +75,25 @@ logger = logging.getLogger(__name__)
 EVAL_TOKENS = "the evaluation's tokens"
 
 
-class Ready(NamedTuple):
+@dataclass(frozen=True)
+class Ready:
     """A run with everything loaded, before its first step."""
 
     trainer: HarmonicTrainer
     data: LoadedData
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """Of what a resumed run has to read again; the training rows of a stream come later."""
+        tokenizer = cast(PreTrainedTokenizerBase, self.trainer.processing_class)
+        vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
+        found = {
+            "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
+            EVAL_TOKENS: fingerprint(self.data.eval),
+        }
+        if (digest := self.trainer.rows_sha256) is not None:
+            found["the training rows"] = digest
+        return found
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -108,13 +121,11 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    checksums = _checksums(ready)
-    is_other = run.resume and _is_changed(ready, checksums)
+    again = run.resume and _begins_again(ready)
     _claim(ready.trainer)
     with ready.trainer.at_work():
-        before = _measure_before(ready, checksums, again=is_other)
-        trained = _train(ready.trainer)
-        results = _results(ready, before, trained, eval_sha256=checksums[EVAL_TOKENS])
+        before = _measure_before(ready, again=again)
+        results = _results(ready, before, _train(ready.trainer))
         _publish(ready.trainer, results)
     return results
 
@@ -151,11 +162,12 @@ def prepare(run: RunConfig) -> Ready:
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
     log_data(data)
-    _check_batch(data, run.training_arguments())
+    args = run.training_arguments()
+    _check_batch(data, args)
     try:
         trainer = HarmonicTrainer(
             run.model.base,
-            run.training_arguments(),
+            args,
             data_collator=data.collator,
             train_dataset=data.train,
             eval_dataset=data.eval,
@@ -202,45 +214,29 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _checksums(ready: Ready) -> dict[str, str]:
-    """Return checksums of what a run reads, which is the same after a resume.
-
-    The training rows of a stream are not known yet.
-    """
-    data, tokenizer = ready.data, cast(PreTrainedTokenizerBase, ready.trainer.processing_class)
-    vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
-    found = {
-        "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
-        EVAL_TOKENS: fingerprint(data.eval),
-    }
-    if (digest := ready.trainer.rows_sha256) is not None:
-        found["the training rows"] = digest
-    return found
-
-
-def _is_changed(ready: Ready, checksums: dict[str, str]) -> bool:
-    """Whether a run begins again on other data than those of its folder.
+def _begins_again(ready: Ready) -> bool:
+    """Whether a run was evaluated before on other data than now, or on data not recorded.
 
     Raises:
-        ValueError: It would continue on them: parts of the results would belong to each.
+        ValueError: It would continue on others: parts of the results would belong to each.
     """
     folder = ready.trainer.run_config.output_dir
-    found = changed(folder, ready.data.held_out, checksums)
+    found = changed(folder, ready.data.held_out, ready.checksums)
     if found and last_checkpoint(folder) is not None:
         raise ValueError(
             f"resume: expected the data and the tokenizer that the run in {str(folder)!r} began "
             f"with, got others: {', '.join(found)} changed. Restore the files of "
             "data.sources and of model.base, or choose another training.output_dir"
         )
-    return bool(found)
+    return found != []
 
 
-def _measure_before(ready: Ready, checksums: dict[str, str], *, again: bool) -> dict[str, Any]:
+def _measure_before(ready: Ready, *, again: bool) -> dict[str, Any]:
     """Evaluate the model as loaded; a resumed run remembers what that was, unless `again`."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
-    before = None if again else read_whole(path, "before", "unigram_loss", "neighbors_before")
-    if before is not None and is_recorded(run.output_dir):
+    before = read_whole(path, "before", "unigram_loss", "neighbors_before")
+    if before is not None and not again:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
@@ -255,7 +251,7 @@ def _measure_before(ready: Ready, checksums: dict[str, str], *, again: bool) -> 
             sources=sources,
             base=_base(run),
             trained=data.trained,
-            checksums=checksums,
+            checksums=ready.checksums,
         )
         write_results(path.parent, path.stem, before)
     return before
@@ -295,12 +291,11 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
     set_seed(trainer.args.seed)
     try:
         folder = trainer.run_config.output_dir
-        checkpoint, state = last_checkpoint(folder), TrainerState()
+        checkpoint = last_checkpoint(folder)
         if checkpoint is not None:
-            state = _check_checkpoint(trainer, checkpoint)
+            logger.info("Continuing from %s", checkpoint)
         elif all_checkpoints(folder):
             logger.warning("No checkpoint is whole: the run starts again from its first step.")
-        before = state.num_input_tokens_seen
         seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:
             raise StoppedError(
@@ -313,30 +308,19 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
     except BaseException:
         finish_pushes(trainer.callback_handler.callbacks)
         raise
-    tokens = trainer.state.num_input_tokens_seen - before
+    speed = None
+    if seconds:
+        before = trainer._initial_num_input_tokens_seen  # of the checkpoint
+        speed = (trainer.state.num_input_tokens_seen - before) / seconds
     return {
         "final": final,
         "train_seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_second": speed,
         "data_wait_share": trainer.data_seconds / seconds if seconds else None,
     }
 
 
-def _check_checkpoint(trainer: HarmonicTrainer, checkpoint: Path) -> TrainerState:
-    """Return the state of a checkpoint, which training may delete when newer ones come."""
-    logger.info("Continuing from %s", checkpoint)
-    saved, now = HarmonicConfig.from_pretrained(checkpoint), trainer.model.config
-    if saved.id2label != now.id2label:
-        raise ValueError(
-            f"resume: expected the classes of {str(checkpoint)!r}, {saved.id2label}, "
-            f"got {now.id2label}. The data have changed; start a new run"
-        )
-    return read_state(checkpoint, needs_best=trainer.args.load_best_model_at_end)
-
-
-def _results(
-    ready: Ready, before: dict[str, Any], trained: dict[str, Any], *, eval_sha256: str
-) -> dict[str, Any]:
+def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gather what is written about a run, from all processes."""
     trainer, run = ready.trainer, ready.trainer.run_config
     left_out, duplicates = _left_out(ready)
@@ -350,7 +334,7 @@ def _results(
         "neighbors_after": _neighbors(ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**left_out, "held_out": held_out, "eval_sha256": eval_sha256},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": ready.checksums[EVAL_TOKENS]},
         "peak_memory_bytes": peak_memory_bytes(),
         "verified": read_verdicts(run),
         "config": to_plain(run),

@@ -1,11 +1,12 @@
 """RunConfig: everything one run needs, as one YAML file says it."""
 
+import copy
 import functools
 import inspect
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -60,11 +61,11 @@ DEFAULTS: dict[str, Any] = {
     "enable_jit_checkpoint": True,  # ours: at the end of a step
     "seed": 42,
 }
-FORCED: dict[str, Any] = {
-    "remove_unused_columns": False,  # our rows hold what the model takes, and nothing else
-    "ddp_find_unused_parameters": False,  # frozen parameters are known not to take part
-    "logging_nan_inf_filter": False,  # it would hide what the trainer stops at
-    "include_num_input_tokens_seen": "non_padding",
+FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
+    "remove_unused_columns": (False, "our rows hold what the model takes, and nothing else"),
+    "ddp_find_unused_parameters": (False, "frozen parameters are known not to take part"),
+    "logging_nan_inf_filter": (False, "it would hide what the trainer stops at"),
+    "include_num_input_tokens_seen": ("non_padding", "speeds count no padding"),
 }
 POSITIVE = (
     "per_device_train_batch_size",
@@ -171,7 +172,9 @@ class HeadConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
 
     name: HeadName = Field(description="A head of harmonic_sft.HEADS; its arguments are keys too")
-    init: Init = Field("input_embeddings", description="Where the prototypes start")
+    init: Init = Field(
+        "input_embeddings", description="Where the prototypes start; of classes class_means"
+    )
     tie: bool = Field(False, description="Share the weight with the input embeddings")
 
     @model_validator(mode="after")
@@ -262,6 +265,23 @@ class ScheduleConfig:
             )
         return self
 
+    def phase_steps(self, total: int, *, warmup_steps: int = 0) -> tuple[int, int]:
+        """Return how many steps of a run warm up and how many decay.
+
+        Args:
+            total: Optimizer steps of the run.
+            warmup_steps: Above 0 they stand in place of their ratio; the decay takes what is left.
+
+        Returns:
+            At least one step of each phase whose ratio is above 0; a run of one step decays.
+        """
+        warmup = max(round(total * self.warmup_ratio), int(self.warmup_ratio > 0))
+        decay = max(round(total * self.decay_ratio), int(self.decay_ratio > 0))
+        if warmup + decay > total:  # both were rounded up: the longer phase gives way
+            warmup, decay = (total - decay, decay) if warmup >= decay else (warmup, total - warmup)
+        warmup = min(warmup_steps, total) or warmup
+        return warmup, min(decay, total - warmup)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HubConfig:
@@ -270,7 +290,7 @@ class HubConfig:
     push: bool = Field(False, description="Push the result to the Hub at the end")
     repo_id: str | None = Field(None, description="owner/name; created if needed")
     form: Literal["full", "head", "peft"] = Field(
-        "full", description="The whole model, only what was trained, or an adapter"
+        "full", description="What is pushed: the whole model, what was trained, or an adapter"
     )
     private: bool = Field(False, description="Create the repo as a private one")
     revision: str | None = Field(None, description="Branch to push to; null is main")
@@ -326,6 +346,9 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.model.task in CLASSIFICATION and "init" not in self.head.model_fields_set:
+            head = self.head.model_copy(update={"init": "class_means"})
+            object.__setattr__(self, "head", head)
         _check_task(self)
         _check_head(self)
         if self.save == "trainable" and self.hub.every_save:
@@ -362,11 +385,14 @@ class RunConfig:
 
     def head_settings(self) -> dict[str, Any]:
         """Return what `build_head` takes, with the exponent in every dist head."""
-        h_exp = {} if self.h_exp is None else {"h_exp": self.h_exp.start}
-        learned = {"learn_h_exp": True} if self.learns_h_exp else {}
-        options = self.head.model_extra or {}
+        options = copy.deepcopy(self.head.model_extra or {})
         given = {key: value for key, value in options.items() if value is not None}
-        return _with_exponent({"name": self.head.name, **given}, h_exp | learned)
+        settings = {"name": self.head.name, **given}
+        for head in heads_in(settings):
+            if head["name"] == "dist" and self.h_exp is not None:
+                head["h_exp"] = self.h_exp.start
+                head |= {"learn_h_exp": True} if self.learns_h_exp else {}
+        return settings
 
     def training_arguments(self) -> "HarmonicTrainingArguments":
         """Build the trainer's arguments.
@@ -409,11 +435,7 @@ def parse_run(data: Mapping[str, Any]) -> RunConfig:
     Raises:
         ValueError: As `parse`.
     """
-    named = {key: {"name": data[key]} for key in ("head", "loss") if isinstance(data.get(key), str)}
-    model = data.get("model")
-    if "head" in named and isinstance(model, Mapping) and model.get("task") in CLASSIFICATION:
-        named["head"]["init"] = "class_means"
-    return parse(RunConfig, {**data, **named})
+    return parse(RunConfig, _with_sections(data))
 
 
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -423,19 +445,24 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: What a YAML file would say. `head` and `loss` may be a name, or None as `h_exp`.
     """
     head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
-    head = {"name": head} if isinstance(head, str) else dict(head)
-    if settings["model"]["task"] in CLASSIFICATION:
-        head = {"init": "class_means", **head}
-    if h_exp is None and _has_exponent(head):
+    names = [head, *(one.get("name") for one in heads_in(head))]
+    if h_exp is None and "dist" in names:
         h_exp = {"start": -12.0, "end": -4.0}
     loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
-    loss = {"name": loss} if isinstance(loss, str) else loss
-    return {**settings, "head": head, "h_exp": h_exp, "loss": loss}
+    return _with_sections({**settings, "head": head, "h_exp": h_exp, "loss": loss})
 
 
-def _has_exponent(head: Mapping[str, Any]) -> bool:
-    inner = head.get("inner")
-    return head["name"] == "dist" or (isinstance(inner, Mapping) and _has_exponent(inner))
+def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a head, then those of the head inside it, and so on."""
+    while isinstance(settings, Mapping):
+        yield settings
+        settings = settings.get("inner")
+
+
+def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Write out a head and a loss that are names."""
+    named = {key: {"name": data[key]} for key in ("head", "loss") if isinstance(data.get(key), str)}
+    return {**data, **named}
 
 
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -454,12 +481,6 @@ def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[st
             raise ValueError(f"{place}.name: expected one of {sorted(HEADS)}, got {inner_name!r}")
         options["inner"] = {"name": inner_name, **_checked_head(inner_name, inner, place)}
     return options
-
-
-def _with_exponent(settings: dict[str, Any], h_exp: Mapping[str, Any]) -> dict[str, Any]:
-    if settings.get("inner") is not None:
-        settings = {**settings, "inner": _with_exponent(settings["inner"], h_exp)}
-    return {**settings, **h_exp} if settings["name"] == "dist" else settings
 
 
 def _check_task(run: RunConfig) -> None:
@@ -549,9 +570,9 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
         raise ValueError(f"training.output_dir: expected a home that exists, got {output_dir!r}")
     training["output_dir"] = str(Path(output_dir))
     check_refused(training)
-    for key, value in FORCED.items():
-        if training.get(key, value) != value:
-            raise ValueError(f"training.{key}: expected {value!r}, got {training[key]!r}")
+    for key, (value, reason) in FORCED.items():
+        if (got := training.get(key, value)) != value:
+            raise ValueError(f"training.{key}: expected {value!r}, got {got!r}; {reason}")
     _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     optim = str(training.get("optim", "adamw_torch"))

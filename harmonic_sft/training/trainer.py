@@ -28,6 +28,7 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    get_wsd_schedule,
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -69,6 +70,7 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
+    check_classes,
     check_continues,
     check_frozen,
     check_whole,
@@ -102,7 +104,6 @@ from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
-from harmonic_sft.training.schedules import phase_schedule
 from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
@@ -533,9 +534,14 @@ class HarmonicTrainer(Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         optimizer = self.optimizer if optimizer is None else optimizer
         assert optimizer is not None, "transformers makes it first"
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        self.lr_scheduler = phase_schedule(
-            optimizer, schedule, num_training_steps, warmup_steps=warmup
+        given = self.args.get_warmup_steps(num_training_steps)
+        warmup, decay = schedule.phase_steps(num_training_steps, warmup_steps=given)
+        self.lr_scheduler = get_wsd_schedule(
+            optimizer,
+            num_warmup_steps=warmup,
+            num_decay_steps=decay,
+            num_training_steps=num_training_steps,
+            decay_type=schedule.decay,
         )
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -696,6 +702,7 @@ class HarmonicTrainer(Trainer):
 
         A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
         """
+        check_classes(Path(resume_from_checkpoint), self.model.config)
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             check_frozen(self.model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -138,8 +138,6 @@ def test_lora_goes_on_a_model_without_memory(make_yaml):
     run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": "bfloat16"}, peft=LORA))
     with FakeTensorMode():
         model = build_fake_model(run, load_base_config(run.model))
-        if not lora_layers(model):
-            add_lora_(model, run.peft)
         output = model.train().model(input_ids=torch.zeros(2, 8, dtype=torch.int64))
         output.last_hidden_state.float().sum().backward()
     lora = [p for name, p in model.named_parameters() if ".lora_" in name]
@@ -338,13 +336,10 @@ def test_peft_refuses_the_base_as_others_load_it(tmp_path, family, num_layers):
 
 
 @OLD_NAME
-def test_peft_itself_adapts_all_linear_layers_but_the_head(bases, tmp_path):
+def test_peft_itself_trains_and_saves_the_head_whole(bases, tmp_path):
     model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
     settings = LoraConfig(target_modules="all-linear", modules_to_save=["dist_head"])
     wrapped = get_peft_model(model, settings)
-    adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
-    assert len(adapted) == 3 * 6
-    assert all(f".{LAYER}." in name for name in adapted)
     move_(wrapped)
     assert any("dist_head" in name for name in trained(wrapped))
     wrapped.save_pretrained(tmp_path)

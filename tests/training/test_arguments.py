@@ -83,6 +83,7 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ({"ddp_static_graph": True}, "ddp_static_graph: .* it fails with gradient accumulation"),
         ({"head": "dits"}, "head.name: expected one of"),
         ({"head": 3}, "head: expected a name or a dictionary, got 3"),
+        ({"head": {"eps": 1e-4}}, "^head.name: expected a value, got nothing. Add this key"),
         (
             {"loss": WassersteinLoss},
             r"loss: expected .* class WassersteinLoss. Write Wasserstein.*\(",
@@ -100,6 +101,18 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         (
             {"loss": "distill", "head": {"name": "dist", "tie": True}},
             "head.tie: expected false with model.unfreeze.last_blocks, got true",
+        ),
+        # What transformers would take, or end at in a traceback.
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
+            "training.save_steps: expected 2 as in eval_steps with load_best_.*, got 500",
+        ),
+        ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
+        ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
+        ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),
+        (
+            {"deepspeed": {"x": 1}},
+            "training.deepspeed: expected nothing, .* would lose norm 1; use",
         ),
     ],
 )
@@ -158,27 +171,6 @@ def test_the_best_model_is_that_of_a_metric_of_any_evaluation_set(metric, known,
     assert arguments.greater_is_better is greater
     training = arguments.config_for("base", task="masked_lm").training
     assert training.get("metric_for_best_model") == known
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
-            "training.save_steps: expected 2 as in eval_steps with load_best_.*, got 4",
-        ),
-        ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
-        ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
-        ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),
-        (
-            {"deepspeed": {"x": 1}},
-            "training.deepspeed: expected nothing, .* would lose norm 1; use",
-        ),
-    ],
-)
-def test_what_transformers_would_take_or_end_at_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        HarmonicTrainingArguments("out", **QUIET, save_steps=4, **options)
 
 
 def test_no_reporter_is_no_reporter():

@@ -1,4 +1,4 @@
-"""Progress bars that say what they count, and the end after a signal."""
+"""Progress bars that say what they count, the exponent of a step, and the end after a signal."""
 
 import multiprocessing
 import os
@@ -8,12 +8,12 @@ import subprocess
 
 import pytest
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from harmonic_sft.training import run
-from harmonic_sft.training.callbacks import TerminationCallback
+from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
 from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.run_config import HExpConfig, load_run_config
 from tests.training.conftest import trained
 
 
@@ -32,6 +32,12 @@ def test_progress_bars_are_labeled_and_the_end_says_what_to_type(make_yaml, caps
     assert type(found["model"]).__name__ == "HarmonicForMaskedLM"
     assert f"harmonic-sft eval {folder} data=FILE" in caplog.messages[-1]
     assert f"harmonic-sft push {folder} --repo-id OWNER/NAME" in caplog.messages[-1]
+
+
+def test_the_exponent_is_linear_and_stateless():
+    callback = HeadCallback(HExpConfig(start=-12.0, end=-4.0))
+    values = [callback.h_exp_of(step, TrainerState(max_steps=8)) for step in range(10)]
+    assert values == [-12, -11, -10, -9, -8, -7, -6, -5, -4, -4]
 
 
 class Terminate(TrainerCallback):

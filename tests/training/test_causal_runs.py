@@ -17,23 +17,16 @@ from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import V, save_decoder, save_tokenizer
 
-ALL = {"patterns": ["*"]}
-
-
 RECIPES = {
     "plan": {},
-    "lora": {"peft": {"r": 2}, "unfreeze": {"last_blocks": 0}},
-    "scratch": {"unfreeze": ALL, "from_scratch": True},
+    "lora": {"peft": {"r": 2}, "model": {"unfreeze": {"last_blocks": 0}}},
+    "scratch": {"model": {"unfreeze": {"patterns": ["*"]}, "from_scratch": True}},
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_learns_and_can_be_loaded(make_causal_yaml, tmp_path, recipe):
-    fields = dict(RECIPES[recipe])
-    peft = fields.pop("peft", None)
-    constant = {"start": -8.0, "end": -8.0}
-    run = load_run_config(make_causal_yaml(model=fields, peft=peft, h_exp=constant))
-    results = train(run)
+    results = train(load_run_config(make_causal_yaml(**RECIPES[recipe], h_exp=-8.0)))
     assert results["final"]["loss"] < results["before"]["loss"]
     assert ("old_head" in results["swap"]) == (recipe != "scratch")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
@@ -50,8 +43,7 @@ def test_lora_of_gpt2_has_transposed_layers(tmp_path, make_causal_yaml):
     folder = save_decoder("gpt2", tmp_path / "gpt2")
     save_tokenizer(folder)
     section = {"base": str(folder), "unfreeze": {"last_blocks": 0}}
-    constant = {"start": -8.0, "end": -8.0}
-    results = train(load_run_config(make_causal_yaml(model=section, peft={"r": 2}, h_exp=constant)))
+    results = train(load_run_config(make_causal_yaml(model=section, peft={"r": 2}, h_exp=-8.0)))
     assert results["final"]["loss"] < results["before"]["loss"]
     evaluated = evaluate_folder(tmp_path / "run")  # of the merged weights
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
@@ -131,12 +123,10 @@ def test_distillation_is_annealed_over_its_share(make_causal_yaml):
 
 @pytest.mark.parametrize("recipe", ["plan", "lora"])
 def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
-    fields = dict(RECIPES[recipe])
-    peft = fields.pop("peft", None)
     loss = {"name": "distill", "until": 1.0}
-    ready = prepare(load_run_config(make_causal_yaml(model=fields, peft=peft, loss=loss)))
-    model = ready.trainer.model
-    ready.trainer.train()
+    trainer = prepare(load_run_config(make_causal_yaml(**RECIPES[recipe], loss=loss))).trainer
+    model = trainer.model
+    trainer.train()
     input_ids = torch.tensor([[5, 6, 7, 8]])
     model.loss_fn.anneal(0.0)
     model.loss_fn.read({"input_ids": input_ids, "labels": input_ids})

@@ -110,8 +110,8 @@ def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
 
 def test_class_means_start_better_than_random_prototypes(make):
     means, at_random = (
-        prepare(load_run_config(make(head={"name": "dist", "init": init}))).trainer.evaluate()
-        for init in ("class_means", "random")
+        prepare(load_run_config(make(head={"name": "dist", **init}))).trainer.evaluate()
+        for init in ({}, {"init": "random"})
     )
     assert means["eval_accuracy"] > 0.7 > at_random["eval_accuracy"]
 

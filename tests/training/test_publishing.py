@@ -2,9 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerState
 
+from harmonic_sft.hub import Destination
+from harmonic_sft.training import publishing
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
@@ -25,16 +29,21 @@ def test_a_name_that_is_no_repo_is_refused(make_yaml, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_cannot_be_staged_is_a_warning(make_yaml, monkeypatch, caplog):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("harmonic_sft.training.publishing.stage", full)
+@pytest.fixture
+def pushed_run(make_yaml, monkeypatch):
+    """A run that pushes every checkpoint, and does nothing else with the Hub."""
     for name in ("check_destination", "check_model", "push_run"):
         monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
     hub = {"push": True, "repo_id": "me/model", "every_save": True}
-    results = train(load_run_config(make_yaml(hub=hub)))
-    assert results["steps"] == 6
+    return load_run_config(make_yaml(hub=hub))
+
+
+def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publishing, "stage", full)
+    assert train(pushed_run)["steps"] == 6
     assert "checkpoint-3 was not pushed" in caplog.text
     assert "No space left" in caplog.text
 
@@ -46,7 +55,7 @@ def evaluate_once(then):
     return lambda trainer, prefix: (evaluate if prefix == "before" else then)(trainer, prefix)
 
 
-def test_a_push_on_its_way_is_waited_for_when_training_stops(make_yaml, monkeypatch):
+def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeypatch):
     sent, stopped = [], threading.Event()
 
     def upload(_, trained, __):  # of step 3; step 6 finds it on its way
@@ -58,11 +67,21 @@ def test_a_push_on_its_way_is_waited_for_when_training_stops(make_yaml, monkeypa
         stopped.set()
         raise StoppedError("stopped after training")
 
-    monkeypatch.setattr("harmonic_sft.training.publishing.upload", upload)
+    monkeypatch.setattr(publishing, "upload", upload)
     monkeypatch.setattr("harmonic_sft.training.run.evaluate", evaluate_once(stop))
-    for name in ("check_destination", "check_model", "push_run"):
-        monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
-    hub = {"push": True, "repo_id": "me/model", "every_save": True}
     with pytest.raises(StoppedError):
-        train(load_run_config(make_yaml(hub=hub)))
+        train(pushed_run)
     assert sent == [3]
+
+
+def test_a_trainer_that_has_waited_pushes_again(monkeypatch):
+    sent = []
+    for name in ("read_trained", "stage"):
+        monkeypatch.setattr(publishing, name, lambda *_, **__: None)
+    monkeypatch.setattr(publishing, "upload", lambda *_: sent.append(1))
+    callback = publishing.PushCallback(Destination(repo_id="me/model"))
+    for step in (3, 6):
+        state = TrainerState(global_step=step)
+        callback.on_save(SimpleNamespace(output_dir="run"), state, None)
+        callback.finish()
+    assert sent == [1, 1]

@@ -273,6 +273,7 @@ REFUSED = {  # before the base is looked for, if there is none
     ("model.base=/nowhere/at/all",): r"model\.base: expected a folder with a config\.json",
     ("model.base=package:unknown",): r"model\.base: expected one of the packages",
     ("data.context_length=65",): r"data\.context_length: expected at most the 64 positions",
+    ("data.context_length=60", "data.pad_to_multiple_of=50"): r"got 60, which .* makes 100\.$",
     ("data.eval.documents=0", NO_BASE): r"data\.eval\.documents: expected at least 1, got 0",
     ("data.sources.0.path=missing.txt", NO_BASE): r"sources\.0\.path: expected an existing file",
     ("training.report_to=comet_ml", NO_BASE): (

@@ -6,7 +6,12 @@ import pytest
 
 from harmonic_sft import HEADS
 from harmonic_sft.config import read_yaml
-from harmonic_sft.training.run_config import HExpConfig, RunConfig, load_run_config
+from harmonic_sft.training.run_config import (
+    HExpConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_run_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = CONFIGS / "demo.yaml"
@@ -120,6 +125,10 @@ REFUSED = [
     (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
     (["h_exp={start: -8}"], "h_exp.end: expected .* Write end: -8.0 to hold the exponent, or end:"),
     (["h_exp.schedule=learned"], "h_exp.end: expected the start, -12.0, for a learned exponent"),
+    (
+        ["head={name: multi_head, inner: {name: dist}}", "loss=harmonic", "h_exp.calibrate=true"],
+        "h_exp.calibrate: expected false for head multi_head",
+    ),
     # The head.
     (["head.unit_spere=true"], r"head\.unit_spere: expected .* Did you mean 'unit_sphere'"),
     (["head.h_exp=-3"], r"head\.h_exp: .* known keys.* Did you mean 'h_exp' at the top level\?"),
@@ -181,7 +190,7 @@ REFUSED = [
     (["training.deepspeed=ds.json"], "got 'ds.json'; it keeps weights .* lose norm 1; use DDP"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
-    (["training.remove_unused_columns=true"], "remove_unused_columns: expected False, got True"),
+    (["training.remove_unused_columns=true"], "unused_columns: expected False, got True; our rows"),
     (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
     (
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
@@ -248,3 +257,22 @@ def test_python_and_yaml_give_the_same_run(make_yaml):
     assert RunConfig(**read_yaml(path)) == run
     assert RunConfig(**{name: getattr(run, name) for name in vars(run)}) == run  # of sections
     assert run.seed == 42
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
+def test_phases_are_whole_steps_that_fill_the_run(share):
+    """Also where both ratios add up to 1 and both would round up."""
+    for twentieths in range(21):
+        warmup, decay = share * twentieths / 20, share * (1 - twentieths / 20)
+        schedule = ScheduleConfig(warmup_ratio=warmup, decay_ratio=decay)
+        for total in (*range(1, 200), 10_000):
+            warming, decaying = schedule.phase_steps(total)
+            assert min(warming, decaying, total - warming - decaying) >= 0
+            assert abs(warming - warmup * total) <= 1
+            assert abs(decaying - decay * total) <= 1
+            assert total == 1 or (warming > 0) == (warmup > 0)
+            assert (decaying > 0) == (decay > 0)
+
+
+def test_a_warmup_that_leaves_less_than_the_decay_wins():
+    assert ScheduleConfig(decay_ratio=0.2).phase_steps(10, warmup_steps=9) == (9, 1)
