@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
@@ -30,8 +31,8 @@ from harmonic_sft.eval.html import report_page
 from harmonic_sft.eval.ruler import Ruler, judge, read_ruler
 from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.eval.suite import (
-    HELD_OUT,
     NO_RULER,
+    Scored,
     Subject,
     figures_of,
     join_rows,
@@ -149,26 +150,16 @@ def evaluate_suite(
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
         found = first if folder == folders[0] else _like(first, folder)
-        is_tied = found.model.config.tie_word_embeddings
-        problems[name] = check_prototypes(found.model.dist_head, is_tied=is_tied)
+        head, is_tied = found.model.dist_head, found.model.config.tie_word_embeddings
+        problems[name] = check_prototypes(head, is_tied=is_tied)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        texts, missing = found.texts(sets, size)
-        subject = Subject(
-            found.model,
-            found.tokenizer,
-            found.states(),
-            found.base(),
-            texts,
-            missing,
-            found.init(),
-        )
+        subject = found.subject(size)
         measured.append(measure(subject, sets, size=size))
-        scores, rows = texts[HELD_OUT]
+        scores, rows = subject.held_out
         documents = rows[scores.rows]
-        losses.append((scores.at(1.0)[0], documents))
+        losses.append(scores.at(1.0)[0])
         if table is not None:
-            head = found.model.dist_head
             judged.append(judge(table, head, subject.states, scores, documents))
         figures[name] = figures_of(scores)
     extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged)
@@ -177,7 +168,7 @@ def evaluate_suite(
         "suite": size,
         "models": names,
         "rows": join_rows(measured),
-        "differences": loss_differences(names, losses),
+        "differences": loss_differences(names, losses, documents),
         "problems": problems,
         "figures": figures,
         "data": first.data_results(),
@@ -240,7 +231,7 @@ class Opened:
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
-    def score(self, data: LoadedData | None = None) -> tuple[TokenScores, np.ndarray]:
+    def score(self, data: LoadedData | None = None) -> Scored:
         """Score the model's data, or other data; return the document of every row too.
 
         Raises:
@@ -270,26 +261,19 @@ class Opened:
         states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
         return torch.cat(states), torch.cat(labels)
 
-    def texts(
-        self, sets: Path | None, size: str
-    ) -> tuple[dict[str, tuple[TokenScores, np.ndarray]], dict[str, str]]:
-        """Score the held-out data and, of a language model, the texts of the sets.
+    def subject(self, size: str) -> Subject:
+        """Return what the suite measures, "quick" or "full"."""
+        return Subject(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            held_out=self.score(),
+            states=self.states(),
+            base=self.base(),
+            init=(_saved(self.folder).get("head") or {}).get("init"),
+            score_text=partial(self._score_text, size),
+        )
 
-        Returns:
-            The scores of each text; and of those that could not be scored, what they need.
-        """
-        found, missing = {HELD_OUT: self.score()}, {}
-        if self.task in CLASSIFIERS or sets is None:
-            return found, missing
-        for path in sorted((sets / "text").glob("*.txt")):
-            try:
-                found[path.stem] = self._score_text(path, size)
-            except ValueError as error:
-                logger.warning("%s is not measured: %s.", path, error)
-                missing[path.stem] = f"another text: {error}"
-        return found, missing
-
-    def _score_text(self, path: Path, size: str) -> tuple[TokenScores, np.ndarray]:
+    def _score_text(self, size: str, path: Path) -> Scored:
         """Score some documents of a text.
 
         Raises:
@@ -311,10 +295,6 @@ class Opened:
         if not len(scores.labels):
             raise ValueError(f"{path.name}: expected tokens to predict, got none. Give more lines")
         return scores, documents
-
-    def init(self) -> str | None:
-        """Return what the head started from, as the run's file says; None without one."""
-        return (_saved(self.folder).get("head") or {}).get("init")
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""

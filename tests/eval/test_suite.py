@@ -1,10 +1,12 @@
 """Rows of the suite that need no file."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
+from harmonic_sft.eval import score
 from harmonic_sft.eval.suite import Subject, measure
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
 
@@ -15,7 +17,10 @@ def tokenizer(tiny_base):
 
 
 def rows_of(model, tokenizer, states, labels, sets=None):
-    subject = Subject(model.eval(), tokenizer, (states, labels), None, {}, {}, None)
+    held_out = score(model.eval(), [(states[None], labels[None])]), np.zeros(1)
+    subject = Subject(
+        model, tokenizer, held_out, (states, labels), None, None, lambda path: held_out
+    )
     rows = measure(subject, sets, size="quick")
     return {(row["set"], row.get("metric")): row for row in rows}
 
