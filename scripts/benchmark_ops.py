@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments and the tests' baselines
 
 from experiments.cost import allocated_peak
-from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.results import environment, package_version, show_table, write_results
 from scripts.benchmark_ops_arms import (
     ARMS,
     BASELINE,
@@ -219,18 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "baseline": BASELINE,
         "rows": [measure_row(one, device, options) for one in sizes],
     }
-    results["peer_versions"] = {name: _version(name) for name in PEERS}
+    results["peer_versions"] = {name: package_version(name) for name in PEERS}
     results["environment"] = environment()
     if options.json is not None:
         write_results(options.json.parent, options.json.stem, results)
     return results
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def test_peers_of_float32_prototypes_work_on_rounded_ones():
 
 
 def test_a_failing_arm_is_reported_and_the_others_continue(monkeypatch, capsys):
-    def fail(device):
+    def fail(*_):
         raise RuntimeError("no compiler")
 
     broken = {"broken": benchmark_ops_arms.Arm(fail), BASELINE: ARMS[BASELINE]}
