@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from harmonic_sft.eval.features import (
     encode,
@@ -26,8 +26,7 @@ def clusters(num_classes=4, count=30, seed=0):
     return np.repeat(centers, count, axis=0) + noise, labels.tolist()
 
 
-def test_features_do_not_depend_on_batches_and_order(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_features_do_not_depend_on_batches_and_order(tiny_base, tokenizer):
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
     texts = ["aa ab", "ba", "aa ab ac ad ba bb bc", "ca cb cc", ""]
     whole = encode(model.model, tokenizer, texts)
@@ -43,15 +42,13 @@ def test_features_do_not_depend_on_batches_and_order(tiny_base):
         encode(model.model, tokenizer, [])
 
 
-def test_texts_are_cut_to_the_positions_of_the_body(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_texts_are_cut_to_the_positions_of_the_body(tiny_base, tokenizer):
     body = AutoModel.from_pretrained(tiny_base)
     cut, whole = (encode(body, tokenizer, ["aa " * count]) for count in (200, 62))
     np.testing.assert_allclose(cut, whole, atol=1e-6)
 
 
-def test_hidden_layers_are_those_of_the_body(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_hidden_layers_are_those_of_the_body(tiny_base, tokenizer):
     body = AutoModel.from_pretrained(tiny_base)
     texts = ["aa ab ac", "ba", "ca cb"]
     found = encode_layers(body, tokenizer, texts, batch_size=2)

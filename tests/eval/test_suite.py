@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
 
 from harmonic_sft.eval import score
 from harmonic_sft.eval.suite import Subject, measure
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_base):
-    return AutoTokenizer.from_pretrained(tiny_base)
 
 
 def rows_of(model, tokenizer, states, labels, sets=None):

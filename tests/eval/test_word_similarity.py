@@ -48,8 +48,7 @@ def test_spearman_is_the_correlation_of_ranks():
     assert unit["spearman_cosine"] == pytest.approx(found["spearman_cosine"])
 
 
-def test_only_known_single_tokens_count(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_only_known_single_tokens_count(tokenizer):
     pairs = [
         WordPair("aa", "bb", 3.0),
         WordPair("aa", "zzzz", 2.0),  # unknown: [UNK] is one token too
