@@ -403,7 +403,7 @@ def _probes(
     clean = features.probe((encoded[0], train), encoded[1:], test)
     shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
     wrong = features.wrong_labels(train, WRONG)
-    noisy = features.probe((encoded[0], wrong), encoded[1:2], test, is_clean=False)
+    noisy = features.probe((encoded[0], wrong), encoded[1:2], test)
     more: dict[str, Any] = {"better": "higher", "n": len(test)}
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"

@@ -73,12 +73,10 @@ def test_classes_that_lie_apart_are_found_by_every_probe():
 
 def test_labels_that_nothing_can_be_learned_of_are_refused():
     features, labels = clusters()
-    with pytest.raises(ValueError, match=r"expected at least two classes.*only \['class 0'\]"):
+    with pytest.raises(ValueError, match=r"contains only one class: .*'class 0'"):
         probe((features[:5], labels[:5]), [features[:5]], labels[:5])
-    with pytest.raises(ValueError, match=r"got \['other'\] in the test rows alone"):
-        probe((features, labels), [features[:1]], ["other"])
     lost = ["class 0" if label == "class 3" else label for label in labels]
-    found = probe((features, lost), [features], labels, is_clean=False)
+    found = probe((features, lost), [features], labels)
     assert 0.7 < found["knn"][0] < 0.8  # of four classes one is gone
 
 
@@ -98,7 +96,6 @@ def test_few_examples_and_wrong_labels_are_as_many_as_asked_for():
     labels = ["a"] * 30 + ["b"] * 3 + ["c"] * 67
     places = few_shots(labels, 5)
     assert [labels[place] for place in places] == ["a"] * 5 + ["b"] * 3 + ["c"] * 5
-    assert places.tolist() != few_shots(labels, 5, seed=1).tolist()
     noisy = wrong_labels(labels, 0.3)
     assert sum(a != b for a, b in zip(labels, noisy, strict=True)) == 30
     assert set(noisy) == set(labels)
@@ -119,7 +116,6 @@ def test_typos_swap_letters_inside_words():
     changed = [(a, b) for a, b in zip(original, text.split(" "), strict=True) if a != b]
     assert 4 < len(changed) < 20
     assert all(sorted(a) == sorted(b) and a[0] == b[0] and a[-1] == b[-1] for a, b in changed)
-    assert typos(["some words"], rate=0) == ["some words"]
 
 
 def test_repetition_is_counted():
