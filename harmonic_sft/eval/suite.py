@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
         `n`, `note` and `unknown`, the words left out; or `group`, `set` and `missing`, what is
         needed.
     """
-    parts = _parts(subject, sets or Path("none"), LIMITS[size])
+    parts = _parts(subject, sets or Path(os.devnull), LIMITS[size])  # in which there is no file
     return [
         *_text(subject, HELD_OUT, subject.held_out),
         *_shape(subject),
