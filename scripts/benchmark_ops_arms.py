@@ -96,16 +96,21 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossStep:
-    """Forward and backward pass of a mean loss.
+class Arm:
+    """Forward and backward pass of a mean loss. `prepare` is not timed, calling it is.
 
     Attributes:
-        loss_fn: The loss.
-        casts: Prototypes are brought to the dtype of the hidden states, as autocast does.
+        loss_fn: The loss; `Unavailable` if what it needs is not installed.
+        is_ours: Whether this package makes it. To others the prototypes come in the dtype of the
+            hidden states, as under autocast.
+        products: How many matrix products it is measured against.
+        devices: Where it applies.
     """
 
     loss_fn: LossFn
-    casts: bool = False
+    is_ours: bool = True
+    products: int = 3
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def prepare(self, inputs: Inputs) -> None:
         """Free the gradients of the step before."""
@@ -114,13 +119,15 @@ class LossStep:
     def __call__(self, inputs: Inputs) -> None:
         """Make the loss and its gradients."""
         states, prototypes, labels = inputs
-        if self.casts:
+        if not self.is_ours:
             prototypes = prototypes.to(states.dtype)
         self.loss_fn(states, prototypes, labels).backward()
 
 
 class BareProducts:
     """The three matrix products of a loss by `torch.mm`, in the dtype of the hidden states."""
+
+    is_ours, products, devices = False, 3, ("cpu", "cuda")
 
     def prepare(self, inputs: Inputs) -> None:
         """Allocate and touch all that the products write to."""
@@ -134,25 +141,6 @@ class BareProducts:
         torch.mm(self.hidden_states, self.prototypes.T, out=self.logits)
         torch.mm(self.logits, self.prototypes, out=self.gradients[0])
         torch.mm(self.logits.T, self.hidden_states, out=self.gradients[1])
-
-
-Step = LossStep | BareProducts  # `prepare` is not timed, calling it is
-
-
-class Arm(NamedTuple):
-    """A loss to be measured.
-
-    Attributes:
-        loss_fn: The mean loss; `Unavailable` if what it needs is not installed.
-        is_ours: Whether this package makes it.
-        products: How many matrix products it is measured against.
-        devices: Where it applies.
-    """
-
-    loss_fn: LossFn
-    is_ours: bool = True
-    products: int = 3
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 DISTANCE: dict[str, Any] = {"h_exp": -14.0, "unit_sphere": False, "impl": "chunked"}
@@ -238,7 +226,7 @@ def _import(module: str) -> Any:
 
 
 SMOOTHING = LossOptions(label_smoothing=0.1)
-ARMS = {
+ARMS: dict[str, Arm | BareProducts] = {
     BASELINE: Arm(linear_full_logits, is_ours=False),
     # ForCausalLMLoss is the same but for the shift.
     "transformers ForMaskedLMLoss": Arm(_transformers, is_ours=False),
@@ -267,18 +255,5 @@ ARMS = {
     "linear, transport on its prototypes": Arm(partial(_transported, moving=True), products=6),
     "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
     "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
+    FLOOR: BareProducts(),
 }
-
-
-def build_step(name: str, device: torch.device) -> Step:
-    """Build what `FLOOR` or a name in `ARMS` stands for.
-
-    Raises:
-        Unavailable: It does not apply to the device.
-    """
-    if name == FLOOR:
-        return BareProducts()
-    arm = ARMS[name]
-    if device.type not in arm.devices:
-        raise Unavailable(f"only on {' and '.join(arm.devices)}")
-    return LossStep(arm.loss_fn, casts=not arm.is_ours)
