@@ -88,7 +88,7 @@ def evaluate_folder(
         ValueError: No model in the folder, or bad data.
     """
     found = _open(folder, overrides)
-    scores, documents = found.score()
+    scores, documents = found.score(found.data)
     final = summarize(scores, found.model.dist_head, documents)
     losses, confidences = scores.at(1.0)
     results = {
@@ -106,7 +106,7 @@ def evaluate_folder(
     show_metrics(str(folder), results, task=found.task)  # also where the folder is read-only
     write_results(folder / "results", "eval", results)
     if per_document is not None:
-        _write_documents(per_document, found.data.eval, scores, found.data_config)
+        _write_documents(per_document, found, scores, documents)
     return results
 
 
@@ -231,13 +231,12 @@ class Opened:
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
-    def score(self, data: LoadedData | None = None) -> Scored:
+    def score(self, rows: LoadedData) -> Scored:
         """Score the model's data, or other data; return the document of every row too.
 
         Raises:
             ValueError: There is no row.
         """
-        rows = self.data if data is None else data
         # A padding-free collator makes one row of a batch.
         size = 1 if isinstance(rows.collator, PaddingFreeCollator) else self.batch_size
         device = self.model.device
@@ -266,7 +265,7 @@ class Opened:
         return Subject(
             model=self.model,
             tokenizer=self.tokenizer,
-            held_out=self.score(),
+            held_out=self.score(self.data),
             states=self.states(),
             base=self.base(),
             init=(_saved(self.folder).get("head") or {}).get("init"),
@@ -277,8 +276,7 @@ class Opened:
         """Score some documents of a text.
 
         Raises:
-            ValueError: There are fewer than two, the model was trained on them, or no token of
-                them is predicted.
+            ValueError: There are fewer than two, or the model was trained on them.
         """
         with path.open(encoding="utf-8") as file:
             count = sum(1 for line in file if line.strip())
@@ -291,10 +289,7 @@ class Opened:
         config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
         rows = _load(self.task, self.model.config, self.tokenizer, config)
         check_unseen(self.folder, rows, config)
-        scores, documents = self.score(rows)
-        if not len(scores.labels):
-            raise ValueError(f"{path.name}: expected tokens to predict, got none. Give more lines")
-        return scores, documents
+        return self.score(rows)
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""
@@ -502,18 +497,17 @@ def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
     return f"data.sources={json.dumps([source])}"
 
 
-def _write_documents(path: Path, rows: MaskedRows, scores: TokenScores, config: DataConfig) -> None:
+def _write_documents(path: Path, found: Opened, scores: TokenScores, documents: np.ndarray) -> None:
     """Write source, number, scored tokens and mean loss in nats of every document."""
-    documents = documents_of(rows, len(rows))  # [rows]
     first = np.unique(documents, return_index=True)[1]
-    names = document_names(rows.rows)  # [2, rows]
+    names = document_names(found.data.eval.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for index, (source, number) in enumerate(names[:, first].T.tolist()):
             line = {
-                "source": without_secrets(config.sources[source].path),
+                "source": without_secrets(found.data_config.sources[source].path),
                 "document": number,
                 "tokens": int(tokens[index]),
                 "loss": losses[index] / tokens[index] if tokens[index] else None,
