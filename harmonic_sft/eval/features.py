@@ -70,7 +70,7 @@ def encode_layers(
         )
         states = [output.last_hidden_state] if count == 1 else list(output.hidden_states)
         last = len(states) - 1
-        places = sorted({round(place) for place in np.linspace(0, last, count)}) if last else [0]
+        places = sorted({round(place) for place in np.linspace(0, last, count)})
         if not found:
             shape = (len(texts), output.last_hidden_state.shape[-1])
             found = [(f"layer {n} of {last}", np.zeros(shape, np.float32)) for n in places]
@@ -150,6 +150,8 @@ def out_of_scope(
 ) -> dict[str, float]:
     """Return how well features `[N, D]` of unknown classes are told from those of known ones.
 
+    There are three known classes or more, since of two logistic regression gives one number.
+
     Returns:
         The AUROC, 0.5 by chance, of the highest probability of logistic regression
         (`max_probability`) and of its `energy`, of the cosine to the nearest class mean
@@ -175,8 +177,6 @@ def out_of_scope(
     distances = np.stack([np.square(white - center).sum(-1) for center in centers]).min(0)
     known = np.repeat([1, 0], [len(inside), len(outside)])
     logits = _logistic().fit(*train).decision_function(np.concatenate([inside, outside]))
-    if logits.ndim == 1:  # of two classes it gives one number
-        logits = np.stack([np.zeros_like(logits), logits], 1)
     energy = logsumexp(logits, axis=1)
     scores = {
         "max_probability": logits.max(1) - energy,

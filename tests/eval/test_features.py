@@ -102,14 +102,6 @@ def test_few_examples_and_wrong_labels_are_as_many_as_asked_for():
     assert wrong_labels(labels, 0.0) == labels
 
 
-def test_probabilities_of_two_known_classes_tell_an_unknown_one():
-    features, labels = clusters(num_classes=3)
-    is_known = np.array(labels) < "class 2"
-    train = features[is_known], [label for label in labels if label < "class 2"]
-    found = out_of_scope(train, clusters(num_classes=3, seed=1)[0][is_known], features[~is_known])
-    assert found["max_probability"] > 0.7
-
-
 def test_typos_swap_letters_inside_words():
     (text,) = typos(["some words with letters of a long text " * 20])
     original = ("some words with letters of a long text " * 20).split(" ")
