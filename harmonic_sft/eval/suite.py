@@ -176,10 +176,12 @@ def loss_differences(
     return found
 
 
-def semantic_rows(ruler: Ruler, judged: Sequence[Judged]) -> list[list[dict[str, Any]]]:
+def semantic_rows(
+    ruler: Ruler, judged: Sequence[Judged], documents: np.ndarray
+) -> list[list[dict[str, Any]]]:
     """Return, for each model, how near in meaning its wrong predictions are."""
     measured = []
-    for found in semantic_errors(ruler, judged):
+    for found in semantic_errors(ruler, judged, documents):
         rows = []
         for name, what in (("guess", "wrong guess"), ("expected", "mean under the probabilities")):
             count = found["tokens" if name == "guess" else "expected_tokens"]

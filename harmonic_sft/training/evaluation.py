@@ -160,9 +160,9 @@ def evaluate_suite(
         documents = rows[scores.rows]
         losses.append(scores.at(1.0)[0])
         if table is not None:
-            judged.append(judge(table, head, subject.states, scores, documents))
+            judged.append(judge(table, head, subject.states, scores))
         figures[name] = figures_of(scores)
-    extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged)
+    extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged, documents)
     measured = [[*rows, *more] for rows, more in zip(measured, extra, strict=True)]
     payload = {
         "suite": size,

@@ -35,9 +35,9 @@ def test_what_all_models_get_wrong_is_judged_by_the_ruler_alone():
     judged, logits = [], []
     for head, some in zip(models, states, strict=True):
         scores = scored(head, some, labels)
-        judged.append(judge(ruler, head, (some, labels), scores, documents))
+        judged.append(judge(ruler, head, (some, labels), scores))
         logits.append(head(some).detach())
-    found = semantic_errors(ruler, judged)
+    found = semantic_errors(ruler, judged, documents)
     guesses = [one.argmax(-1) for one in logits]
     items = [
         n
@@ -70,7 +70,7 @@ def test_guesses_that_are_near_are_told_from_the_shuffled_ones():
     states = F.normalize(head.weight.detach()[labels ^ 1], dim=-1)
     ruler = Ruler(vectors, np.ones(V, bool))
     scores = scored(head, states, labels)
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores, np.arange(V))])
+    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.arange(V))
     assert found["guess"] == pytest.approx(1.0)
     assert found["guess_shuffled"] < 0.5
     assert found["expected"] > found["expected_shuffled"] + 0.5
@@ -82,7 +82,7 @@ def test_nothing_wrong_is_no_number():
     ruler = Ruler(F.normalize(torch.randn(V, WIDTH), dim=-1), np.ones(V, bool))
     states = head.weight.detach()
     scores = scored(head, states, labels)
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores, np.zeros(V))])
+    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.zeros(V))
     assert found["tokens"] == 0
     assert np.isnan(found["guess"])
     assert found["interval"] is None
