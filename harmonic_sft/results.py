@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{package.replace("-", "_"): _version(package) for package in PACKAGES},
+            **{package.replace("-", "_"): package_version(package) for package in PACKAGES},
             "torch": torch.__version__,  # its package does not name the build
         },
         **_git_state(Path(__file__)),
@@ -225,7 +225,8 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

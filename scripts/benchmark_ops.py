@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,17 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments and the tests' baselines
 
 from experiments.cost import allocated_peak
-from harmonic_sft.results import environment, show_table, write_results
-from scripts.benchmark_ops_arms import (
-    ARMS,
-    BASELINE,
-    FLOOR,
-    Inputs,
-    Sizes,
-    Step,
-    Unavailable,
-    build_step,
-)
+from harmonic_sft.results import environment, package_version, show_table, write_results
+from scripts.benchmark_ops_arms import ARMS, BASELINE, FLOOR, Inputs, Sizes, Unavailable
 
 ROWS = {
     "cpu": "1638x768x30522,8192x768x30522,1024x768x50257,256x4096x32000",
@@ -54,8 +44,9 @@ PEAKS = ("peak_bytes", "peak_bytes_above_gradients")
 PEERS = ("liger-kernel", "cut-cross-entropy", "triton")
 
 
-def seconds_of(step: Step, inputs: Inputs) -> float:
-    """Return how long one step takes."""
+def seconds_of(name: str, inputs: Inputs) -> float:
+    """Return how long one step of an arm takes."""
+    step = ARMS[name]
     step.prepare(inputs)
     if inputs.hidden_states.device.type == "cpu":
         start = time.perf_counter()
@@ -70,15 +61,16 @@ def seconds_of(step: Step, inputs: Inputs) -> float:
     return events[0].elapsed_time(events[1]) / 1000
 
 
-def warm_up(names: Sequence[str], inputs: Inputs) -> tuple[dict[str, Step], dict[str, str]]:
-    """Build the steps and take each twice; return them and the reasons of those left out."""
-    steps, skipped = {}, {}
+def warm_up(names: Sequence[str], inputs: Inputs) -> dict[str, str]:
+    """Take every step twice; return the arms that cannot be measured, with the reason."""
+    skipped = {}
     for name in names:
+        devices = ARMS[name].devices
         try:
-            step = build_step(name, inputs.hidden_states.device)
+            if inputs.hidden_states.device.type not in devices:
+                raise Unavailable(f"only on {' and '.join(devices)}")
             for _ in range(2):
-                seconds_of(step, inputs)
-            steps[name] = step
+                seconds_of(name, inputs)
         except Unavailable as reason:
             skipped[name] = str(reason)
         except Exception as error:  # a peer's kernels or compiler; one arm must not end the run
@@ -86,19 +78,18 @@ def warm_up(names: Sequence[str], inputs: Inputs) -> tuple[dict[str, Step], dict
         inputs.clear()
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    if not steps:
+    if len(skipped) == len(names):
         raise RuntimeError(f"arms: expected at least one that runs, got none: {skipped}")
-    return steps, skipped
+    return skipped
 
 
-def measure(steps: dict[str, Step], inputs: Inputs, repetitions: int) -> dict[str, list[float]]:
+def measure(names: Sequence[str], inputs: Inputs, repetitions: int) -> dict[str, list[float]]:
     """Return the seconds of every step; the arms take turns, in shuffled order."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(repetitions):
         # Shuffled, since what an arm leaves behind (freed memory, busy threads) costs the next.
         for name in random.Random(index).sample(names, len(names)):
-            seconds[name].append(seconds_of(steps[name], inputs))
+            seconds[name].append(seconds_of(name, inputs))
             inputs.clear()
     return seconds
 
@@ -115,17 +106,14 @@ def precision_of(name: str, dtype: str) -> str:
     if dtype == "float32":
         is_tf32 = torch.get_float32_matmul_precision() != "highest"
         return "tf32" if is_tf32 and torch.cuda.is_available() else "float32"
-    is_ours = name != FLOOR and ARMS[name].is_ours
-    return "bfloat16, 2 terms" if dtype == "mixed" and is_ours else "bfloat16"
+    return "bfloat16, 2 terms" if dtype == "mixed" and ARMS[name].is_ours else "bfloat16"
 
 
 def summarize(seconds: dict[str, list[float]], dtype: str) -> dict[str, dict[str, Any]]:
     """Return each arm's figures; the last is of its own number of bare products."""
     arms = {}
     for name, times in seconds.items():
-        products = 3 if name == FLOOR else ARMS[name].products
-        if dtype == "mixed" and name != FLOOR and ARMS[name].is_ours:
-            products += 1
+        products = ARMS[name].products + (dtype == "mixed" and ARMS[name].is_ours)
         floor = [products / 3 * other for other in seconds.get(FLOOR, [])]
         arms[name] = {
             "group": "floor" if name == FLOOR else "ours" if ARMS[name].is_ours else "peer",
@@ -139,11 +127,11 @@ def summarize(seconds: dict[str, list[float]], dtype: str) -> dict[str, dict[str
     return arms
 
 
-def add_memory(arms: dict[str, Any], steps: dict[str, Step], inputs: Inputs) -> None:
+def add_memory(arms: dict[str, Any], inputs: Inputs) -> None:
     """Put peak bytes above the inputs, and above the gradients too, into the arms' figures."""
     for name in [name for name in arms if name != FLOOR]:
-        steps[name].prepare(inputs)
-        peak = allocated_peak(partial(steps[name], inputs), inputs.hidden_states.device)
+        ARMS[name].prepare(inputs)
+        peak = allocated_peak(partial(ARMS[name], inputs), inputs.hidden_states.device)
         inputs.clear()
         arms[name] |= zip(PEAKS, (peak, peak - inputs.gradient_bytes), strict=True)
 
@@ -173,13 +161,14 @@ def measure_row(sizes: Sizes, device: torch.device, options: argparse.Namespace)
     """Measure all that is wanted at one size, and print it."""
     dtype = options.dtype
     inputs = Inputs.draw(sizes, device, *DTYPES[dtype])
-    names = [name for name in [*ARMS, FLOOR] if name == BASELINE or options.only.search(name)]
-    steps, skipped = warm_up(names, inputs)
-    row: dict[str, Any] = sizes._asdict() | {"floor": FLOOR if FLOOR in steps else None}
-    row["arms"] = summarize(measure(steps, inputs, options.repetitions), dtype)
+    names = [name for name in ARMS if name == BASELINE or options.only.search(name)]
+    skipped = warm_up(names, inputs)
+    names = [name for name in names if name not in skipped]
+    row: dict[str, Any] = sizes._asdict() | {"floor": FLOOR if FLOOR in names else None}
+    row["arms"] = summarize(measure(names, inputs, options.repetitions), dtype)
     row["skipped"] = skipped
     if options.memory:
-        add_memory(row["arms"], steps, inputs)
+        add_memory(row["arms"], inputs)
     show_row(sizes, row, options.repetitions)
     return row
 
@@ -219,18 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "baseline": BASELINE,
         "rows": [measure_row(one, device, options) for one in sizes],
     }
-    results["peer_versions"] = {name: _version(name) for name in PEERS}
+    results["peer_versions"] = {name: package_version(name) for name in PEERS}
     results["environment"] = environment()
     if options.json is not None:
         write_results(options.json.parent, options.json.stem, results)
     return results
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from harmonic_sft.models import AffineLogits, DistanceLogits
 from harmonic_sft.ops import (
@@ -24,7 +25,6 @@ BASELINE = "linear, full logits"
 FLOOR = "three bare products"
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-BuildFn = Callable[[torch.device], LossFn]
 
 
 class Unavailable(Exception):
@@ -69,26 +69,16 @@ class Inputs(NamedTuple):
         dtype: torch.dtype,
         prototype_dtype: torch.dtype | None = None,
     ) -> Self:
-        """Draw random inputs whose linear logits have a standard deviation of 1."""
+        """Draw leaves whose linear logits have a standard deviation of 1.
+
+        The prototypes have a dtype of their own, if it is given.
+        """
         generator = torch.Generator().manual_seed(0)
         num_tokens, hidden_size, vocab_size = sizes
         hidden_states = torch.randn(num_tokens, hidden_size, generator=generator)
         prototypes = torch.randn(vocab_size, hidden_size, generator=generator)
         labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
         prototypes.mul_(hidden_size**-0.5)
-        return cls.place(hidden_states, prototypes, labels, device, dtype, prototype_dtype)
-
-    @classmethod
-    def place(
-        cls,
-        hidden_states: Tensor,
-        prototypes: Tensor,
-        labels: Tensor,
-        device: torch.device,
-        dtype: torch.dtype,
-        prototype_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Make leaves on a device; the prototypes in a dtype of their own, if it is given."""
         return cls(
             hidden_states.to(device, dtype).requires_grad_(),
             prototypes.to(device, prototype_dtype or dtype).requires_grad_(),
@@ -106,16 +96,21 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossStep:
-    """Forward and backward pass of a mean loss.
+class Arm:
+    """Forward and backward pass of a mean loss. `prepare` is not timed, calling it is.
 
     Attributes:
-        loss_fn: The loss.
-        casts: Prototypes are brought to the dtype of the hidden states, as autocast does.
+        loss_fn: The loss; `Unavailable` if what it needs is not installed.
+        is_ours: Whether this package makes it. To others the prototypes come in the dtype of the
+            hidden states, as under autocast.
+        products: How many matrix products it is measured against.
+        devices: Where it applies.
     """
 
     loss_fn: LossFn
-    casts: bool = False
+    is_ours: bool = True
+    products: int = 3
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def prepare(self, inputs: Inputs) -> None:
         """Free the gradients of the step before."""
@@ -124,13 +119,15 @@ class LossStep:
     def __call__(self, inputs: Inputs) -> None:
         """Make the loss and its gradients."""
         states, prototypes, labels = inputs
-        if self.casts:
+        if not self.is_ours:
             prototypes = prototypes.to(states.dtype)
         self.loss_fn(states, prototypes, labels).backward()
 
 
 class BareProducts:
     """The three matrix products of a loss by `torch.mm`, in the dtype of the hidden states."""
+
+    is_ours, products, devices = False, 3, ("cpu", "cuda")
 
     def prepare(self, inputs: Inputs) -> None:
         """Allocate and touch all that the products write to."""
@@ -146,118 +143,79 @@ class BareProducts:
         torch.mm(self.logits.T, self.hidden_states, out=self.gradients[1])
 
 
-Step = LossStep | BareProducts  # `prepare` is not timed, calling it is
+DISTANCE: dict[str, Any] = {"h_exp": -14.0, "unit_sphere": False, "impl": "chunked"}
 
 
-class Arm(NamedTuple):
-    """A loss to be measured.
-
-    Attributes:
-        build_fn: Makes the mean loss for a device; `Unavailable` if it cannot.
-        is_ours: Whether this package makes it.
-        products: How many matrix products it is measured against.
-        devices: Where it applies.
-    """
-
-    build_fn: BuildFn
-    is_ours: bool = True
-    products: int = 3
-    devices: tuple[str, ...] = ("cpu", "cuda")
+def _distance(**settings: Any) -> LossFn:
+    return partial(distance_cross_entropy, **{**DISTANCE, "reduction": "mean", **settings})
 
 
-def _distance(**settings: Any) -> BuildFn:
-    given: dict[str, Any] = {
-        "h_exp": -14.0,
-        "unit_sphere": False,
-        "reduction": "mean",
-        "impl": "chunked",
-    }
-    return lambda device: partial(distance_cross_entropy, **given | settings)
+def _learned_exponent(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    h_exp = torch.full((), -14.0, device=labels.device, requires_grad=True)
+    return _distance(h_exp=h_exp)(hidden_states, prototypes, labels)
 
 
-def _learned_exponent(device: torch.device) -> LossFn:
-    h_exp = torch.tensor(-14.0, device=device, requires_grad=True)
-    return _distance(h_exp=h_exp)(device)
+def _with_metrics(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    loss, _ = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, **DISTANCE)
+    return loss.sum() / len(labels)
 
 
-def _with_metrics(device: torch.device) -> LossFn:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        loss, _ = distance_cross_entropy_with_metrics(
-            hidden_states, prototypes, labels, h_exp=-14.0, unit_sphere=False, impl="chunked"
-        )
-        return loss.sum() / len(labels)
-
-    return mean_loss
+def _linear(**settings: Any) -> LossFn:
+    return partial(linear_cross_entropy, reduction="mean", impl="chunked", **settings)
 
 
-def _linear(**settings: Any) -> BuildFn:
-    return lambda device: partial(
-        linear_cross_entropy, reduction="mean", impl="chunked", **settings
-    )
+def _linear_bias(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    bias = prototypes.new_zeros(len(prototypes), requires_grad=True)
+    loss_fn = _linear(options=LossOptions(class_bias=bias))
+    return loss_fn(hidden_states, prototypes, labels)
 
 
-def _linear_bias(device: torch.device) -> LossFn:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        bias = prototypes.new_zeros(len(prototypes), requires_grad=True)
-        loss_fn = _linear(options=LossOptions(class_bias=bias))(device)
-        return loss_fn(hidden_states, prototypes, labels)
-
-    return mean_loss
+def _distilled(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    logits = DistanceLogits(hidden_states, prototypes, -14.0, unit_sphere=False, eps=1e-6)
+    second = (prototypes.detach(), hidden_states.detach(), None)
+    loss = chunked_loss(logits, labels, stage="distillation", second=second, mix=(0.5, 0.5))
+    return loss.loss.sum() / len(labels)
 
 
-def _distilled(device: torch.device) -> LossFn:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        logits = DistanceLogits(hidden_states, prototypes, -14.0, unit_sphere=False, eps=1e-6)
-        second = (prototypes.detach(), hidden_states.detach(), None)
-        loss = chunked_loss(logits, labels, stage="distillation", second=second, mix=(0.5, 0.5))
-        return loss.loss.sum() / len(labels)
-
-    return mean_loss
-
-
-def _transported(*, moving: bool) -> BuildFn:
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        points = prototypes if moving else prototypes.detach()
-        logits = AffineLogits(hidden_states, prototypes)
-        second = (points, None, None)
-        loss = chunked_loss(logits, labels, stage="transport", second=second, mix=(1.0, 0.1))
-        return loss.loss.sum() / len(labels)
-
-    return lambda device: mean_loss
+def _transported(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, *, moving: bool
+) -> Tensor:
+    points = prototypes if moving else prototypes.detach()
+    logits, second = AffineLogits(hidden_states, prototypes), (points, None, None)
+    loss = chunked_loss(logits, labels, stage="transport", second=second, mix=(1.0, 0.1))
+    return loss.loss.sum() / len(labels)
 
 
-def _transformers(device: torch.device) -> LossFn:
-    from transformers.loss.loss_utils import ForMaskedLMLoss
-
-    def mean_loss(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-        return ForMaskedLMLoss(F.linear(hidden_states, prototypes), labels, len(prototypes))
-
-    return mean_loss
+def _transformers(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    return ForMaskedLMLoss(F.linear(hidden_states, prototypes), labels, len(prototypes))
 
 
-def _torch_linear(device: torch.device) -> LossFn:
-    try:
-        return F.linear_cross_entropy
-    except AttributeError as error:
-        raise Unavailable(f"torch {torch.__version__} does not have it") from error
+def _torch_linear(*inputs: Tensor) -> Tensor:
+    return F.linear_cross_entropy(*inputs)
 
 
-def _torch_chunked(device: torch.device) -> LossFn:
-    try:
-        options = torch.nn.LinearCrossEntropyOptions()
-    except AttributeError as error:
-        raise Unavailable(f"torch {torch.__version__} does not have it") from error
-    return partial(F.linear_cross_entropy, options=options)
+def _torch_chunked(*inputs: Tensor) -> Tensor:
+    return F.linear_cross_entropy(*inputs, options=torch.nn.LinearCrossEntropyOptions())
 
 
-def _liger(device: torch.device) -> LossFn:
-    loss = _import("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return lambda hidden_states, prototypes, labels: loss(prototypes, hidden_states, labels)
+@cache
+def _compiled() -> LossFn:
+    return torch.compile(linear_full_logits, dynamic=False)
 
 
-def _cut_cross_entropy(device: torch.device) -> LossFn:
-    impl = "cce" if device.type == "cuda" else "torch_compile"
-    return partial(_import("cut_cross_entropy").linear_cross_entropy, impl=impl)
+@cache
+def _liger_loss() -> LossFn:
+    return _import("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+
+
+def _liger(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    return _liger_loss()(prototypes, hidden_states, labels)
+
+
+def _cut_cross_entropy(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    impl = "cce" if hidden_states.is_cuda else "torch_compile"
+    loss_fn = _import("cut_cross_entropy").linear_cross_entropy
+    return loss_fn(hidden_states, prototypes, labels, impl=impl)
 
 
 def _import(module: str) -> Any:
@@ -268,21 +226,19 @@ def _import(module: str) -> Any:
 
 
 SMOOTHING = LossOptions(label_smoothing=0.1)
-ARMS = {
-    BASELINE: Arm(lambda device: linear_full_logits, is_ours=False),
+ARMS: dict[str, Arm | BareProducts] = {
+    BASELINE: Arm(linear_full_logits, is_ours=False),
     # ForCausalLMLoss is the same but for the shift.
     "transformers ForMaskedLMLoss": Arm(_transformers, is_ours=False),
     "torch F.linear_cross_entropy": Arm(_torch_linear, is_ours=False),
     "torch F.linear_cross_entropy, chunked": Arm(_torch_chunked, is_ours=False),
-    "linear, torch.compile": Arm(
-        lambda device: torch.compile(linear_full_logits, dynamic=False), is_ours=False
-    ),
+    "linear, torch.compile": Arm(lambda *inputs: _compiled()(*inputs), is_ours=False),
     "Liger": Arm(_liger, is_ours=False, devices=("cuda",)),
     "cut-cross-entropy": Arm(_cut_cross_entropy, is_ours=False),
     "linear, full logits, smoothing": Arm(
-        lambda device: partial(linear_full_logits, label_smoothing=0.1), is_ours=False
+        partial(linear_full_logits, label_smoothing=0.1), is_ours=False
     ),
-    "harmonic, full logits": Arm(lambda device: harmonic_full_logits, is_ours=False),
+    "harmonic, full logits": Arm(harmonic_full_logits, is_ours=False),
     "linear, chunked": Arm(_linear()),
     "linear, bias": Arm(_linear_bias),
     "linear, smoothing": Arm(_linear(options=SMOOTHING)),
@@ -295,22 +251,9 @@ ARMS = {
     "harmonic, metrics": Arm(_with_metrics),
     "harmonic, recompute": Arm(_distance(options=LossOptions(gradients="recompute")), products=4),
     "harmonic, distilled": Arm(_distilled, products=4),
-    "linear, transport on fixed points": Arm(_transported(moving=False), products=4),
-    "linear, transport on its prototypes": Arm(_transported(moving=True), products=6),
+    "linear, transport on fixed points": Arm(partial(_transported, moving=False), products=4),
+    "linear, transport on its prototypes": Arm(partial(_transported, moving=True), products=6),
     "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
     "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
+    FLOOR: BareProducts(),
 }
-
-
-def build_step(name: str, device: torch.device) -> Step:
-    """Build what `FLOOR` or a name in `ARMS` stands for.
-
-    Raises:
-        Unavailable: It does not apply to the device, or something is not installed.
-    """
-    if name == FLOOR:
-        return BareProducts()
-    arm = ARMS[name]
-    if device.type not in arm.devices:
-        raise Unavailable(f"only on {' and '.join(arm.devices)}")
-    return LossStep(arm.build_fn(device), casts=not arm.is_ours)

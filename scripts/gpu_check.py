@@ -56,6 +56,12 @@ GIB = 2**30
 CARD = 24 * GIB  # of the GPU that the recipe is for
 LARGE = "8192x4096x151936,16384x2048x248320"
 ROWS = "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256"
+DOCSTRINGS = (  # of the standard library, in place of a run's data
+    "data.sources=[{path: 'python:docstrings'}]",
+    "data.eval={documents: 8}",
+    "check_base=false",
+    "training.disable_tqdm=true",
+)
 HALTS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -219,11 +225,8 @@ def note(options: argparse.Namespace) -> None:
         model.save_pretrained(base)
     settings = [
         f"model.base={base.resolve()}",
-        "data.sources=[{path: 'python:docstrings'}]",
+        *DOCSTRINGS,
         f"data.context_length={32 if options.small else 256}",
-        "data.eval={documents: 8}",
-        "check_base=false",
-        "training.disable_tqdm=true",
         f"training.output_dir={options.output / 'note'}",
     ]
     vocab_sizes = [700] if options.small else [50_257]
@@ -274,11 +277,8 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     settings = [
         f"model.base={base.resolve()}",
         "model.revision=null",
-        "data.sources=[{path: 'python:docstrings'}]",
-        "data.eval={documents: 8}",
-        "check_base=false",
+        *DOCSTRINGS,
         "neighbors=[]",
-        "training.disable_tqdm=true",
         "training.report_to=none",
         "training.logging_steps=1",
         "training.eval_strategy=no",

@@ -28,7 +28,6 @@ class Judged(NamedTuple):
     """What a ruler is asked about one model."""
 
     scores: TokenScores  # of the held-out data
-    documents: np.ndarray  # [N], of every scored token
     expected: np.ndarray  # [M, D], mean vector under the probabilities, of other tokens
     labels: np.ndarray  # [M], of these tokens
     wrong: np.ndarray  # [M], whether another class is more probable
@@ -56,17 +55,10 @@ def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
 
 
 @torch.no_grad()
-def judge(
-    ruler: Ruler,
-    head: Head,
-    states: tuple[Tensor, Tensor],
-    scores: TokenScores,
-    documents: np.ndarray,
-) -> Judged:
+def judge(ruler: Ruler, head: Head, states: tuple[Tensor, Tensor], scores: TokenScores) -> Judged:
     """Collect what is needed of a model while it is loaded.
 
-    `states` are hidden states `[M, D]` and their labels `[M]`; `documents` `[N]` are of every
-    scored token.
+    `states` are hidden states `[M, D]` and their labels `[M]`.
     """
     hidden_states, labels = states
     vectors, expected, wrong = ruler.vectors.to(hidden_states.device), [], []
@@ -76,19 +68,21 @@ def judge(
         wrong.append(logits.argmax(-1) != targets)
     return Judged(
         scores,
-        documents,
         torch.cat(expected).numpy(force=True),
         labels.numpy(force=True),
         torch.cat(wrong).numpy(force=True),
     )
 
 
-def semantic_errors(ruler: Ruler, judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def semantic_errors(
+    ruler: Ruler, judged: Sequence[Judged], documents: np.ndarray
+) -> list[dict[str, Any]]:
     """Compare models on the tokens that all of them get wrong and whose label is a word.
 
     Args:
         ruler: Of their vocabulary.
         judged: One for each model, of the same tokens.
+        documents: `[N]`, of every scored token.
 
     Returns:
         For each model `guess`, the mean cosine of its most probable token and the label;
@@ -102,7 +96,7 @@ def semantic_errors(ruler: Ruler, judged: Sequence[Judged]) -> list[dict[str, An
     items = np.logical_and.reduce([ruler.is_word[labels], *(j.scores.ranks > 0 for j in judged)])
     others = np.logical_and.reduce([ruler.is_word[judged[0].labels], *(j.wrong for j in judged)])
     targets, other_targets = vectors[labels[items]], vectors[judged[0].labels[others]]
-    documents, found = judged[0].documents[items], []
+    documents, found = documents[items], []
     guesses = [vectors[one.scores.predicted[items]] for one in judged]
     first = (guesses[0] * targets).sum(-1)
     for one, guess in zip(judged, guesses, strict=True):

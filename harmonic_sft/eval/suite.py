@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from harmonic_sft.eval.ruler import Judged, Ruler, semantic_errors
 from harmonic_sft.eval.scoring import TokenScores, summarize
 from harmonic_sft.eval.statistics import LEVEL, UNDECIDED, document_interval
 from harmonic_sft.eval.word_similarity import (
+    MIN_PAIRS,
     WordPair,
     read_word_pairs,
     similarity,
@@ -31,6 +33,7 @@ from harmonic_sft.models import (
 )
 
 Rows = Iterator[dict[str, Any]]
+Scored = tuple[TokenScores, np.ndarray]  # of a text, with the document of every row
 HELD_OUT = "held-out data"
 SHOWN_WORDS = 5
 RELATIONS = ("present-past", "singular-plural", "country-capital", "antonym")
@@ -48,18 +51,21 @@ MEANING = "semantic errors"
 NO_RULER = {"group": MEANING, "set": HELD_OUT, "missing": "--ruler ENCODER"}
 
 
+class Unmeasured(Exception):
+    """A set cannot be measured; the message says what is needed."""
+
+
 class Subject(NamedTuple):
     """A model under evaluation."""
 
     model: HarmonicHeadModel  # in evaluation mode
     tokenizer: Any
+    held_out: Scored
     states: tuple[Tensor, Tensor]  # hidden states [N, D] of some held-out tokens, and their labels
     base: Any  # the body that it was trained from, as it was; None where that is unknown
-    # Scores of its held-out data (`HELD_OUT`) and of other texts, with the document of every row.
-    texts: dict[str, tuple[TokenScores, np.ndarray]]
-    missing: dict[str, str]  # other texts that could not be scored, and what they need
     # Where the prototypes started, as `head.init` says; None where that is unknown.
     init: str | None
+    score_text: Callable[[Path], Scored]  # of another text; a ValueError says why it cannot be
 
 
 def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str, Any]]:
@@ -67,8 +73,8 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
 
     Args:
         subject: The model.
-        sets: A folder with `wordsim`, `function_vectors`, `sts`, `probing`, `minimal_pairs`; what
-            is not there is said to be missing.
+        sets: A folder with `text`, `wordsim`, `function_vectors`, `sts`, `probing` and
+            `minimal_pairs`; what is not there is said to be missing.
         size: "quick" or "full": how much of the sets is read.
 
     Returns:
@@ -76,25 +82,52 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
         `n`, `note` and `unknown`, the words left out; or `group`, `set` and `missing`, what is
         needed.
     """
-    folder, limit = sets or Path("none"), LIMITS[size]
-    rows = [row for name in subject.texts for row in _text(subject, name)]
-    for name, needed in subject.missing.items():
-        rows.append({"group": "language", "set": name, "missing": needed})
-    rows += [*_shape(subject)]
+    parts = _parts(subject, sets or Path(os.devnull), LIMITS[size])  # in which there is no file
+    return [
+        *_text(subject, HELD_OUT, subject.held_out),
+        *_shape(subject),
+        *(row for part in parts for row in _tried(*part)),
+    ]
+
+
+def _parts(subject: Subject, folder: Path, limit: int) -> Iterator[tuple[str, str, Rows]]:
+    """Yield the rows of every set, with the group and the name it has where it is not measured."""
+    yield "geometry", "drift from the base", _drift(subject)
     if isinstance(subject.model, HarmonicLanguageModel):
-        rows += [*_word_ratings(subject, folder / "wordsim")]
+        for path in sorted((folder / "text").glob("*.txt")):
+            yield "language", path.stem, _other_text(subject, path)
+        for name, path in _files(folder / "wordsim" / "*.tsv", "word ratings"):
+            yield "geometry", name, _word_ratings(subject, path)
         for name in RELATIONS:
-            found = _relation(subject, name, folder / "function_vectors" / f"{name}.json")
-            rows += [*_readable("geometry", name, found)]
-        rows += [*_minimal_pairs(subject, folder / "minimal_pairs", limit)]
-    sentences = _sentences(subject, folder / "sts" / "stsb_dev.tsv", limit)
-    rows += [*_readable("hidden states", "STS", sentences)]
+            path = folder / "function_vectors" / f"{name}.json"
+            yield "geometry", name, _relation(subject, path)
+        for name, path in _files(folder / "minimal_pairs" / "*.jsonl", "minimal pairs"):
+            yield "language", name, _minimal_pairs(subject, path, limit // 10)
+    yield "hidden states", "STS", _sentences(subject, folder / "sts" / "stsb_dev.tsv", limit)
     for name in CLASSES:
-        classes = _classes(subject, name, folder / "probing", limit)
-        rows += [*_readable("hidden states", name, classes)]
+        yield "hidden states", name, _classes(subject, name, folder / "probing", limit)
     if subject.model.is_causal:
-        rows += [*_continuations(subject)]
-    return rows
+        yield "language", "samples", _continuations(subject)
+
+
+def _files(pattern: Path, name: str) -> list[tuple[str, Path]]:
+    """Return files by name; where there are none, the pattern, which is said to be missing."""
+    found = [(path.stem, path) for path in sorted(pattern.parent.glob(pattern.name))]
+    return found or [(name, pattern)]
+
+
+def _tried(group: str, name: str, rows: Rows) -> Rows:
+    """Yield rows of a set; where it cannot be measured to its end, one that says why."""
+    try:
+        yield from rows
+    except Unmeasured as error:
+        yield _missing(group, name, str(error))
+    except KeyError as error:
+        yield _missing(group, name, f"a column {error} in --data")
+    except ValueError as error:
+        yield _missing(group, name, f"other data: {error}")
+    except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
+        yield _missing(group, name, f"rows of another form: {error}")
 
 
 def join_rows(measured: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -110,20 +143,21 @@ def join_rows(measured: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, An
 
 
 def loss_differences(
-    names: Sequence[str], losses: Sequence[tuple[np.ndarray, np.ndarray]]
+    names: Sequence[str], losses: Sequence[np.ndarray], documents: np.ndarray
 ) -> list[dict[str, Any]]:
     """Compare the loss of every other model with that of the first, token by token.
 
     Args:
         names: Of the models.
-        losses: Loss of every token, and the document it stands in, of each model.
+        losses: Of each model the loss of every token, `[N]`.
+        documents: `[N]`, the document of every token.
 
     Returns:
         For each other model `model`, `mean` in nats, its 95 % `interval` over documents, `tokens`,
         `documents` and `verdict`: with several models the intervals are Bonferroni's.
     """
-    (base, documents), found = losses[0], []
-    for name, (values, _) in zip(names[1:], losses[1:], strict=True):
+    base, found = losses[0], []
+    for name, values in zip(names[1:], losses[1:], strict=True):
         level = 1 - (1 - LEVEL) / (len(names) - 1)
         interval = document_interval(values - base, documents, level=level)
         mean = float((values - base).mean())
@@ -142,10 +176,12 @@ def loss_differences(
     return found
 
 
-def semantic_rows(ruler: Ruler, judged: Sequence[Judged]) -> list[list[dict[str, Any]]]:
+def semantic_rows(
+    ruler: Ruler, judged: Sequence[Judged], documents: np.ndarray
+) -> list[list[dict[str, Any]]]:
     """Return, for each model, how near in meaning its wrong predictions are."""
     measured = []
-    for found in semantic_errors(ruler, judged):
+    for found in semantic_errors(ruler, judged, documents):
         rows = []
         for name, what in (("guess", "wrong guess"), ("expected", "mean under the probabilities")):
             count = found["tokens" if name == "guess" else "expected_tokens"]
@@ -179,25 +215,22 @@ def _rows(group: str, name: str, found: dict[str, Any], prefix: str = "", **more
         yield _row(group, name, prefix + metric.replace("_", " "), value, **more)
 
 
-def _readable(group: str, name: str, rows: Rows) -> Rows:
-    """Yield rows of a set; where a file of it cannot be used, one that says why."""
-    try:
-        yield from rows
-    except KeyError as error:
-        yield {"group": group, "set": name, "missing": f"a column {error} in --data"}
-    except ValueError as error:
-        yield {"group": group, "set": name, "missing": f"other data: {error}"}
-    except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
-        yield {"group": group, "set": name, "missing": f"rows of another form: {error}"}
+def _missing(group: str, name: str, needed: str, **more: Any) -> dict[str, Any]:
+    return {"group": group, "set": name, "missing": needed, **more}
 
 
-def _missing(group: str, name: str, path: Path) -> dict[str, Any]:
-    return {"group": group, "set": name, "missing": f"{path.parent.name}/{path.name} in --data"}
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise Unmeasured(f"{path.parent.name}/{path.name} in --data")
 
 
-def _text(subject: Subject, name: str) -> Rows:
+def _other_text(subject: Subject, path: Path) -> Rows:
+    yield from _text(subject, path.stem, subject.score_text(path))
+
+
+def _text(subject: Subject, name: str, scored: Scored) -> Rows:
     """Yield what a model knows of a text; of held-out data, also by frequency and calibration."""
-    scores, documents = subject.texts[name]
+    scores, documents = scored
     metrics = summarize(scores, subject.model.dist_head, documents)
     count = int(metrics["tokens"])
     losses = {
@@ -232,10 +265,7 @@ def _text(subject: Subject, name: str) -> Rows:
 
 
 def _shape(subject: Subject) -> Rows:
-    """Yield the geometry of the prototypes alone.
-
-    Where it is not known what the head started from, its drift is that from the input embeddings.
-    """
+    """Yield the geometry of the prototypes alone."""
     head, (states, labels) = subject.model.dist_head, subject.states
     prototypes = head.prototypes.detach()
     count = len(prototypes)
@@ -248,30 +278,24 @@ def _shape(subject: Subject) -> Rows:
     value = geometry.class_center_alignment(states, labels, prototypes)
     metric, count = "class-center alignment", len(labels)
     yield _row("geometry", HELD_OUT, metric, value, better="higher", n=count)
-    base = None
+
+
+def _drift(subject: Subject) -> Rows:
+    """Yield how far the prototypes moved, from the input embeddings if nothing else is known."""
+    if subject.init not in (None, "input_embeddings"):
+        raise Unmeasured("a head that started from the base's input embeddings")
+    prototypes, base = subject.model.dist_head.prototypes.detach(), None
     if subject.base is not None:
         base = subject.base.get_input_embeddings().weight.detach()
-    if subject.init not in (None, "input_embeddings"):
-        needed = "a head that started from the base's input embeddings"
-        yield {"group": "geometry", "set": "drift from the base", "missing": needed}
-        return
     if base is None or base.shape != prototypes.shape:
-        yield {"group": "geometry", "set": "drift from the base", "missing": "the base of the run"}
-        return
+        raise Unmeasured("the base of the run")
     moved = geometry.drift(prototypes, base.to(prototypes))
     yield from _rows("geometry", "drift from the base", moved)
 
 
-def _word_ratings(subject: Subject, folder: Path) -> Rows:
+def _word_ratings(subject: Subject, path: Path) -> Rows:
     """Yield correlations with human ratings, of single tokens and of all words."""
-    paths = sorted(folder.glob("*.tsv"))
-    if not paths:
-        yield _missing("geometry", "word ratings", folder / "*.tsv")
-    for path in paths:
-        yield from _readable("geometry", path.stem, _ratings_of(subject, path))
-
-
-def _ratings_of(subject: Subject, path: Path) -> Rows:
+    _check_file(path)
     pairs = read_word_pairs(path)
     for key, title in (("single", "single tokens"), ("mean", "mean of sub-words")):
         table, ids, ratings, unknown = word_table(
@@ -280,64 +304,50 @@ def _ratings_of(subject: Subject, path: Path) -> Rows:
         words = ", ".join(unknown[:SHOWN_WORDS]) + ", ..." * (len(unknown) > SHOWN_WORDS)
         note = f"{len(unknown)} words left out: {words}"
         left_out = {"note": note, "unknown": unknown} if unknown else {}
-        if len(ids) < 3:
-            what = f"3 pairs of known words, {len(ids)} of {len(pairs)} are"
-            yield {"group": "geometry", "set": path.stem, "missing": what, **left_out}
+        if len(ids) < MIN_PAIRS:
+            needed = f"{MIN_PAIRS} pairs of known words, {len(ids)} of {len(pairs)} are"
+            yield _missing("geometry", path.stem, needed, **left_out)
             continue
         more = {"n": len(ids), "better": "higher", **left_out}
         for metric, value in word_similarity(table, ids, ratings).items():
             yield _row("geometry", path.stem, f"{SPEARMAN[metric]}, {title}", value, **more)
 
 
-def _relation(subject: Subject, relation: str, path: Path) -> Rows:
-    """Yield parallelogram losses of a relation between single tokens."""
-    if not path.is_file():
-        yield _missing("geometry", relation, path)
-        return
+def _relation(subject: Subject, path: Path) -> Rows:
+    """Yield parallelogram losses of a relation: of prototypes, and of words that are read alone."""
+    _check_file(path)
     items = json.loads(path.read_text(encoding="utf-8"))
     pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
     table, ids, _, _ = word_table(
         subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
     )
     ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
-    if len(ids) < 3:
-        what = f"3 pairs of single tokens, {len(ids)} of {len(pairs)} are"
-        yield {"group": "geometry", "set": relation, "missing": what}
-        return
-    for metric, value in geometry.parallelograms(table, ids).items():
-        better = "lower" if metric != "shuffled" else ""
-        name = "parallelogram loss" + (", outputs shuffled" if metric == "shuffled" else "")
-        yield _row("geometry", relation, name, value, better=better, n=len(ids))
-    # Of whole words, each read alone.
-    words = [item[key] for key in ("input", "output") for item in items]
-    numbers = range(len(items))
-    places = [(i, i + len(items)) for i in numbers if words[i] != words[i + len(items)]]
+    yield from _parallelograms(path.stem, "parallelogram loss", table, ids)
+    words = [*(pair.first for pair in pairs), *(pair.second for pair in pairs)]
+    places = [(n, n + len(pairs)) for n, pair in enumerate(pairs) if pair.first != pair.second]
     body = subject.model.model
     for layer, vectors in features.encode_layers(body, subject.tokenizer, words, count=3):
-        losses = geometry.parallelograms(torch.from_numpy(vectors), places)
         title = f"parallelogram loss, hidden states, {layer}"
-        value = losses["parallelogram_loss"]
-        yield _row("geometry", relation, title, value, better="lower", n=len(places))
-        title, value = f"{title}, outputs shuffled", losses["shuffled"]
-        yield _row("geometry", relation, title, value, n=len(places))
+        yield from _parallelograms(path.stem, title, torch.from_numpy(vectors), places)
 
 
-def _minimal_pairs(subject: Subject, folder: Path, limit: int) -> Rows:
-    paths = sorted(folder.glob("*.jsonl"))
-    if not paths:
-        yield _missing("language", "minimal pairs", folder / "*.jsonl")
-    for path in paths:
-        yield from _readable("language", path.stem, _pairs(subject, path, max(1, limit // 10)))
+def _parallelograms(
+    relation: str, title: str, table: Tensor, pairs: Sequence[tuple[int, int]]
+) -> Rows:
+    losses, count = geometry.parallelograms(table, pairs), len(pairs)
+    value = losses["parallelogram_loss"]
+    yield _row("geometry", relation, title, value, better="lower", n=count)
+    yield _row("geometry", relation, f"{title}, outputs shuffled", losses["shuffled"], n=count)
 
 
-def _pairs(subject: Subject, path: Path, limit: int) -> Rows:
+def _minimal_pairs(subject: Subject, path: Path, limit: int) -> Rows:
+    _check_file(path)
     assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
     lines = path.read_text(encoding="utf-8").splitlines()[:limit]
     items = [json.loads(line) for line in lines]
     pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
     if not pairs:
-        yield {"group": "language", "set": path.stem, "missing": f"pairs in {path.name}, it has 0"}
-        return
+        raise Unmeasured(f"pairs in {path.name}, it has 0")
     share = language.minimal_pairs(subject.model, subject.tokenizer, pairs)
     yield _row("language", path.stem, "minimal pairs", share, better="higher", n=len(pairs))
 
@@ -350,9 +360,7 @@ def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
 
 def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
-    if not path.is_file():
-        yield _missing("hidden states", "STS", path)
-        return
+    _check_file(path)
     rows = [row for row in _table(path) if row.get("sentence2")][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
@@ -373,19 +381,15 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
 def _classes(subject: Subject, name: str, folder: Path, limit: int) -> Rows:
     """Yield probes of frozen features, also with typos, few examples and wrong labels."""
     files, columns = CLASSES[name]
-    paths = [folder / file for file in files]
-    if not all(path.is_file() for path in paths):
-        yield _missing("hidden states", name, paths[0])
-        return
+    for file in files:
+        _check_file(folder / file)
     train, test = (
-        _sample(_table(path), columns, count)
-        for path, count in zip(paths, (limit, limit // 2), strict=True)
+        _sample(_table(folder / file), columns, count)
+        for file, count in zip(files, (limit, limit // 2), strict=True)
     )
     known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
     if not known:
-        needed = "test rows of classes that stand in training, there are 0"
-        yield {"group": "hidden states", "set": name, "missing": needed}
-        return
+        raise Unmeasured("test rows of classes that stand in training, there are 0")
     test = tuple(zip(*known, strict=True))
     texts = (train[0], test[0], features.typos(test[0]))
     for title, body in _bodies(subject, name):
@@ -402,7 +406,7 @@ def _probes(
     clean = features.probe((encoded[0], train), encoded[1:], test)
     shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
     wrong = features.wrong_labels(train, WRONG)
-    noisy = features.probe((encoded[0], wrong), encoded[1:2], test, is_clean=False)
+    noisy = features.probe((encoded[0], wrong), encoded[1:2], test)
     more: dict[str, Any] = {"better": "higher", "n": len(test)}
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"
@@ -437,9 +441,7 @@ def _continuations(subject: Subject) -> Rows:
     model: Any = subject.model  # measure has looked: a decoder
     longest = max_positions(model.config.get_text_config())
     if longest < NEW_TOKENS:
-        needed = f"a model of {NEW_TOKENS} positions, it has {longest}"
-        yield {"group": "language", "set": "samples", "missing": needed}
-        return
+        raise Unmeasured(f"a model of {NEW_TOKENS} positions, it has {longest}")
     start = language.first_token(tokenizer) or 0
     prompt = torch.full((CONTINUATIONS, 1), start, device=model.device)
     own, model.generation_config = model.generation_config, GenerationConfig()  # no penalties

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from harmonic_sft.eval.language import word_ids
@@ -22,15 +23,13 @@ class WordPair(NamedTuple):
     rating: float
 
 
-def read_word_pairs(path: str | Path) -> list[WordPair]:
+def read_word_pairs(path: Path) -> list[WordPair]:
     """Read ratings from a tab-separated file with the header word1, word2, score.
 
     Raises:
-        ValueError: No such file, another header, or a row that is not two words and a number.
+        ValueError: Another header, or a row that is not two words and a number.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"word pairs: expected an existing file, got {str(path)!r}")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     if not lines or lines[0].split("\t") != HEADER:
         got = repr(lines[0]) if lines else "an empty file"
         raise ValueError(f"{path}: expected the header {HEADER}, got {got}")
@@ -88,8 +87,6 @@ def similarity(first: np.ndarray, second: np.ndarray, ratings: Sequence[float]) 
         Spearman's rank correlation of the ratings with the cosine, `spearman_cosine`, and with
         minus the Euclidean distance, `spearman_l2`: the same thing on the unit sphere.
     """
-    from scipy.stats import spearmanr  # takes a second, which commands need not wait for
-
     norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
     closeness = {
         "spearman_cosine": (first * second).sum(-1) / norms.clip(min=1e-12),

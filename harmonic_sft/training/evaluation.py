@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
@@ -30,8 +31,8 @@ from harmonic_sft.eval.html import report_page
 from harmonic_sft.eval.ruler import Ruler, judge, read_ruler
 from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.eval.suite import (
-    HELD_OUT,
     NO_RULER,
+    Scored,
     Subject,
     figures_of,
     join_rows,
@@ -87,7 +88,7 @@ def evaluate_folder(
         ValueError: No model in the folder, or bad data.
     """
     found = _open(folder, overrides)
-    scores, documents = found.score()
+    scores, documents = found.score(found.data)
     final = summarize(scores, found.model.dist_head, documents)
     losses, confidences = scores.at(1.0)
     results = {
@@ -105,7 +106,7 @@ def evaluate_folder(
     show_metrics(str(folder), results, task=found.task)  # also where the folder is read-only
     write_results(folder / "results", "eval", results)
     if per_document is not None:
-        _write_documents(per_document, found.data.eval, scores, found.data_config)
+        _write_documents(per_document, found, scores, documents)
     return results
 
 
@@ -149,35 +150,25 @@ def evaluate_suite(
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
         found = first if folder == folders[0] else _like(first, folder)
-        is_tied = found.model.config.tie_word_embeddings
-        problems[name] = check_prototypes(found.model.dist_head, is_tied=is_tied)
+        head, is_tied = found.model.dist_head, found.model.config.tie_word_embeddings
+        problems[name] = check_prototypes(head, is_tied=is_tied)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        texts, missing = found.texts(sets, size)
-        subject = Subject(
-            found.model,
-            found.tokenizer,
-            found.states(),
-            found.base(),
-            texts,
-            missing,
-            found.init(),
-        )
+        subject = found.subject(size)
         measured.append(measure(subject, sets, size=size))
-        scores, rows = texts[HELD_OUT]
+        scores, rows = subject.held_out
         documents = rows[scores.rows]
-        losses.append((scores.at(1.0)[0], documents))
+        losses.append(scores.at(1.0)[0])
         if table is not None:
-            head = found.model.dist_head
-            judged.append(judge(table, head, subject.states, scores, documents))
+            judged.append(judge(table, head, subject.states, scores))
         figures[name] = figures_of(scores)
-    extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged)
+    extra = [[NO_RULER]] * len(names) if table is None else semantic_rows(table, judged, documents)
     measured = [[*rows, *more] for rows, more in zip(measured, extra, strict=True)]
     payload = {
         "suite": size,
         "models": names,
         "rows": join_rows(measured),
-        "differences": loss_differences(names, losses),
+        "differences": loss_differences(names, losses, documents),
         "problems": problems,
         "figures": figures,
         "data": first.data_results(),
@@ -240,13 +231,12 @@ class Opened:
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
-    def score(self, data: LoadedData | None = None) -> tuple[TokenScores, np.ndarray]:
+    def score(self, rows: LoadedData) -> Scored:
         """Score the model's data, or other data; return the document of every row too.
 
         Raises:
             ValueError: There is no row.
         """
-        rows = self.data if data is None else data
         # Collating without padding makes one row of a batch.
         size = 1 if rows.collator is collate_padding_free else self.batch_size
         device = self.model.device
@@ -270,31 +260,23 @@ class Opened:
         states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
         return torch.cat(states), torch.cat(labels)
 
-    def texts(
-        self, sets: Path | None, size: str
-    ) -> tuple[dict[str, tuple[TokenScores, np.ndarray]], dict[str, str]]:
-        """Score the held-out data and, of a language model, the texts of the sets.
+    def subject(self, size: str) -> Subject:
+        """Return what the suite measures, "quick" or "full"."""
+        return Subject(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            held_out=self.score(self.data),
+            states=self.states(),
+            base=self.base(),
+            init=(_saved(self.folder).get("head") or {}).get("init"),
+            score_text=partial(self._score_text, size),
+        )
 
-        Returns:
-            The scores of each text; and of those that could not be scored, what they need.
-        """
-        found, missing = {HELD_OUT: self.score()}, {}
-        if self.task in CLASSIFIERS or sets is None:
-            return found, missing
-        for path in sorted((sets / "text").glob("*.txt")):
-            try:
-                found[path.stem] = self._score_text(path, size)
-            except ValueError as error:
-                logger.warning("%s is not measured: %s.", path, error)
-                missing[path.stem] = f"another text: {error}"
-        return found, missing
-
-    def _score_text(self, path: Path, size: str) -> tuple[TokenScores, np.ndarray]:
+    def _score_text(self, size: str, path: Path) -> Scored:
         """Score some documents of a text.
 
         Raises:
-            ValueError: There are fewer than two, the model was trained on them, or no token of
-                them is predicted.
+            ValueError: There are fewer than two, or the model was trained on them.
         """
         with path.open(encoding="utf-8") as file:
             count = sum(1 for line in file if line.strip())
@@ -307,14 +289,7 @@ class Opened:
         config = parse(DataConfig, {**plain, "eval": {"documents": wanted}})
         rows = _load(self.task, self.model.config, self.tokenizer, config)
         check_unseen(self.folder, rows, config)
-        scores, documents = self.score(rows)
-        if not len(scores.labels):
-            raise ValueError(f"{path.name}: expected tokens to predict, got none. Give more lines")
-        return scores, documents
-
-    def init(self) -> str | None:
-        """Return what the head started from, as the run's file says; None without one."""
-        return (_saved(self.folder).get("head") or {}).get("init")
+        return self.score(rows)
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""
@@ -522,18 +497,17 @@ def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
     return f"data.sources={json.dumps([source])}"
 
 
-def _write_documents(path: Path, rows: MaskedRows, scores: TokenScores, config: DataConfig) -> None:
+def _write_documents(path: Path, found: Opened, scores: TokenScores, documents: np.ndarray) -> None:
     """Write source, number, scored tokens and mean loss in nats of every document."""
-    documents = documents_of(rows, len(rows))  # [rows]
     first = np.unique(documents, return_index=True)[1]
-    names = document_names(rows.rows)  # [2, rows]
+    names = document_names(found.data.eval.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for index, (source, number) in enumerate(names[:, first].T.tolist()):
             line = {
-                "source": without_secrets(config.sources[source].path),
+                "source": without_secrets(found.data_config.sources[source].path),
                 "document": number,
                 "tokens": int(tokens[index]),
                 "loss": losses[index] / tokens[index] if tokens[index] else None,

@@ -160,7 +160,8 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
     their length, since the embeddings would change with them.
 
     Args:
-        model: On its device, with logits proportional to its exponent. It is left as it is.
+        model: In evaluation mode, on its device, with logits proportional to its exponent. It is
+            left as it is.
         batches: Of training data, as the model takes them; read until there are tokens enough.
 
     Raises:
@@ -208,14 +209,11 @@ def _labelled_states(
     model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states `[N, D]` and labels `[N]` of the first labelled tokens."""
-    was_training = model.training
-    model.eval()
     pairs: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
         pairs.append(labelled_states(model, batch))
         if sum(len(labels) for _, labels in pairs) >= NUM_TOKENS:
             break
-    model.train(was_training)
     hidden_states, labels = (torch.cat(parts)[:NUM_TOKENS] for parts in zip(*pairs, strict=True))
     if not len(labels):
         raise ValueError("h_exp.calibrate: expected labelled tokens, got none")

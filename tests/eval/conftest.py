@@ -1,11 +1,16 @@
-"""A tokenizer that several tests of words need."""
+"""Tokenizers that several tests of words need."""
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+
+@pytest.fixture
+def tokenizer(tiny_base):
+    return AutoTokenizer.from_pretrained(tiny_base)
 
 
 @pytest.fixture

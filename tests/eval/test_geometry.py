@@ -58,8 +58,6 @@ def test_hidden_states_around_their_prototype_are_aligned():
     near = prototypes[labels] + 0.1 * normal(200, 12)
     assert class_center_alignment(near, labels, prototypes) > 0.99
     assert class_center_alignment(-near, labels, prototypes) < -0.99
-    with pytest.raises(ValueError, match="labels: expected classes from 0 to 4, got 0 to 7"):
-        class_center_alignment(near[:2], torch.tensor([0, 7]), prototypes)
 
 
 def test_one_offset_makes_a_parallelogram():

@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from harmonic_sft.eval import TokenScores, score
@@ -24,29 +24,28 @@ from tests.decoders import save_decoder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_base):
-    return AutoTokenizer.from_pretrained(tiny_base)
-
-
-@pytest.fixture(scope="module")
 def model(tiny_base):
     return HarmonicForMaskedLM.from_base(str(tiny_base))
 
 
-def test_every_token_is_predicted_from_all_others(model, tokenizer):
-    sentence = "aa bb cc"
-    ids = tokenizer(sentence)["input_ids"]
-    expected = 0.0
+def masked_one_by_one(model, tokenizer, ids):
+    """The log-probability of every token but the first and the last, from all others."""
+    total = 0.0
     for place in range(1, len(ids) - 1):
         masked = torch.tensor([ids])
         masked[0, place] = tokenizer.mask_token_id
         with torch.no_grad():
-            expected += float(model(masked).logits[0, place].log_softmax(-1)[ids[place]])
+            total += float(model(masked).logits[0, place].log_softmax(-1)[ids[place]])
+    return total
+
+
+def test_every_token_is_predicted_from_all_others(model, tokenizer):
+    sentence, other = "aa bb cc", "aa bb dd"
+    expected = masked_one_by_one(model, tokenizer, tokenizer(sentence)["input_ids"])
     found = pseudo_log_likelihood(model, tokenizer, sentence)
     assert found == pytest.approx(expected, rel=1e-5)
     single = pseudo_log_likelihood(model, tokenizer, sentence, batch_size=1)
     assert single == pytest.approx(expected, rel=1e-5)
-    other = "aa bb dd"
     first_wins = found > pseudo_log_likelihood(model, tokenizer, other)
     share = minimal_pairs(model, tokenizer, [(sentence, other)])
     assert share == first_wins
@@ -57,13 +56,8 @@ def test_every_token_is_predicted_from_all_others(model, tokenizer):
 def test_unknown_words_are_predicted_too(model, tokenizer, tiny_base, is_fast):
     tokenizer = tokenizer if is_fast else BertTokenizerLegacy(str(tiny_base / "vocab.txt"))
     ids = tokenizer("aa zzzz")["input_ids"]
-    assert ids[2] == tokenizer.unk_token_id
-    expected = 0.0
-    for place in (1, 2):
-        masked = torch.tensor([ids])
-        masked[0, place] = tokenizer.mask_token_id
-        with torch.no_grad():
-            expected += float(model(masked).logits[0, place].log_softmax(-1)[ids[place]])
+    assert (len(ids), ids[2]) == (4, tokenizer.unk_token_id)
+    expected = masked_one_by_one(model, tokenizer, ids)
     assert pseudo_log_likelihood(model, tokenizer, "aa zzzz") == pytest.approx(expected, rel=1e-5)
 
 

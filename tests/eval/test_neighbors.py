@@ -32,8 +32,7 @@ def test_minilm_knows_what_a_king_is(minilm_path):
     assert {"tuesday", "sunday", "wednesday"} <= set(found["monday"])
 
 
-def test_rows_that_pad_the_vocabulary_are_named_by_their_numbers(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_rows_that_pad_the_vocabulary_are_named_by_their_numbers(tokenizer):
     head = DistLayer(8, len(tokenizer) + 1)
     near = tokenizer.convert_tokens_to_ids("aa")
     with torch.no_grad():
@@ -42,8 +41,7 @@ def test_rows_that_pad_the_vocabulary_are_named_by_their_numbers(tiny_base):
     assert found == {"aa": [f"[{len(tokenizer)}]"]}
 
 
-def test_predictions_are_explained_by_distance(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_predictions_are_explained_by_distance(tiny_base, tokenizer):
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
     places = explain(model, tokenizer, "aa [MASK] bb [MASK]", top=3, num_neighbors=2)
     assert [len(tokens) for tokens in places] == [3, 3]
@@ -68,8 +66,7 @@ def test_predictions_are_explained_by_distance(tiny_base):
         explain(model, tokenizer, "aa " * 70 + "[MASK]")
 
 
-def test_a_decoder_is_asked_for_the_next_token(tiny_base, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_a_decoder_is_asked_for_the_next_token(tokenizer, tmp_path):
     model = HarmonicForCausalLM.from_base(
         str(save_decoder("gpt2", tmp_path)), head={"name": "linear"}
     )

@@ -1,10 +1,12 @@
 """How near wrong predictions are, against one token at a time."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from harmonic_sft.eval import score
 from harmonic_sft.eval.ruler import Ruler, judge, read_ruler, semantic_errors
@@ -13,14 +15,10 @@ from harmonic_sft.models import DistLayer
 N, D, V, WIDTH = 60, 8, 20, 5
 
 
-class Model:
-    """What `score` needs of one."""
-
-    def __init__(self, head):
-        self.dist_head = head
-
-    def class_embeddings(self):
-        return self.dist_head.weight
+def scored(head, states, labels):
+    """Scores of `[N]` tokens, each a row of its own."""
+    model = SimpleNamespace(dist_head=head, class_embeddings=lambda: head.weight)
+    return score(model, [(states[:, None], labels[:, None])])
 
 
 def cosine(one, other):
@@ -36,10 +34,10 @@ def test_what_all_models_get_wrong_is_judged_by_the_ruler_alone():
     states = [F.normalize(m.weight.detach()[labels] + 0.5 * torch.randn(N, D)) for m in models]
     judged, logits = [], []
     for head, some in zip(models, states, strict=True):
-        scores = score(Model(head), [(some[:, None], labels[:, None])])
-        judged.append(judge(ruler, head, (some, labels), scores, documents))
+        scores = scored(head, some, labels)
+        judged.append(judge(ruler, head, (some, labels), scores))
         logits.append(head(some).detach())
-    found = semantic_errors(ruler, judged)
+    found = semantic_errors(ruler, judged, documents)
     guesses = [one.argmax(-1) for one in logits]
     items = [
         n
@@ -71,8 +69,8 @@ def test_guesses_that_are_near_are_told_from_the_shuffled_ones():
     labels = torch.arange(V)
     states = F.normalize(head.weight.detach()[labels ^ 1], dim=-1)
     ruler = Ruler(vectors, np.ones(V, bool))
-    scores = score(Model(head), [(states[:, None], labels[:, None])])
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores, np.arange(V))])
+    scores = scored(head, states, labels)
+    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.arange(V))
     assert found["guess"] == pytest.approx(1.0)
     assert found["guess_shuffled"] < 0.5
     assert found["expected"] > found["expected_shuffled"] + 0.5
@@ -83,15 +81,14 @@ def test_nothing_wrong_is_no_number():
     labels = torch.arange(V)
     ruler = Ruler(F.normalize(torch.randn(V, WIDTH), dim=-1), np.ones(V, bool))
     states = head.weight.detach()
-    scores = score(Model(head), [(states[:, None], labels[:, None])])
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores, np.zeros(V))])
+    scores = scored(head, states, labels)
+    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.zeros(V))
     assert found["tokens"] == 0
     assert np.isnan(found["guess"])
     assert found["interval"] is None
 
 
-def test_tokens_are_read_alone_and_pieces_are_no_words(tiny_base):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_tokens_are_read_alone_and_pieces_are_no_words(tiny_base, tokenizer):
     ruler = read_ruler(str(tiny_base), tokenizer, len(tokenizer) + 3)
     token = tokenizer("ab", add_special_tokens=False)["input_ids"][0]
     with torch.no_grad():

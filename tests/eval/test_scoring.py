@@ -1,6 +1,7 @@
 """Metrics against one token at a time."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +16,9 @@ B, T, D, V = 4, 6, 16, 30
 TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
 
 
-class Model:
-    """What `score` needs of one."""
-
-    def __init__(self, head):
-        self.dist_head = head
-
-    def class_embeddings(self):
-        return TABLE
+def model_of(head):
+    """What `score` needs of a model."""
+    return SimpleNamespace(dist_head=head, class_embeddings=lambda: TABLE)
 
 
 def calibration_error(probs, labels):
@@ -38,7 +34,7 @@ def batch():
 
 
 def metrics_of(head, states, labels):
-    scores = score(Model(head), [(states, labels)])
+    scores = score(model_of(head), [(states, labels)])
     return summarize(scores, head, np.arange(len(labels)))
 
 
@@ -49,7 +45,7 @@ def test_a_head_that_gives_all_classes_one_logit_is_never_right():
     metrics = metrics_of(head, states, labels)
     assert (metrics["accuracy"], metrics["top_5_accuracy"]) == (0, 0)
     assert metrics["loss"] == pytest.approx(math.log(V))
-    found = score(Model(head), [(states, labels)])
+    found = score(model_of(head), [(states, labels)])
     assert (found.predicted != found.labels).all()
     pairs = [TABLE[torch.as_tensor(one)] for one in (found.predicted, found.labels)]
     np.testing.assert_allclose(found.cosines, F.cosine_similarity(*pairs), atol=1e-6)
@@ -137,8 +133,8 @@ def test_a_linear_head_gets_the_same_freedom():
 def test_batches_do_not_change_the_numbers(head_class):
     states, labels = batch()  # which seeds the head too
     head = head_class(D, V)
-    expected = score(Model(head), [(states, labels)])
-    cut = score(Model(head), [(states[i : i + 1, :6], labels[i : i + 1, :6]) for i in range(B)])
+    expected = score(model_of(head), [(states, labels)])
+    cut = score(model_of(head), [(states[i : i + 1, :6], labels[i : i + 1, :6]) for i in range(B)])
     for column, other in zip(cut, expected, strict=True):
         np.testing.assert_allclose(column, other, rtol=1e-5, atol=1e-6)
     assert cut.num_rows == B
@@ -150,7 +146,7 @@ def test_nothing_to_evaluate_is_an_error():
     states, labels = batch()
     with pytest.raises(ValueError, match="evaluation: expected labelled tokens, got none"):
         metrics_of(head, states, torch.full_like(labels, -100))
-    assert score(Model(head), []) is None
+    assert score(model_of(head), []) is None
 
 
 def test_a_damaged_checkpoint_is_an_error():

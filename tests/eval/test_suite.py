@@ -1,21 +1,20 @@
 """Rows of the suite that need no file."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
 
+from harmonic_sft.eval import score
 from harmonic_sft.eval.suite import Subject, measure
 from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_base):
-    return AutoTokenizer.from_pretrained(tiny_base)
-
-
 def rows_of(model, tokenizer, states, labels, sets=None):
-    subject = Subject(model.eval(), tokenizer, (states, labels), None, {}, {}, None)
+    held_out = score(model.eval(), [(states[None], labels[None])]), np.zeros(1)
+    subject = Subject(
+        model, tokenizer, held_out, (states, labels), None, None, lambda path: held_out
+    )
     rows = measure(subject, sets, size="quick")
     return {(row["set"], row.get("metric")): row for row in rows}
 
@@ -65,3 +64,12 @@ def test_unknown_words_are_counted_and_all_listed(num_known, tiny_base, tokenize
     row = rows["tiny", "Spearman, cosine, single tokens" if num_known == 4 else None]
     assert row["unknown"] == unknown
     assert row["note"] == f"7 words left out: {', '.join(unknown[:5])}, ..."
+
+
+def test_without_a_folder_none_is_opened(tiny_base, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "none" / "minimal_pairs").mkdir(parents=True)
+    (tmp_path / "none" / "minimal_pairs" / "pairs.jsonl").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    rows = rows_of(model, tokenizer, torch.ones(1, 32), torch.tensor([5]))
+    assert rows["minimal pairs", None]["missing"] == "minimal_pairs/*.jsonl in --data"

@@ -271,7 +271,7 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplo
         (sets / name).write_text(text)
     results = evaluate_suite([run_copy], [CPU], sets=sets)
     missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
-    assert missing["empty"] == "another text: empty.txt: expected at least 2 lines, got 0"
+    assert missing["empty"] == "other data: empty.txt: expected at least 2 lines, got 0"
     assert missing["line"].endswith("expected at least 2 lines, got 1")
     assert "text: expected at most 64 tokens, got 72" in missing["long"]
     assert "bad.tsv" in missing["bad"]
