@@ -4,11 +4,19 @@ import io
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from email.message import Message
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
 
 TIMEOUT = 30  # seconds without a byte
 PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened again
+# Of a HEAD, as an address answers it that is signed for GET alone, or a server without HEAD.
+NO_HEAD = {HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
 
 
 class RemoteFile(io.RawIOBase):
@@ -23,9 +31,8 @@ class RemoteFile(io.RawIOBase):
         self.url = url
         self._position = 0
         self._response: HTTPResponse | None = None
-        request = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-            headers = response.headers
+        # Of what fails at the start, a busy server alone is asked again: other names are mistyped.
+        headers = self._ask_again(self._headers, urllib.error.HTTPError)
         self.size = int(headers.get("Content-Length", -1))
         # What changes when the file does.
         self.version = f"{headers.get('ETag')} {headers.get('Last-Modified')} {self.size}"
@@ -54,26 +61,44 @@ class RemoteFile(io.RawIOBase):
         """Read at most as many bytes as the buffer holds; 0 at the end."""
         if self._position == self.size:
             return 0
-        pauses = list(PAUSES)
-        while True:
-            try:
-                if self._response is None:
-                    self._response = self._connect()
-                count = self._response.readinto(buffer)
-                if count == 0 < self.size - self._position:
-                    raise ConnectionError(f"the connection ended at byte {self._position}")
-                self._position += count
-                return count
-            except (OSError, HTTPException) as error:
-                self._disconnect()
-                if not pauses or not _may_pass(error):
-                    raise
-                time.sleep(pauses.pop(0))
+        return self._ask_again(partial(self._read, buffer), OSError, HTTPException)
 
     def close(self) -> None:
         """Drop the connection."""
         self._disconnect()
         super().close()
+
+    def _ask_again(self, ask_fn: Callable[[], Answer], *errors: type[Exception]) -> Answer:
+        """Return an answer, asked for again after a pause where one of these errors may pass."""
+        pauses = list(PAUSES)
+        while True:
+            try:
+                return ask_fn()
+            except errors as error:
+                self._disconnect()
+                if not pauses or not _may_pass(error):
+                    raise
+                time.sleep(pauses.pop(0))
+
+    def _headers(self) -> Message:
+        request = urllib.request.Request(self.url, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                return response.headers
+        except urllib.error.HTTPError as error:
+            if error.code not in NO_HEAD:
+                raise
+        with urllib.request.urlopen(self.url, timeout=TIMEOUT) as response:
+            return response.headers
+
+    def _read(self, buffer) -> int:
+        if self._response is None:
+            self._response = self._connect()
+        count = self._response.readinto(buffer)
+        if count == 0 < self.size - self._position:
+            raise ConnectionError(f"the connection ended at byte {self._position}")
+        self._position += count
+        return count
 
     def _connect(self) -> HTTPResponse:
         headers = {"Range": f"bytes={self._position}-"} if self._position else {}

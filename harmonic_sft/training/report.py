@@ -246,7 +246,13 @@ def _arms(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]
         seed = training.pop("seed", 42)
         training.pop("output_dir", None)
         arm = json.dumps({**config, "training": training}, sort_keys=True)
-        arms.setdefault(arm, {}).setdefault(seed, run)
+        same = arms.setdefault(arm, {}).setdefault(seed, run)
+        if same is not run:
+            logger.warning(
+                "%s has the settings and the seed of %s. Differences are those of the first.",
+                run["run"],
+                same["run"],
+            )
     return {next(iter(arm.values()))["run"]: arm for arm in arms.values()}
 
 

@@ -23,6 +23,13 @@ class Server(http.server.SimpleHTTPRequestHandler):
     ranges = True
     cut_after = None  # bytes after which a connection breaks
     failures: ClassVar[list[int]] = []  # statuses of the next answers
+    head_failures: ClassVar[list[int]] = []  # and to the next questions for headers
+
+    def do_HEAD(self):
+        if self.head_failures:
+            self.send_error(self.head_failures.pop(0))
+            return
+        super().do_HEAD()
 
     def do_GET(self):
         start = self.headers.get("Range", "bytes=0-")[len("bytes=") : -1]
@@ -63,7 +70,7 @@ def waited(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    handler = type("Handler", (Server,), {"failures": []})
+    handler = type("Handler", (Server,), {"failures": [], "head_failures": []})
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
     )
@@ -135,6 +142,22 @@ def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, stat
     with RemoteFile(f"{server.url}/a.bin") as file:
         assert file.readall() == b"content"
     assert waited == [0, 1, 5]
+
+
+def test_busy_server_is_asked_again_for_the_size(server, tmp_path, waited):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.head_failures += [503, 429]
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert (file.size, waited) == (7, [0, 1])
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_an_address_that_can_only_be_read_is_enough(server, tmp_path, waited, status):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.head_failures += [status]  # as one that is signed for GET alone
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert file.readall() == b"content"
+        assert (file.size, waited) == (7, [])
 
 
 @pytest.mark.parametrize(

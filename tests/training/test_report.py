@@ -110,6 +110,17 @@ def test_fewer_than_five_seeds_decide_nothing(num_seeds, word, capsys, caplog):
     assert "with fewer than 5 seeds a difference is undecided" in caplog.text
 
 
+def test_a_second_run_of_a_seed_is_named_and_left_out_of_the_differences(capsys, caplog):
+    base = seeds_of("base", -12.0, [4.0, 4.1])
+    other = seeds_of("other", -4.0, [4.3, 4.42])
+    again = {**copy.deepcopy(base[1]), "run": "again", "final": {**base[1]["final"], "loss": 9.0}}
+    compare_runs([*base, *other, again], None)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "again" in printed  # in the table of runs
+    assert "other0 loss, nats 0.310 ±" in printed
+    assert "again has the settings and the seed of base1. Differences are" in caplog.text
+
+
 def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
     arms = {"a": (-12.0, [4.0, 4.1]), "b": (-4.0, [4.5, 4.62]), "c": (-8.0, [3.9, 4.02])}
     folders = []
