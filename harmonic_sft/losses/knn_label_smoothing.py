@@ -139,7 +139,8 @@ def find_neighbors(prototypes: Tensor, num_neighbors: int, *, scale: float) -> N
     """
     unit = F.normalize(at_least_float32(prototypes), dim=-1)
     indices, weights = [], []
-    for number, block in enumerate(unit.split(rows := chunk_rows(unit))):
+    rows = chunk_rows(unit)
+    for number, block in enumerate(unit.split(rows)):
         cosines = block @ unit.T  # [rows, V]
         cosines.diagonal(number * rows).fill_(-math.inf)
         values, columns = cosines.topk(num_neighbors)
