@@ -211,9 +211,11 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     for name in NAMES_CODE:
         vars(config).pop(name, None)
     config.tie_word_embeddings = False
-    for field in FACTORS:
-        if getattr(config, field, None) is not None:
-            setattr(config, field, 1.0)  # the factor is in the weight
+    for field in FACTORS:  # they are in the weight
+        if field in config.to_dict():
+            setattr(config, field, 1.0)
+        elif hasattr(config, field):  # of MiniCPM3 a property, 1 where these are equal
+            config.dim_model_base = config.hidden_size
     if SOFTCAP in config.to_dict():
         setattr(config, SOFTCAP, model.dist_head.settings().get("softcap"))
     with torch.device("meta"):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
@@ -15,7 +15,7 @@ from harmonic_sft.training.head_swap import measure_swap
 from harmonic_sft.training.loading import load_run_data, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
-from tests.decoders import V, save_decoder, save_tokenizer
+from tests.decoders import SIZES, V, save_decoder, save_tokenizer
 
 RECIPES = {
     "plan": {},
@@ -185,6 +185,23 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tm
     with torch.no_grad():
         order = model(input_ids=rows).logits.argsort(-1)
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
+
+
+def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path):
+    pytest.importorskip("transformers.models.minicpm3")  # of later versions
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    own = {**SIZES, **ranks, "num_key_value_heads": 4, "v_head_dim": 8, "dim_model_base": 16}
+    config = CONFIG_MAPPING["minicpm3"](**own)
+    assert config.logits_scaling == 2
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    head = {"name": "linear", "bias": False}
+    model = HarmonicForCausalLM.from_base(str(tmp_path / "base"), head=head)
+    model.save_pretrained(tmp_path / "model")
+    export_linear(tmp_path / "model", tmp_path / "plain")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert native.config.logits_scaling == 1
+    rows = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(native(rows).logits, model(input_ids=rows).logits)
 
 
 def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path):
