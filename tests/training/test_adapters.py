@@ -340,6 +340,9 @@ def test_peft_itself_trains_and_saves_the_head_whole(bases, tmp_path):
     model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
     settings = LoraConfig(target_modules="all-linear", modules_to_save=["dist_head"])
     wrapped = get_peft_model(model, settings)
+    adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
+    assert len(adapted) == 3 * 6  # all linear layers but the head
+    assert all(f".{LAYER}." in name for name in adapted)
     move_(wrapped)
     assert any("dist_head" in name for name in trained(wrapped))
     wrapped.save_pretrained(tmp_path)
