@@ -9,6 +9,7 @@ from harmonic_sft.models.head import NEAR, inverse_norms, unit_rows
 # left of the distances after it would have lost its digits.
 DOMINANT = 0.5
 CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
+SQUARED_ROWS = 2048  # of prototypes at once, so that no second table of them is written
 
 
 class Geometry:
@@ -115,7 +116,9 @@ class Geometry:
         """Return `column_j` `[V]` of the squared distances, eps included."""
         if self.kind == "sphere" and self.center is None:
             return self.prototypes.new_full((len(self.prototypes),), 2 + self.eps, dtype=self.dtype)
-        columns = self.tile(slice(None)).square().sum(1).add_(self.eps)
+        starts = range(0, len(self.prototypes), SQUARED_ROWS)
+        tiles = (self.tile(slice(start, start + SQUARED_ROWS)) for start in starts)
+        columns = torch.cat([torch.linalg.vecdot(tile, tile) for tile in tiles]).add_(self.eps)
         return columns if self.inverse is None else columns + (self.inverse == 0)
 
     def rows(self, classes: Tensor) -> Tensor:

@@ -138,19 +138,26 @@ def test_no_class_or_no_dimension_is_refused(rows, size):
         linear_cross_entropy(torch.zeros(2, size), torch.zeros(rows, size), labels)
 
 
-@pytest.mark.parametrize("num_tokens", [600, 2400])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_memory_does_not_grow_with_the_tokens(num_tokens, smoothing):
-    states = torch.randn(num_tokens, 8, requires_grad=True)
-    prototypes = torch.randn(20_000, 8, requires_grad=True)
-    labels = torch.randint(20_000, (num_tokens,))
-    options = LossOptions(label_smoothing=smoothing)
-    with LiveBytes() as live:
-        distance_cross_entropy(
-            states, prototypes, labels, h_exp=-3.0, reduction="sum", options=options
-        ).backward()
-    results = 2 * states.nbytes + prototypes.nbytes
-    assert live.peak - results < 1.25 * (1 + (smoothing > 0)) * engine.KEPT_ROWS * 4 * 20_000
+@pytest.mark.parametrize(("unit_sphere", "mean"), [(True, 0.0), (True, 2.0), (False, 0.0)])
+def test_memory_is_that_of_a_chunk(monkeypatch, smoothing, unit_sphere, mean):
+    # A dispatch mode looks into no custom operator, and into no other thread.
+    monkeypatch.setattr("harmonic_sft.ops.cross_entropy.chunked_op", engine.forward)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    prototypes = (torch.randn(12_288, 768) + mean).requires_grad_()
+    options, peaks = LossOptions(label_smoothing=smoothing), []
+    for num_tokens in (engine.KEPT_ROWS, 3 * engine.KEPT_ROWS):
+        states = torch.randn(num_tokens, 768, requires_grad=True)
+        labels = torch.randint(12_288, (num_tokens,))
+        with LiveBytes() as live:
+            distance_cross_entropy(
+                states, prototypes, labels, h_exp=-3.0, unit_sphere=unit_sphere, options=options
+            )
+        # It also counts the inputs, of which there are views.
+        peaks.append(live.peak - 2 * states.nbytes - 2 * prototypes.nbytes)
+    chunk = engine.KEPT_ROWS * 4 * 12_288
+    assert chunk / 2 < peaks[0] < 3 * chunk < prototypes.nbytes
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
 def digest():
