@@ -260,11 +260,11 @@ def _time_limit() -> Generator[None]:
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    timer = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # of the caller, if one was set
         signal.signal(signal.SIGALRM, before)
 
 

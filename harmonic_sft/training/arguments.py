@@ -29,7 +29,6 @@ from harmonic_sft.training.run_config import (
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
 NOT_IN_CONFIG = (
-    "hub_always_push",
     "hub_model_id",
     "hub_private_repo",
     "hub_revision",
@@ -148,7 +147,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     dropout: float | None = _ours("dropout")
     from_scratch: bool = _ours("from_scratch", False, "Needs unfreeze=['*'].")
     pooling: str | None = _ours("pooling")
-    unfreeze: int | str | list[str] | dict[str, Any] = _ours(
+    # HfArgumentParser takes the second of these, and would leave text out without the last.
+    unfreeze: int | str | list[str] | dict[str, Any] | None = _ours(
         "unfreeze",
         1,
         "A number of blocks from the top, or patterns of parameter names of the backbone. "
@@ -206,6 +206,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         for name in SECTIONS:
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, load_text(value, name))
+        if isinstance(self.unfreeze, str) and self.unfreeze.isdecimal():
+            self.unfreeze = int(self.unfreeze)
         if not isinstance(self.head, str | Mapping | None):
             raise ValueError(f"head: expected a name or a dictionary, got {self.head!r}")
         if isinstance(self.loss, type):

@@ -56,7 +56,12 @@ class CountingCollator:
     def count(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with what is counted in it."""
         mask = batch.get("attention_mask")
-        num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+        if mask is not None and mask.dim() == 2:
+            num_tokens = int(mask.sum())
+        elif "input_ids" in batch:  # no mask, or one of pairs of tokens
+            num_tokens = batch["input_ids"].numel()
+        else:
+            num_tokens = batch["inputs_embeds"][..., 0].numel()
         labels = batch.get("labels")
         if labels is None or self.num_classes is None or labels.is_floating_point():
             return {**batch, "num_tokens": num_tokens}
@@ -67,13 +72,22 @@ class CountingCollator:
 def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
     """Split every tensor of a batch along its rows into at most `num_chunks` parts.
 
-    Positions in the flattened batch are left out: the model finds those of a part.
+    Positions in the flattened batch are left out: the model finds those of a part. What is no
+    tensor goes into every part.
     """
     if num_chunks == 1:
         return [batch]
-    size = math.ceil(len(batch["input_ids"]) / num_chunks)
-    parts = {key: value.split(size) for key, value in batch.items() if key != "label_positions"}
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+    size = math.ceil(num_rows(batch) / num_chunks)
+    batch = {key: value for key, value in batch.items() if key != "label_positions"}
+    return [
+        {k: v[start : start + size] if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for start in range(0, num_rows(batch), size)
+    ]
+
+
+def num_rows(batch: dict[str, Any]) -> int:
+    """Return how many rows a batch has."""
+    return len(batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"])
 
 
 def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence, Sized
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer_utils import has_length
 
 from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.run_config import HExpConfig
@@ -175,7 +176,7 @@ class LabeledProgress(ProgressCallback):
         **kwargs: Any,
     ) -> None:
         """Count a batch, in a bar that is opened with the first."""
-        is_sized = isinstance(eval_dataloader, Sized)
+        is_sized = has_length(eval_dataloader)
         if state.is_world_process_zero and self.prediction_bar is None and is_sized:
             self.prediction_bar = tqdm(
                 total=len(eval_dataloader),
@@ -184,6 +185,11 @@ class LabeledProgress(ProgressCallback):
                 dynamic_ncols=True,
             )
         super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+
+def label_bars_(callbacks: list[TrainerCallback]) -> None:
+    """Put labelled progress bars in the place of transformers', not of a user's own."""
+    callbacks[:] = [LabeledProgress() if type(c) is ProgressCallback else c for c in callbacks]
 
 
 def check_reporters(names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harmonic_sft.models import HarmonicHeadModel
 from harmonic_sft.training.arguments import HarmonicTrainingArguments
-from harmonic_sft.training.batches import split_batch
+from harmonic_sft.training.batches import num_rows, split_batch
 from harmonic_sft.training.callbacks import StoppedError
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,20 @@ class MemoryFallback:
         model: HarmonicHeadModel,
         *,
         step: int,
+        is_sum: bool,
     ) -> Tensor:
         """Return the loss of one micro-batch of a step; `batches` are those before it.
 
+        Args:
+            backward: Runs a micro-batch, or some of its rows, and returns their loss.
+            batch: The micro-batch.
+            model: What trains.
+            step: Its number.
+            is_sum: Losses of some rows add up to that of all; otherwise they are means, and a
+                micro-batch stays whole.
+
         Raises:
-            StoppedError: One row does not fit into memory.
+            StoppedError: One row does not fit into memory, or a micro-batch that stays whole.
         """
         if not self.batches:
             # What dropout draws from, on the CPU and on every GPU.
@@ -54,7 +63,7 @@ class MemoryFallback:
         self.batches.append(dict(batch))
         loss = self._try([batch], backward)
         while loss is None:
-            change = self._fall_back(model)
+            change = self._fall_back(model, is_sum=is_sum)
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
             model.zero_grad()
@@ -85,14 +94,20 @@ class MemoryFallback:
             return None
         return loss
 
-    def _fall_back(self, model: HarmonicHeadModel) -> str:
+    def _fall_back(self, model: HarmonicHeadModel, *, is_sum: bool) -> str:
         """Turn gradient checkpointing on; if it is on, halve the micro-batch; return which."""
         release_memory()
-        rows = len(self.batches[-1]["input_ids"])
+        rows = num_rows(self.batches[-1])
         if not self.checkpoints_blocks:
             self.checkpoints_blocks = True
             model.gradient_checkpointing_enable()
             return "gradient checkpointing turned on"
+        if not is_sum:
+            raise StoppedError(
+                "out of memory: a micro-batch does not fit with gradient checkpointing, and a mean "
+                "over its rows is no sum of parts. Lower per_device_train_batch_size and raise "
+                "gradient_accumulation_steps"
+            )
         if self._num_chunks < rows:
             self._num_chunks *= 2
             size = math.ceil(rows / self._num_chunks)

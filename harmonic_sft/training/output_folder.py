@@ -237,6 +237,11 @@ def _is_claim(path: Path) -> bool:
         return False
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether nothing stands in a folder, or in the place of one."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def claim_output_folder(run: RunConfig) -> None:
     """Write the resolved configuration, which marks the folder as this run's.
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from accelerate import PartialState
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.utils.data import Subset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -103,6 +104,11 @@ class Preparation:
             raise ValueError(
                 f"processing_class: expected a tokenizer, got {str(tokenizer)!r}. Load it: "
                 f"AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+            )
+        if collator is not None and (formatting_func or args.weight_column) is not None:
+            raise ValueError(
+                "data_collator: expected nothing with formatting_func or weight_column, which it "
+                "would not see, got one. Leave it out, or make the rows before"
             )
         self.model, self.args, self._is_stream = model, args, is_stream
         self._peft = as_peft_config(peft_config)
@@ -236,9 +242,17 @@ class Preparation:
         Raises:
             ValueError: Rows would be left out, and predictions not stand beside their texts.
         """
-        column = self.data.label_column
-        if column is None or not self._is_raw(data, EVAL_NAME):
-            return self.eval_rows(data)
+        column, is_raw = self.data.label_column, self._is_raw(data, EVAL_NAME)
+        if column is None or not is_raw:
+            rows = self.eval_rows(data)
+            if is_raw and isinstance(data, datasets.Dataset) and len(rows) != len(data):
+                logger.warning(
+                    "test_dataset: %d rows are predicted for %d texts. Empty ones are left out, "
+                    "and long ones are several.",
+                    len(rows),
+                    len(data),
+                )
+            return rows
         # A test split without labels may hold None, or -1, in their place.
         missing = {"-1"}.difference(self._labels or ())
         labels = (row.get(column) for row in unformatted(data))
@@ -260,8 +274,10 @@ class Preparation:
             how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
         elif isinstance(data, pd.DataFrame):
             how = "Dataset.from_pandas(...)"
-        elif isinstance(data, list | tuple) or (isinstance(data, dict) and not data):
+        elif isinstance(data, Sequence) or (isinstance(data, dict) and not data):
             how = 'Dataset.from_dict({"text": [...]})'
+        elif isinstance(data, Subset) and isinstance(data.dataset, datasets.Dataset):
+            how = "dataset.select(indices)"
         else:
             return isinstance(data, datasets.Dataset | datasets.IterableDataset)
         raise ValueError(

@@ -9,10 +9,9 @@ from typing import Any, cast
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import (
     Duplicates,
     changed,
@@ -163,7 +162,6 @@ def prepare(run: RunConfig) -> Ready:
         tokenizer, data = load_run_data(run)
     log_data(data)
     args = run.training_arguments()
-    _check_batch(data, args)
     try:
         trainer = HarmonicTrainer(
             run.model.base,
@@ -182,16 +180,6 @@ def prepare(run: RunConfig) -> Ready:
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     trainer.run_config = run  # with the sources of the data and the section hub
     return Ready(trainer, data)
-
-
-def _check_batch(data: LoadedData, args: TrainingArguments) -> None:
-    """Refuse an epoch without a batch."""
-    size = args.per_device_train_batch_size * args.world_size
-    if args.dataloader_drop_last and isinstance(data.train, MaskedRows) and len(data.train) < size:
-        raise ValueError(
-            f"training.dataloader_drop_last: expected false, got true with {len(data.train)} rows "
-            f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
-        )
 
 
 def _show_finished(run: RunConfig) -> dict[str, Any]:

@@ -87,6 +87,7 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "it changes the effective batch; use oom_fallback": ("auto_find_batch_size",),
     "write hub: {push: true, repo_id: owner/name}": ("push_to_hub", "hub_model_id"),
     "write hub: {push: true, every_save: true}": ("hub_strategy",),
+    "a push that is at work is waited for": ("hub_always_push",),
     "log in with `hf auth login`; a token in a file leaks": ("hub_token",),
     "use resume: true": ("resume_from_checkpoint",),
     "such a checkpoint cannot be resumed": ("save_only_model",),

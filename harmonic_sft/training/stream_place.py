@@ -46,6 +46,10 @@ class StreamPlace:
             generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
         )
 
+    def restart(self) -> None:
+        """Read from the first row, as a training does that does not continue."""
+        self._rows.state = self.state = StreamState(rows=0, streams={})
+
     def take(self, batches: Sequence[dict[str, Any]]) -> None:
         """Take the places of their rows out of the batches of a step, and note them."""
         places = [place for batch in batches for place in batch.pop("places")]

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -37,7 +36,7 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
-from harmonic_sft.data.batches import EpochSampler, MaskedRows
+from harmonic_sft.data.batches import EpochSampler, MaskedRows, collate_padding_free
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
@@ -65,8 +64,8 @@ from harmonic_sft.training.batches import (
 from harmonic_sft.training.callbacks import (
     TERMINATED,
     HeadCallback,
-    LabeledProgress,
     TerminationCallback,
+    label_bars_,
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
@@ -95,9 +94,11 @@ from harmonic_sft.training.master_weights import (
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import (
+    RUN_FILE,
     check_output_folder,
     check_shared,
     claim_output_folder,
+    is_empty,
     locked,
 )
 from harmonic_sft.training.peers import naming_silent_peers
@@ -147,7 +148,6 @@ class HarmonicTrainer(Trainer):
     model: HarmonicHeadModel
     args: HarmonicTrainingArguments
     _best: str | None = None  # checkpoint of a resumed run
-    loss_is_scaled_for_ga = True  # the model divides by num_items_in_batch
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class HarmonicTrainer(Trainer):
                 "the same arguments"
             )
         check_launch(args)
-        _check_weights(args, compute_loss_func)
+        _check_loss(args, compute_loss_func)
         self._preparation = Preparation(
             model,
             args,
@@ -187,6 +187,7 @@ class HarmonicTrainer(Trainer):
         self.stream_place: StreamPlace | None = None
         if isinstance(train_dataset, StreamedRows):
             self.stream_place = StreamPlace(train_dataset, args)
+        _check_batch(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
         if getattr(built, "is_quantized", False):  # the Trainer would refuse it
@@ -213,19 +214,17 @@ class HarmonicTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         args.enable_jit_checkpoint = takes_sigterm
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(LabeledProgress())
+        label_bars_(self.callback_handler.callbacks)
         is_free = built.has_free_labels(torch.empty(0).long())
         self.data_collator = CountingCollator(
             collator=self.data_collator,
             num_classes=None if is_free else len(built.dist_head.weight),
             causal=built.config.is_causal,
         )
-        # Spans of answers have a mean loss, whatever num_items_in_batch is.
-        self.loss_is_scaled_for_ga = not isinstance(built, HarmonicForQuestionAnswering)
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
+        self._found_empty = is_empty(Path(str(args.output_dir)))
         self._is_at_work = False
         self.data_seconds = 0.0
         self._memory = MemoryFallback(args)
@@ -244,7 +243,9 @@ class HarmonicTrainer(Trainer):
         state = PartialState()
         if state.is_main_process and not self.claimed:
             config = replace(self.run_config, resume=resume)
-            check_output_folder(config)
+            # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
+            if not self._found_empty or (config.output_dir / RUN_FILE).exists():
+                check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
         if state.num_processes > 1 and not self.claimed:
@@ -306,6 +307,8 @@ class HarmonicTrainer(Trainer):
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
             self.claim_output_folder(resume=checkpoint is not None)
+        if checkpoint is None and self.stream_place is not None:
+            self.stream_place.restart()
         if checkpoint is not None:
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
@@ -354,8 +357,17 @@ class HarmonicTrainer(Trainer):
         self._warn_of_repeated(loader)
         return model, loader
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
+
+        Without `compute_objective` it is the loss at the best exponent: transformers would add all
+        metrics up.
 
         Raises:
             ValueError: The trainer was given a model, which a trial would change, or a trial asks
@@ -364,7 +376,8 @@ class HarmonicTrainer(Trainer):
         if not isinstance(self._preparation.model, str):
             raise ValueError("model: expected a name for a hyper-parameter search, got a model")
         self.model_init = self._load_again
-        return super().hyperparameter_search(*args, **kwargs)
+        objective = compute_objective or _post_hoc_loss
+        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
@@ -373,6 +386,7 @@ class HarmonicTrainer(Trainer):
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
+        self._memory = MemoryFallback(self.args)
         if self.args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return model
@@ -385,7 +399,11 @@ class HarmonicTrainer(Trainer):
         """Return batches from workers that outlive a SIGTERM to all processes of a job.
 
         What is not trained on is read to its last row: `dataloader_drop_last` is of the training.
+        Rows that would be laid out as one, padding-free, are then read one by one: each has metrics
+        and predictions of its own.
         """
+        if not is_training and self._collates_with(collate_padding_free):
+            kwargs["batch_size"] = 1
         drop_last = self.args.dataloader_drop_last
         self.args.dataloader_drop_last = drop_last and is_training
         try:
@@ -396,11 +414,25 @@ class HarmonicTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches to evaluate on; text is tokenized and masked."""
-        return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
+        rows = self._preparation.eval_rows(eval_dataset)
+        self._take_collator()
+        return super().get_eval_dataloader(rows)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return batches to predict; text is tokenized and masked. Texts may have no labels."""
-        return super().get_test_dataloader(self._preparation.test_rows(test_dataset))
+        rows = self._preparation.test_rows(test_dataset)
+        self._take_collator()
+        return super().get_test_dataloader(rows)
+
+    def _collates_with(self, collator: Any) -> bool:
+        ours = self.data_collator
+        return isinstance(ours, CountingCollator) and ours.collator is collator
+
+    def _take_collator(self) -> None:
+        """Collate rows of text as they ask for it, also if they are the first."""
+        collator = self._preparation.collator
+        if collator is not None and isinstance(self.data_collator, CountingCollator):
+            self.data_collator = replace(self.data_collator, collator=collator)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -428,7 +460,7 @@ class HarmonicTrainer(Trainer):
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
-        num_tokens = sum(batch.pop("num_tokens") for batch in batches)
+        num_tokens = sum(batch.pop("num_tokens", 0) for batch in batches)  # 0: a loader of others
         if self.args.world_size > 1:
             counted = torch.tensor([[num_tokens, self._termination.received]], device=device)
             num_tokens, num_signals = self.accelerator.gather(counted).sum(0).tolist()
@@ -603,6 +635,7 @@ class HarmonicTrainer(Trainer):
             inputs,
             self.model,
             step=self.state.global_step + 1,
+            is_sum=num_items_in_batch is not None and self.compute_loss_func is None,
         )
         self._losses.append(loss)
         if self.accelerator.sync_gradients and self.args.world_size > 1:
@@ -642,30 +675,34 @@ class HarmonicTrainer(Trainer):
         """Weigh every labelled token alike; transformers averages the means of batches.
 
         Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop; so
-        is the loss of labels that are no classes of the head.
+        is the loss of labels that are no classes of the head, and that of `compute_loss_func`. Of
+        one name the user's metric is returned.
         """
-        metrics, num_rows = self._scores(dataloader, can_be_empty=description == "Prediction")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
+        reads_again = not prediction_loss_only or self.compute_loss_func is not None
+        can_be_empty = description == "Prediction"
+        metrics, num_rows = self._scores(dataloader, can_be_empty, counts=not reads_again)
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
-        if num_rows == 0 or not prediction_loss_only:
+        if num_rows == 0 or reads_again:
             found = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         others = dict(found.metrics or {})
-        if num_rows > 0 and not metrics:  # transformers' loss is of nothing
+        if num_rows > 0 and self.compute_loss_func is None:  # a mean of means, or of nothing
             others.pop(f"{metric_key_prefix}_loss", None)
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        return found._replace(metrics=others | named, num_samples=found.num_samples or num_rows)
+        return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)
 
     def _scores(
-        self, dataloader: DataLoader, *, can_be_empty: bool
+        self, dataloader: DataLoader, can_be_empty: bool, *, counts: bool
     ) -> tuple[dict[str, float], int]:
         """Return the metrics of all labelled tokens, and how many rows were scored."""
         model = self.model
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        scores = score(model, self._head_inputs(model, dataloader), self._gather_scores)
+        inputs = self._head_inputs(model, dataloader, counts=counts)
+        scores = score(model, inputs, self._gather_scores)
         if scores is None:
             return {}, 0
         if can_be_empty and len(scores.labels) == 0:
@@ -674,9 +711,12 @@ class HarmonicTrainer(Trainer):
         return summarize(scores, model.dist_head, documents), scores.num_rows
 
     def _head_inputs(
-        self, model: HarmonicHeadModel, dataloader: DataLoader
+        self, model: HarmonicHeadModel, dataloader: DataLoader, *, counts: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield hidden states and labels of every batch whose labels are classes of the head."""
+        """Yield hidden states and labels of every batch whose labels are classes of the head.
+
+        Callbacks are told of it if it `counts`: of what is read twice, the second time.
+        """
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
             if "labels" not in batch or model.has_free_labels(batch["labels"]):
@@ -684,9 +724,10 @@ class HarmonicTrainer(Trainer):
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 inputs = head_inputs(model, batch)  # [B, S, D], [B, S]
             yield inputs
-            self.control = self.callback_handler.on_prediction_step(
-                self.args, self.state, self.control
-            )
+            if counts:
+                self.control = self.callback_handler.on_prediction_step(
+                    self.args, self.state, self.control
+                )
 
     def _gather_scores(self, scores: Tensor) -> Tensor:
         """Return the scores `[B, S, C]` of all processes, whose rows may differ in length."""
@@ -770,14 +811,22 @@ class HarmonicTrainer(Trainer):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
-    def push_to_hub(  # ty: ignore[incompatible-method-override]
-        self, commit_message: str | None = None, *, revision: str | None = None
+    def push_to_hub(  # ty: ignore[invalid-method-override]
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: None = None,
+        revision: str | None = None,
+        **kwargs: Any,
     ) -> str:
         """Save the model into the output folder and publish it in one commit, with its card.
 
         Args:
             commit_message: Of the commit; default: form and step.
+            blocking: Has to be True: a push is waited for.
+            token: Has to be None; `hf auth login` keeps it.
             revision: The branch; default: `hub_revision`, else main.
+            kwargs: What scripts say for transformers' card; ours is made of the run.
 
         Returns:
             The address of the commit; of other processes than the first, nothing.
@@ -789,6 +838,13 @@ class HarmonicTrainer(Trainer):
         hub = self.run_config.hub
         if hub.repo_id is None:
             raise ValueError("hub_model_id: expected owner/name, got nothing")
+        if not blocking or token is not None:
+            raise ValueError(
+                "push_to_hub: expected neither blocking=False nor a token, got one of them. A push "
+                "is waited for, and `hf auth login` keeps the token"
+            )
+        if kwargs:
+            logger.warning("push_to_hub: the card is made of the run, without %s.", [*kwargs])
         finish_pushes(self.callback_handler.callbacks)
         self.claim_output_folder()
         self.save_model(_internal_call=True)
@@ -813,13 +869,29 @@ class HarmonicTrainer(Trainer):
             finish_pushes(self.callback_handler.callbacks)
 
 
-def _check_weights(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None:
-    """Refuse weights of rows that a loss of the user would not see."""
-    if args.weight_column is not None and compute_loss_func is not None:
+def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
+    """Refuse an epoch without a batch."""
+    size = args.per_device_train_batch_size * args.world_size
+    if args.dataloader_drop_last and isinstance(rows, Sized) and len(rows) < size:
         raise ValueError(
-            "weight_column: expected nothing with compute_loss_func, which gets no weights, got "
-            f"{args.weight_column!r}. Leave one of them out"
+            f"training.dataloader_drop_last: expected false, got true with {len(rows)} rows "
+            f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
         )
+
+
+def _check_loss(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None:
+    """Refuse what a loss of the user replaces, or would not see."""
+    for name in ("weight_column", "loss"):
+        if getattr(args, name) is not None and compute_loss_func is not None:
+            raise ValueError(
+                f"{name}: expected nothing with compute_loss_func, which does not see it, got "
+                f"{getattr(args, name)!r}. Leave one of them out"
+            )
+
+
+def _post_hoc_loss(metrics: dict[str, float]) -> float:
+    """Return what a search minimizes: trials may end at different exponents."""
+    return metrics.get("eval_post_hoc_loss", metrics["eval_loss"])
 
 
 def _is_distributed(model: Any) -> bool:

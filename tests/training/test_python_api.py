@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
 from peft import LoraConfig
+from torch.utils.data import Subset
 from transformers import (
     AutoTokenizer,
     BertForMaskedLM,
@@ -560,9 +561,33 @@ def test_a_classifier_needs_labels_and_an_encoder(
 
 
 REFUSED = {  # arguments, and what else the trainer is given
-    "weight_column: expected nothing with compute_loss_func, which gets no weights, got 'w'": (
+    "weight_column: expected nothing with compute_loss_func, which does not see it, got 'w'": (
         {"weight_column": "w"},
         {"compute_loss_func": max},
+    ),
+    "loss: expected nothing with compute_loss_func, which does not see it, got 'harmonic'": (
+        {"loss": "harmonic"},
+        {"compute_loss_func": max},
+    ),
+    "data_collator: expected nothing with formatting_func or weight_column": (
+        {},
+        {"data_collator": list, "formatting_func": str},
+    ),
+    r"dataloader_drop_last: expected false, got true with \d+ rows and 5000 in a batch": (
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 5000},
+        {},
+    ),
+    "hub_always_push: expected nothing, got True; a push that is at work is waited for": (
+        {"hub_always_push": True},
+        {},
+    ),
+    "train_dataset: expected a data set of the datasets library, got a Column. Make one": (
+        {},
+        {"train_dataset": Dataset.from_dict({"text": ["aa"]})["text"]},
+    ),
+    r"got a Subset. Make one: dataset.select\(indices\)": (
+        {},
+        {"train_dataset": Subset(Dataset.from_dict({"text": ["aa"]}), [0])},
     ),
     r"got a DataFrame. Make one: Dataset.from_pandas\(": (
         {},

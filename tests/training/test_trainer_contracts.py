@@ -1,0 +1,228 @@
+"""What users of transformers' Trainer count on, where ours does something of its own."""
+
+import logging
+import signal
+
+import optuna
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import HfArgumentParser, ProgressCallback, TrainerCallback, default_data_collator
+
+from harmonic_sft import HarmonicForCausalLM, HarmonicTrainingArguments
+from harmonic_sft.data import chat
+from harmonic_sft.training import trainer as trainer_module
+from harmonic_sft.training.batches import split_batch
+from harmonic_sft.training.callbacks import LabeledProgress, StoppedError
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_metric_of_the_user_keeps_its_name_and_the_loss_weighs_tokens(texts, make):
+    held_out = texts.select(range(20))
+    trainer = make(eval_dataset=held_out, compute_metrics=lambda found: {"accuracy": 0.123})
+    found, expected = trainer.evaluate(), make().evaluate(held_out)
+    assert found["eval_accuracy"] == 0.123
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_user(texts, make):
+    def constant(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum() * 0 + 42
+
+    found = make(compute_loss_func=constant).evaluate(texts.select(range(20)))
+    assert found["eval_loss"] == 42
+    assert found["eval_post_hoc_loss"] < 42
+
+
+def test_shifted_labels_alone_are_accumulated_as_a_mean(causal_base, arguments, make):
+    def shifted(rows):
+        ids = torch.tensor([[5, 6, 7, 8]] * len(rows))
+        return {"input_ids": ids, "shift_labels": ids.roll(-1, 1)}
+
+    found = []
+    for size, steps in ((4, 1), (2, 2)):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer = make(
+            arguments(str(size), max_steps=1, **sizes),
+            model=HarmonicForCausalLM.from_base(str(causal_base)),
+            data_collator=shifted,
+        )
+        trainer.train()
+        (entry,) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        found.append((entry["loss"], entry["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_mean_is_not_made_of_parts_where_memory_runs_out(make, monkeypatch):
+    trainer = make(compute_loss_func=mean_loss)
+    original, sizes = trainer.compute_loss, []
+
+    def compute_loss(model, inputs, **kwargs):
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return original(model, inputs, **kwargs)
+
+    monkeypatch.setattr(trainer, "compute_loss", compute_loss)
+    with pytest.raises(StoppedError, match="a mean over its rows is no sum of parts"):
+        trainer.train()
+    assert set(sizes) == {8}
+
+
+def test_a_search_minimizes_the_loss_at_the_best_exponent(texts, arguments, make):
+    seen = []
+
+    class Seen(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            seen.append(metrics["eval_post_hoc_loss"])
+
+    options = {"eval_dataset": texts.select(range(20)), "callbacks": [Seen()]}
+    trainer = make(arguments(max_steps=1), **options)
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3])},
+        n_trials=1,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    assert best.objective == seen[-1]
+
+
+def test_a_stream_is_read_from_its_start_by_every_training(texts, arguments, make):
+    stream, fields = texts.to_iterable_dataset(), {"max_steps": 2, "save_steps": 2}
+    trainer = make(arguments(save_strategy="steps", **fields), train_dataset=stream)
+    read = []
+    for _ in range(2):
+        trainer.train()
+        read.append((trainer.stream_place.state, trainer.stream_place.examples))
+    assert read[0] == read[1]
+
+
+def test_rows_without_padding_are_evaluated_and_predicted_one_by_one(texts, arguments, make):
+    held_out = texts.select(range(20))
+    expected = make(arguments("padded"))
+    padded = expected.evaluate(held_out)
+    trainer = make(arguments(padding_free=True))
+    found = trainer.evaluate(held_out)
+    for key in ("eval_documents", "eval_tokens", "eval_loss", "eval_post_hoc_loss"):
+        assert found[key] == pytest.approx(padded[key], rel=1e-4)
+    assert len(trainer.predict(held_out).label_ids) == len(expected.predict(held_out).label_ids)
+
+
+def test_predictions_that_stand_beside_other_rows_are_warned_of(texts, make, caplog):
+    long = " ".join(texts[:20]["text"])
+    rows = texts.from_dict({"text": [texts[0]["text"], "", long]})
+    with caplog.at_level(logging.WARNING):
+        predicted = make().predict(rows)
+    assert f"{len(predicted.label_ids)} rows are predicted for 3 texts" in caplog.text
+
+
+def test_a_trainer_without_data_sets_evaluates_texts(texts, make):
+    held_out = texts.select(range(20))
+    expected = make().evaluate(held_out)["eval_loss"]
+    trainer = make(train_dataset=None)
+    assert trainer.evaluate(held_out)["eval_loss"] == expected
+    assert make(train_dataset=None).predict(held_out).metrics["test_loss"] == expected
+
+
+def test_a_progress_bar_of_the_user_stays(arguments, make):
+    class Mine(ProgressCallback):
+        pass
+
+    trainer = make(arguments(disable_tqdm=False), callbacks=[Mine()])
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert Mine in kinds
+    assert LabeledProgress in kinds
+    assert ProgressCallback not in kinds
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        for k in range(6):
+            yield {"input_ids": [5, 6, 7 + k], "labels": [-100, 6, -100]}
+
+
+def test_bars_count_every_batch_once_and_streams_without_a_length(arguments, make, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.count, self.total = 0, options["total"]
+            bars.append(self)
+
+        def update(self, count):
+            self.count += count
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("harmonic_sft.training.callbacks.tqdm", Bar)
+    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    trainer = make(
+        arguments(disable_tqdm=False, per_device_eval_batch_size=2),
+        train_dataset=None,
+        data_collator=default_data_collator,
+        compute_metrics=lambda found: {},
+    )
+    trainer.evaluate(Rows())
+    assert bars == []
+    trainer.evaluate([*Rows()])
+    (bar,) = bars
+    assert bar.count == bar.total == 3
+
+
+def test_the_folder_of_an_evaluation_is_free_for_its_trainer(texts, arguments, make):
+    trainer = make(arguments(max_steps=1))
+    trainer.save_metrics("eval", trainer.evaluate(texts.select(range(10))))
+    trainer.train()
+    with pytest.raises(ValueError, match="expected an empty folder"):
+        make(arguments(max_steps=1)).train()
+
+
+def test_what_scripts_say_for_a_card_is_named_and_a_token_refused(
+    arguments, make, monkeypatch, caplog
+):
+    pushed = []
+    monkeypatch.setattr(trainer_module, "push", lambda folder, to: pushed.append(to) or "address")
+    trainer = make(arguments(max_steps=1, hub_model_id="me/mine"))
+    with caplog.at_level(logging.WARNING):
+        assert trainer.push_to_hub("First", dataset_name="mine", finetuned_from="x") == "address"
+    assert "without ['dataset_name', 'finetuned_from']" in caplog.text
+    assert pushed[0].message == "First"
+    with pytest.raises(ValueError, match="expected neither blocking=False nor a token") as error:
+        trainer.push_to_hub(token="hf_secret")
+    assert "hf_secret" not in str(error.value)
+
+
+def test_batches_of_every_form_are_counted_and_split(make):
+    count = make().data_collator.count
+    ids, labels = torch.ones(2, 3, dtype=torch.int64), torch.full((2, 3), -100)
+    pairs = torch.zeros(2, 1, 3, 3)
+    pairs[..., 2] = -torch.inf
+    assert count({"input_ids": ids, "attention_mask": pairs, "labels": labels})["num_tokens"] == 6
+    embedded = count({"inputs_embeds": torch.ones(2, 3, 4), "labels": labels})
+    assert embedded["num_tokens"] == 6
+    parts = split_batch({"inputs_embeds": torch.ones(3, 3, 4), "output_attentions": False}, 2)
+    assert [len(part["inputs_embeds"]) for part in parts] == [2, 1]
+    assert [part["output_attentions"] for part in parts] == [False, False]
+
+
+def test_a_timer_of_the_caller_runs_on():
+    signal.setitimer(signal.ITIMER_REAL, 300)
+    try:
+        with chat._time_limit():
+            pass
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2", 2), ("*", "*"), ("encoder.layer.1*", "encoder.layer.1*")]
+)
+def test_a_command_line_gives_blocks_or_patterns(tmp_path, text, value):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--unfreeze", text]
+    (found,) = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses(words)
+    assert found.unfreeze == value
