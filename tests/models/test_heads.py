@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from harmonic_sft.models import DistLayer, LinearHead
+from harmonic_sft.models import head as head_module
 
 D, V, N = 24, 50, 6
 
@@ -114,17 +115,24 @@ def test_prototype_gradients_are_tangent_to_the_sphere():
     assert radial.abs().max() < 1e-5 * head.weight.grad.norm(dim=-1).max()
 
 
-def test_many_near_pairs_stay_finite():
-    """More than the limit: a far mean makes every pair near."""
-    head = DistLayer(D, V, unit_sphere=False)
+def test_many_near_pairs_stay_finite(monkeypatch):
+    """More than the limit: most prototypes are one, and all hidden states are beside it."""
+    seen, near_pairs = [], head_module.near_pairs
+    monkeypatch.setattr(
+        head_module, "near_pairs", lambda *a: seen.append(near_pairs(*a)) or seen[-1]
+    )
+    torch.manual_seed(0)
+    head = DistLayer(96, V, unit_sphere=False)
     with torch.no_grad():
-        head.weight.add_(1000.0)
-    states = (torch.randn(300, D) + 1000.0).requires_grad_()
-    labels = torch.randint(V, (300,))
-    loss = head.nll(states, labels)
+        head.weight.normal_(std=4.0)
+        head.weight[10:40] = head.weight[10] + 1e-5 * torch.randn(30, 96)
+    states = (head.weight.detach()[10] + 1e-5 * torch.randn(300, 96)).requires_grad_()
+    loss = head.nll(states, torch.randint(V, (300,)))
     loss.sum().backward()
     assert loss.isfinite().all()
     assert states.grad.isfinite().all()
+    rows, _, are_all = seen[0]
+    assert (len(rows), are_all) == (8 * 300, False)
 
 
 def test_linear_head_is_the_ordinary_one():

@@ -1,5 +1,6 @@
 """What the loop over chunks promises beyond agreement with dense logits."""
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from torch.autograd import forward_ad
 from harmonic_sft.models import DistLayer
 from harmonic_sft.ops import (
     LossOptions,
+    cross_entropy,
     distance_cross_entropy,
     engine,
     linear_cross_entropy,
     operator,
+    workspace_bytes,
 )
 from harmonic_sft.training.memory import LiveBytes
-from tests.ops.fused import loss_of
+from tests.ops.fused import KINDS, loss_of
 
 N, D, V = 9, 6, 1600  # three tiles
 
@@ -158,6 +161,21 @@ def test_memory_is_that_of_a_chunk(monkeypatch, smoothing, unit_sphere, mean):
     chunk = engine.KEPT_ROWS * 4 * 12_288
     assert chunk / 2 < peaks[0] < 3 * chunk < prototypes.nbytes
     assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+    assert 0.7 < peaks[0] / workspace_bytes(engine.KEPT_ROWS, 12_288, 768, "cpu") < 2
+
+
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 0.01}, {"gradients": "recompute"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_off_the_cpu_no_value_is_looked_at(monkeypatch, kind, options):
+    monkeypatch.setattr(cross_entropy, "chunked_op", engine.forward)
+    # Which knows no meta tensors.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    states, prototypes = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (600, 1000))
+    labels = torch.empty(600, dtype=torch.int64, device="meta")
+    assert loss_of(kind, states, prototypes, labels, impl="chunked", **options).is_meta
 
 
 def digest():

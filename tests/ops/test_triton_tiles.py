@@ -172,3 +172,12 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     assert [row["kernel"] for row in rows] == ["coefficient_kernel", "statistics_kernel"]
     assert all(row["spill stores"] == row["spill loads"] == 0 for row in rows)
     assert all(row["shared bytes"] <= 99 * 1024 for row in rows)
+
+
+def test_the_kernels_are_what_runs(monkeypatch):
+    from harmonic_sft.ops.triton_tiles import TritonTiles
+
+    made, begin = [], TritonTiles.__init__
+    monkeypatch.setattr(TritonTiles, "__init__", lambda self, *a: made.append(1) or begin(self, *a))
+    run("sphere", -7.3, {}, "triton", torch.float32, make_inputs())
+    assert made == [1]

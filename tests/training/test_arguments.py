@@ -145,7 +145,7 @@ def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
     defaults = HarmonicTrainingArguments("out", **QUIET)
     left_out = {key for key in run.training if run.training[key] == getattr(defaults, key)}
     assert again.training == {k: v for k, v in run.training.items() if k not in left_out} | {
-        key: again.training[key] for key in left_out & again.training.keys()
+        key: run.training[key] for key in left_out & again.training.keys()
     }
     assert again.data.mask == run.data.mask
 

@@ -38,6 +38,8 @@ def peak_of(make_yaml, checkpointing):
     model = trainer.model
     model.train()
     assert estimate.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert estimate.training == 3 * estimate.weights  # a gradient and two moments
+    assert estimate.total == sum(estimate)
     assert sum(row.trainable for row in rows) == sum(p.numel() for p in model.parameters())
     labels = torch.full((8, 64), -100)
     labels[:, : round(0.2 * 64)] = 7

@@ -6,7 +6,8 @@ import pytest
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.results import write_results
-from harmonic_sft.training.report import compare_runs, show_metrics, show_next_steps
+from harmonic_sft.training.memory import GIB, MemoryEstimate
+from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics, show_next_steps
 from harmonic_sft_cli import main
 
 METRICS = {
@@ -162,3 +163,10 @@ def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
     show_next_steps(tmp_path, "masked_lm")
     assert f"harmonic-sft push {tmp_path} --repo-id OWNER/NAME" in caplog.text
     assert ("--form head" in caplog.text) == (revision is not None)
+
+
+@pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
+def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
+    caplog.set_level("INFO", logger="harmonic_sft")
+    show_estimate(MemoryEstimate(0, GIB, (gib - 1) * GIB, 0), batch="8 rows")
+    assert caplog.messages[-1].startswith(f"{said} 24 GiB")
