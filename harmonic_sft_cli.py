@@ -199,6 +199,9 @@ def _take_overrides(
 
     From Python 3.13 on argparse has taken them, and other words with them.
     """
+    if against := vars(options).get("against"):  # which takes all words that follow
+        rest = [*(word for word in against if "=" in word), *rest]
+        options.against = [Path(word) for word in against if "=" not in word]
     words = [*vars(options).get("overrides", ()), *rest]
     unknown = [word for word in words if word.startswith("-") or "=" not in word]
     if unknown:
@@ -273,7 +276,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--against",
         nargs="+",
-        type=Path,
         default=[],
         metavar="OTHER",
         help="models that the suite compares it with, on the same held-out data",

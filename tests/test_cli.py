@@ -280,6 +280,14 @@ def test_overrides_may_stand_after_an_option(capsys):
     assert "hub.repo_idd: expected one of the known keys" in capsys.readouterr().err
 
 
+def test_overrides_may_stand_after_the_models_to_compare_with(monkeypatch):
+    seen = []
+    monkeypatch.setattr("harmonic_sft.cli.run_command", lambda options: seen.append(options) or 0)
+    main(["eval", "run", "--against", "one", "two", "data=https://x.org/a.txt", "training.seed=3"])
+    assert seen[0].against == [Path("one"), Path("two")]
+    assert seen[0].overrides == ["data=https://x.org/a.txt", "training.seed=3"]
+
+
 LOAD = "harmonic_sft.training.run_config.load_run_config"
 
 

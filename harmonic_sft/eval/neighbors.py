@@ -17,13 +17,13 @@ def nearest_prototypes(
 ) -> dict[str, list[str]]:
     """Return the tokens whose prototypes are closest to each word's, by Euclidean distance.
 
-    Words that are not a single token of the tokenizer are left out.
+    Words that are not a single token of the tokenizer, or unknown to it, are left out.
     """
     prototypes = head.prototypes.float()
     neighbors = {}
     for word in words:
         ids = word_ids(tokenizer, word)
-        if len(ids) != 1:
+        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
             continue
         (found,) = nearest(prototypes, torch.tensor(ids), num_neighbors).tolist()
         neighbors[word] = _texts(tokenizer, found)

@@ -42,8 +42,8 @@ def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
     count = min(vocab_size, len(tokenizer))
     texts = [tokenizer.decode([index]) for index in range(count)]
     words = [text.strip().removeprefix("##") for text in texts]
-    vectors = torch.zeros(vocab_size, encoder.config.hidden_size)
     found = encode(encoder, AutoTokenizer.from_pretrained(folder), words, batch_size=256)
+    vectors = torch.zeros(vocab_size, found.shape[1])
     vectors[:count] = F.normalize(torch.from_numpy(found), dim=-1)
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     is_word = np.zeros(vocab_size, bool)

@@ -126,6 +126,8 @@ def _tried(group: str, name: str, rows: Rows) -> Rows:
         yield _missing(group, name, f"a column {error} in --data")
     except ValueError as error:
         yield _missing(group, name, f"other data: {error}")
+    except OSError as error:
+        yield _missing(group, name, f"a file that can be read: {error}")
     except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
         yield _missing(group, name, f"rows of another form: {error}")
 

@@ -54,6 +54,7 @@ TOKENIZER = (
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "*.spm",
     "spiece.model",
     "sentencepiece.bpe.model",
@@ -326,4 +327,6 @@ def _write_json(path: Path, content: Any) -> None:
 def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for path in source.glob(pattern):
-            shutil.copyfile(path, target / path.name)
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)

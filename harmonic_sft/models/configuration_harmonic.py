@@ -5,6 +5,7 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import __version__ as transformers_version
 
 from .configuration_neobert import NeoBERTConfig
 
@@ -35,9 +36,10 @@ class HarmonicConfig(PreTrainedConfig):
             What cuts logits off at 0, SPLADE for one, sees tokens up to squared distance s where
             this is -h_exp * log(s): 2 is a right angle.
         base_vocab_size: Rows of the base's token embeddings, where they were resized since.
+        use_cache: Whether a decoder returns its cache where nobody says.
 
     Raises:
-        ValueError: Another pooling.
+        ValueError: Another pooling, or a backbone that this version of transformers has not.
     """
 
     model_type = "harmonic"
@@ -57,16 +59,21 @@ class HarmonicConfig(PreTrainedConfig):
     classifier_head: dict[str, Any] | None = None
     logit_shift: float = 0.0
     base_vocab_size: int | None = None
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):
             fields = dict(self.text_config or {"model_type": "neobert"})
             name = fields.pop("model_type")
+            if name != "neobert" and name not in CONFIG_MAPPING:
+                raise ValueError(
+                    f"text_config: expected a backbone that transformers {transformers_version} "
+                    f"has, got {name!r}. Update transformers"
+                )
             # NeoBERT is ours: transformers knows it only where this package is installed.
             config_class = NeoBERTConfig if name == "neobert" else CONFIG_MAPPING[name]
             self.text_config = config_class.from_dict(fields)
-        if self.pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling: expected 'mean' or 'cls', got {self.pooling!r}")
+        check_pooling(self.pooling)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,6 +109,16 @@ class HarmonicConfig(PreTrainedConfig):
         while "inner" in head:  # a head around another one
             head = head["inner"]
         return head.get("h_exp")
+
+
+def check_pooling(pooling: str) -> None:
+    """Refuse another pooling than those of `HarmonicConfig`.
+
+    Raises:
+        ValueError: It is neither `mean` nor `cls`.
+    """
+    if pooling not in ("mean", "cls"):
+        raise ValueError(f"pooling: expected 'mean' or 'cls', got {pooling!r}")
 
 
 def quantization_method(config: PreTrainedConfig) -> str | None:

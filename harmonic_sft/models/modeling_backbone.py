@@ -267,6 +267,9 @@ class HarmonicModel(HarmonicPreTrainedModel):
             token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
+        for name in ("output_hidden_states", "output_attentions"):  # those of our configuration
+            if getattr(self.config, name, False):
+                kwargs.setdefault(name, True)
         given = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         is_causal = self.config.is_causal

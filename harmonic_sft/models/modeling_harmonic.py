@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 from .backbones import Base, load_base
-from .configuration_harmonic import HarmonicConfig
+from .configuration_harmonic import HarmonicConfig, check_pooling
 from .modeling_backbone import HarmonicHeadModel
+from .objective import IGNORE_INDEX
 
 logger = logging.get_logger(__name__)
 # transformers' Trainer shifts labels itself, under its label smoothing, for classes named here.
@@ -31,7 +32,19 @@ INITS = ("input_embeddings", "output_embeddings", "base_head")
 
 
 class HarmonicLanguageModel(HarmonicHeadModel):
-    """A backbone with a head over its tokens: what encoders and decoders share."""
+    """A backbone with a head over its tokens: what encoders and decoders share.
+
+    Raises:
+        ValueError: The configuration is that of a decoder for an encoder, or the other way round.
+    """
+
+    def __init__(self, config: HarmonicConfig):
+        if config.is_causal != self.is_causal:
+            raise ValueError(
+                f"is_causal: expected {self.is_causal} for a {type(self).__name__}, got "
+                f"{config.is_causal}. The saved model is of the other class"
+            )
+        super().__init__(config)
 
     def class_embeddings(self) -> Tensor:
         """Return the input embeddings `[V, D]`: the classes are tokens."""
@@ -92,10 +105,18 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """Put a new head on a loaded base, which is not copied; see `from_base`.
 
         Raises:
-            ValueError: The base has no such head, or embeddings of another width.
+            ValueError: The base has no such head, or embeddings of another width; or a tied head
+                would be another one than `init` says.
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
+        if tie and base.head is not None and init != "input_embeddings":
+            shared = base.backbone.get_input_embeddings().get_parameter("weight")
+            if not torch.equal(base.head.weight, shared):
+                raise ValueError(
+                    f"init: expected input_embeddings for a tied head, got {init}, whose weights "
+                    f"in base {base.name} are others"
+                )
         embeddings: Tensor | None = None
         if init == "input_embeddings":
             embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
@@ -140,6 +161,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         output_logits: bool | None = None,
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict masked tokens.
@@ -154,8 +176,9 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
                 logits of every position would be the largest tensor.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             token_type_ids: `[B, T]`, for backbones that have token types.
+            position_ids: As in `HarmonicModel`.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
-                further arguments (`position_ids`, ...).
+                further arguments.
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
@@ -166,6 +189,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # [B, T, D]
@@ -197,7 +221,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as the other models are; a trainer turns the cache off, which is not to be kept."""
-        vars(self.config).pop("use_cache", None)
+        self.config.use_cache = True
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def prepare_inputs_for_generation(
@@ -257,7 +281,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
                 With labels only the labelled positions reach the head.
-            use_cache: Return `past_key_values`; default: without labels, out of training.
+            use_cache: Return `past_key_values`; default: without labels, out of training, unless
+                `config.use_cache` is False.
             logits_to_keep: Logits of so many last positions alone, or of those with these indices;
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
@@ -273,7 +298,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         """
         shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
         if use_cache is None:
-            use_cache = labels is None and shift_labels is None and not self.training
+            use_cache = self.config.use_cache and not self.training
+            use_cache = use_cache and labels is None and shift_labels is None
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -333,6 +359,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"{problem} of {config.num_labels}. A {config.head['name']} head gives one "
                 "probability over all classes: take a linear one"
             )
+        check_pooling(config.pooling)  # which `from_pretrained` may have been given
         super().__init__(config)
         self._drawn: Tensor | None = None  # random weights that were never trained
 
@@ -467,6 +494,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         num_items_in_batch: Tensor | int | None = None,
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | TokenClassifierOutput:
         """Predict the class of each text or token.
@@ -480,6 +508,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             token_type_ids: `[B, T]`, for backbones that have token types.
+            position_ids: As in `HarmonicModel`.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
                 further arguments.
 
@@ -493,6 +522,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             **kwargs,
         )
         if attention_mask is None and input_ids is not None:
@@ -543,10 +573,12 @@ class HarmonicClassifier(HarmonicHeadModel):
         # Saved, as transformers does: a pipeline goes by it.
         self.config.problem_type = "regression" if is_number else "multi_label_classification"
         loss_fn = F.mse_loss if is_number else F.binary_cross_entropy_with_logits
-        losses = loss_fn(logits, target, reduction="none")
+        scored = target != IGNORE_INDEX
+        losses = loss_fn(logits, target, reduction="none").where(scored, 0)
         if weights is not None:
             losses = losses * weights.to(losses.device).reshape(*logits.shape[:-1], -1)
-        return losses.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+        count = scored.sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / count
 
 
 class HarmonicForSequenceClassification(HarmonicClassifier):
@@ -622,6 +654,7 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
         end_positions: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """Predict the span of the answer.
@@ -633,6 +666,7 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
             end_positions: `[B]`.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             token_type_ids: `[B, T]`, for backbones that have token types.
+            position_ids: As in `HarmonicModel`.
             kwargs: The backbone's further arguments.
 
         Returns:
@@ -644,6 +678,7 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             **kwargs,
         )
         start_logits, end_logits = self._logits(outputs.last_hidden_state).unbind(-1)  # [B, T]

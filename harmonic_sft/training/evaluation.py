@@ -64,6 +64,7 @@ from harmonic_sft.training.report import names_of, show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
 USED = {"data", "training"}
+READ = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
 TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
 NUM_BATCHES = 50  # whose hidden states are compared with the prototypes of their labels
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
@@ -311,7 +312,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     """Load the model of a folder and its data."""
     config, task = _harmonic_config(folder, "eval")
     settings = _settings(folder, overrides, config)
-    data_config = parse(DataConfig, settings["data"])
+    data_config = _data_config(settings["data"])
     if data_config.sources[0].path == TRAIN_NAME and not Path(TRAIN_NAME).exists():
         raise ValueError(
             f"eval: expected data, got none, since the run in {str(folder)!r} was given its rows "
@@ -319,7 +320,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         )
     if task in CLASSIFIERS:
         check_label_settings(data_config)
-    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
+    training = _training(settings.get("training") or {}, overrides)
     tokenizer = _tokenizer(folder)
     keys = [override.split("=")[0] for override in overrides]
     eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
@@ -338,7 +339,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         tokenizer=tokenizer,
         data=data,
         data_config=data_config,
-        batch_size=training.get("per_device_eval_batch_size", 8),
+        batch_size=training["per_device_eval_batch_size"],
         ancestors=ancestors,
     )
 
@@ -482,6 +483,29 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
         longest = min(CONTEXT_LENGTH, max_positions(config.get_text_config()))
         settings["data"].setdefault("context_length", longest)
     return settings
+
+
+def _data_config(settings: object) -> DataConfig:
+    """Read the data section; errors name keys as in a run's file."""
+    try:
+        return parse(DataConfig, settings)
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from error
+
+
+def _training(settings: Any, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read the section training; refuse overrides of what an evaluation does not read."""
+    asked = {override.split("=")[0] for override in overrides}
+    asked = {key for key in asked if key.split(".")[0] == "training"}
+    if asked - READ:
+        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(asked - READ)}")
+    training = check_fields(TrainingArguments, settings, "training")
+    size = training.setdefault("per_device_eval_batch_size", 8)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"training.per_device_eval_batch_size: expected a number above 0, got {size!r}"
+        )
+    return training
 
 
 def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from harmonic_sft.config import to_yaml
 from harmonic_sft.data.inspection import inspect_data
 from harmonic_sft.data.row_maker import check_length
+from harmonic_sft.losses import CrossEntropyLoss, DistillLoss, HarmonicLoss
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
 from harmonic_sft.training.loading import check_base_config, load_base_config, load_run_data
@@ -39,6 +40,9 @@ def dry_run(run: RunConfig) -> None:
     logger.info("%s", without_secrets(to_yaml(run)))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
+    is_estimated = isinstance(run.loss, CrossEntropyLoss | HarmonicLoss | DistillLoss)
+    if not is_estimated or getattr(run.loss, "impl", "") == "reference":
+        logger.info("In this estimate the loss counts as that of cross-entropy without logits.")
 
 
 def _base_config(run: RunConfig) -> PreTrainedConfig:

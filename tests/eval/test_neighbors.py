@@ -93,3 +93,8 @@ def test_tokens_of_bytes_are_shown_as_text(byte_level):
     last = tokenizer.convert_ids_to_tokens(vocab["Ġs"] - 1)  # a byte that is no character
     found = nearest_prototypes(head, tokenizer, [" s"], num_neighbors=2)
     assert set(found[" s"]) == {"st", last}
+
+
+def test_words_that_the_tokenizer_does_not_know_are_left_out(tokenizer):
+    head = DistLayer(8, len(tokenizer))
+    assert list(nearest_prototypes(head, tokenizer, ["aa", "unheard"])) == ["aa"]

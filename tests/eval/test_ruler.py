@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 from harmonic_sft.eval import score
 from harmonic_sft.eval.ruler import Ruler, judge, read_ruler, semantic_errors
-from harmonic_sft.models import DistLayer
+from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
 
 N, D, V, WIDTH = 60, 8, 20, 5
 
@@ -98,3 +98,10 @@ def test_tokens_are_read_alone_and_pieces_are_no_words(tiny_base, tokenizer):
     assert ruler.vectors[len(tokenizer) :].count_nonzero() == 0
     assert ruler.is_word[token]
     assert not ruler.is_word[tokenizer.mask_token_id]
+
+
+def test_a_model_of_ours_is_a_ruler_too(tiny_base, tokenizer, tmp_path):
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ours, plain = (read_ruler(str(one), tokenizer, len(tokenizer)) for one in (tmp_path, tiny_base))
+    torch.testing.assert_close(ours.vectors, plain.vectors)

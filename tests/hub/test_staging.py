@@ -327,3 +327,11 @@ def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run,
         assert text in card.text
     for word in ("ask token", "fill-mask", "one vector per token", "Masking:"):
         assert word not in card.text, word
+
+
+def test_every_chat_template_is_published(staged, run_copy):
+    tokenizer = AutoTokenizer.from_pretrained(run_copy)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(run_copy)
+    target = staged("full", run_copy)
+    assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template

@@ -39,7 +39,7 @@ for name in sys.argv[1:]:
     expected = torch.load(f"{name}-tokens", weights_only=True)
     assert torch.equal(model.generate(**expected["options"]), expected["tokens"]), name
     assert model.generation_config.eos_token_id == 2, name
-    assert "use_cache" not in vars(model.config), name
+    assert model.config.use_cache, name
     assert model.generation_config.use_cache is not False, name
 """
 
@@ -412,3 +412,29 @@ def test_the_exponent_is_that_of_the_head_which_computes(bases):
     before = wrapped(input_ids=ROWS).logits
     model.h_exp = -2 * math.e
     torch.testing.assert_close(wrapped(input_ids=ROWS).logits, 2 * before)
+
+
+def test_a_saved_model_is_not_loaded_as_one_of_the_other_direction(bases, tmp_path):
+    make(bases).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is_causal: expected False for a HarmonicForMaskedLM"):
+        HarmonicForMaskedLM.from_pretrained(tmp_path)
+    config = make(bases).config
+    config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal: expected True for a HarmonicForCausalLM"):
+        HarmonicForCausalLM(config)
+
+
+def test_the_cache_can_be_turned_off_while_loading(bases, tmp_path):
+    make(bases).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False)
+    assert model(ROWS).past_key_values is None
+    assert model(ROWS, use_cache=True).past_key_values is not None
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)(ROWS).past_key_values is not None
+
+
+@pytest.mark.parametrize("init", ["output_embeddings", "base_head"])
+def test_a_tied_head_is_not_said_to_start_from_another(bases, init):
+    head = {"name": "linear"} if init == "base_head" else HEADS["sphere"]
+    with pytest.raises(ValueError, match=f"expected input_embeddings for a tied head, got {init}"):
+        make(bases, "llama", head=head, init=init, tie=True)

@@ -499,3 +499,24 @@ def test_a_subclass_keeps_the_head_it_was_trained_with(base, tmp_path):
     model = make(base)
     model.save_pretrained(tmp_path)
     assert torch.equal(Finer.from_pretrained(tmp_path).dist_head.weight, model.dist_head.weight)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_numbers_of_tokens_that_are_not_scored_count_nothing(base, tmp_path, num_labels):
+    make(base).save_pretrained(tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(
+        tmp_path, num_labels=num_labels, ignore_mismatched_sizes=True
+    )
+    inputs = batch()
+    labels = torch.rand(3, 8, num_labels).round(decimals=1)
+    labels[:, [0, 7]] = -100
+    found = model(**inputs, labels=labels)
+    logits, expected = found.logits[:, 1:7], labels[:, 1:7]
+    loss_fn = torch.nn.MSELoss() if num_labels == 1 else torch.nn.BCEWithLogitsLoss()
+    torch.testing.assert_close(found.loss, loss_fn(logits, expected))
+
+
+def test_another_pooling_is_refused_while_loading_too(base, tmp_path):
+    make(base).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pooling: expected 'mean' or 'cls', got 'max'"):
+        HarmonicForSequenceClassification.from_pretrained(tmp_path, pooling="max")

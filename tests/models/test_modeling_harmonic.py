@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -408,3 +409,36 @@ def test_the_trainer_of_transformers_accumulates_evaluates_and_predicts(bases, t
     predicted = trainer.predict(rows)
     torch.testing.assert_close(torch.tensor(predicted.predictions), expected.logits)
     assert predicted.label_ids.tolist() == inputs["labels"].tolist()
+
+
+def test_packed_rows_reach_the_model_through_a_plain_trainer(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert")).eval()
+    ids = batch()["input_ids"][:1, :8]
+    labels = torch.where(torch.arange(8) % 3 == 1, ids, -100)
+    rows = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(8)[None] % 4}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    data = Dataset.from_dict({key: value.tolist() for key, value in rows.items()})
+    found = Trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"]
+    with torch.no_grad():
+        packed = model(**rows).loss.item()
+        whole = model(**{**rows, "position_ids": None}).loss.item()
+    assert found == pytest.approx(packed, rel=1e-5)
+    assert abs(packed - whole) > 1e-3
+
+
+def test_a_configuration_may_ask_for_all_hidden_states(bases, tmp_path):
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
+    inputs = batch()
+    for loader in (AutoModel, AutoModelForMaskedLM):
+        model = loader.from_pretrained(tmp_path, output_hidden_states=True)
+        assert len(model(inputs["input_ids"]).hidden_states) == 1 + SIZES["num_hidden_layers"]
+        assert model(inputs["input_ids"], output_hidden_states=False).hidden_states is None
+
+
+def test_a_backbone_that_transformers_lacks_is_named(bases, tmp_path):
+    HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "next_year"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has, got 'next_year'\. Update transformers"):
+        HarmonicConfig.from_pretrained(tmp_path)

@@ -239,11 +239,13 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
     }
     for name, text in files.items():
         (sets / name).write_text(text)
+    (sets / "text" / "folder.txt").mkdir()
     rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
     missing = {row["set"]: row["missing"] for row in rows if "missing" in row}
     for name in ("banking77", "sst2", "antonym", "list"):
         assert missing[name].startswith("rows of another form: "), name
     assert missing["STS"].endswith("expected at least 2 finite rows, got 1")
+    assert missing["folder"].startswith("a file that can be read: ")
     assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
 
 
@@ -456,3 +458,21 @@ def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys)
     assert main(["explain", str(run_copy), "aa [MASK]"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {run_copy}: expected the files of a tokenizer, got special")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "training=3",
+            r"expected overrides of \['training.per_dev.*, got \['training'\]",
+        ),
+        ("training.bf16_full_eval=true", r"got \['training.bf16_full_eval'\]"),
+        ("training.per_device_eval_batch_size=0", "expected a number above 0, got 0"),
+        ("data.eval=3", "^data.eval: expected"),
+        ("data.sources=x", "^data.sources: expected"),
+    ],
+)
+def test_overrides_that_an_evaluation_does_not_read_are_refused(run_copy, override, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_folder(run_copy, [override])

@@ -330,6 +330,21 @@ def test_dry_run_loads_nothing_and_writes_nothing(make_yaml, tmp_path, capsys, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("head", ["{name: power}", "{name: linear, softcap: 30.0}"])
+def test_dry_run_of_heads_without_a_fused_loss(make_yaml, head, capsys):
+    run = load_run_config(make_yaml(h_exp=None, loss={"name": "cross_entropy"}), [f"head={head}"])
+    dry_run(run)
+    assert "activations and head, at the peak" in capsys.readouterr().out
+
+
+def test_dry_run_says_which_loss_it_has_estimated(make_yaml, caplog):
+    caplog.set_level("INFO")
+    dry_run(load_run_config(make_yaml()))
+    assert "as that of cross-entropy" not in caplog.text
+    dry_run(load_run_config(make_yaml(), ["loss={name: harmonic, impl: reference}"]))
+    assert "the loss counts as that of cross-entropy without logits" in caplog.text
+
+
 def test_dry_run_of_a_run_that_continues(finished_run, caplog):
     caplog.set_level("INFO")
     path = finished_run / "run.yaml"
