@@ -537,8 +537,9 @@ def _check_head(run: RunConfig) -> None:
         "be the embeddings": run.model.dtype != "float32",
         "with model.unfreeze.last_blocks, got true. A tied head trains the token embeddings; name "
         "them in model.unfreeze.patterns if that is meant": run.model.unfreeze.patterns == [],
-        "with head.init output_embeddings, got true. It starts from the token embeddings": run.head.init
-        == "output_embeddings",
+        f"with head.init {run.head.init}, got true. It starts from the token embeddings": (
+            run.head.init == "output_embeddings"
+        ),
         "with a peft section, got true. An adapter holds the head alone, without the embeddings "
         "it would be tied to": run.peft is not None,
     }

@@ -811,7 +811,7 @@ class HarmonicTrainer(Trainer):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
-    def push_to_hub(  # ty: ignore[invalid-method-override]
+    def push_to_hub(  # ty: ignore[incompatible-method-override]
         self,
         commit_message: str | None = None,
         blocking: bool = True,

@@ -149,6 +149,10 @@ REFUSED = [
     (["loss={name: arcface}"], "loss arcface: expected a cosine head, got dist"),
     (["head.tie=true", "model.dtype=bfloat16"], "head.tie: expected false with model.dtype bfl"),
     (["head.tie=true"], "head.tie: expected false with model.unfreeze.last_blocks"),
+    (
+        ["head.tie=true", "head.init=output_embeddings", "model.unfreeze={patterns: ['*']}"],
+        "head.tie: expected false with head.init output_embeddings, got true",
+    ),
     (["head.init=random"], r"head.init: expected one of \['input_embeddings'.* for masked_lm, got"),
     (["model.task=causal_lm", "data.mask.probability=0.3"], "data.mask: expected nothing for cau"),
     # Parts that train, and how fast.
