@@ -311,7 +311,7 @@ def test_what_was_fitted_is_named_as_the_evaluation_names_it(name):
     headings = table_with(card, "accuracy, %")[0][-2:]
     assert headings == [f"loss at the best {best}, nats", f"best {best}"]
     tried = "`h_exp`" if name == "rotation" else "temperature"
-    assert f"the post-hoc loss is the one at the best {tried} tried" in card
+    assert f"the post-hoc loss is the one at the best {tried}, fitted on the other half" in card
     assert "![Loss, learning rate and h_exp over the run]" in card
 
 
