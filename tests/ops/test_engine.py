@@ -20,6 +20,7 @@ from harmonic_sft.ops import (
     operator,
     workspace_bytes,
 )
+from harmonic_sft.ops.workers import Workers
 from harmonic_sft.training.memory import LiveBytes
 from tests.ops.fused import KINDS, loss_of
 
@@ -146,7 +147,7 @@ def test_no_class_or_no_dimension_is_refused(rows, size):
 def test_memory_is_that_of_a_chunk(monkeypatch, smoothing, unit_sphere, mean):
     # A dispatch mode looks into no custom operator, and into no other thread.
     monkeypatch.setattr("harmonic_sft.ops.cross_entropy.chunked_op", engine.forward)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(engine, "cpu_workers", lambda: contextlib.nullcontext(Workers(1)))
     prototypes = (torch.randn(12_288, 768) + mean).requires_grad_()
     options, peaks = LossOptions(label_smoothing=smoothing), []
     for num_tokens in (engine.KEPT_ROWS, 3 * engine.KEPT_ROWS):
