@@ -36,13 +36,13 @@ class HarmonicConfig(PreTrainedConfig):
             What cuts logits off at 0, SPLADE for one, sees tokens up to squared distance s where
             this is -h_exp * log(s): 2 is a right angle.
         base_vocab_size: Rows of the base's token embeddings, where they were resized since.
-        use_cache: Whether a decoder returns its cache where nobody says.
 
     Raises:
         ValueError: Another pooling, or a backbone that this version of transformers has not.
     """
 
     model_type = "harmonic"
+    use_cache = True  # no field: loading may turn it off, and nothing of it is saved
     sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
 
     text_config: Any = None
@@ -59,7 +59,6 @@ class HarmonicConfig(PreTrainedConfig):
     classifier_head: dict[str, Any] | None = None
     logit_shift: float = 0.0
     base_vocab_size: int | None = None
-    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):

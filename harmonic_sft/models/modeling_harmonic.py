@@ -221,7 +221,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as the other models are; a trainer turns the cache off, which is not to be kept."""
-        self.config.use_cache = True
+        vars(self.config).pop("use_cache", None)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def prepare_inputs_for_generation(
