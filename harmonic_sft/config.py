@@ -134,17 +134,18 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return result
 
 
-def parse(cls: type[T], data: object) -> T:
+def parse(cls: type[T], data: object, prefix: str = "") -> T:
     """Check a mapping and build the dataclass from it.
 
     Args:
         cls: A pydantic dataclass with `config=STRICT`; its fields may be such dataclasses too.
         data: What `read_yaml` returned.
+        prefix: Where it stands in the configuration, for the messages.
 
     Raises:
         ValueError: One line per problem, `h_exp.start: expected a number below 0, got 2.0`.
     """
-    instance, problems = _validated(cls, data, "")
+    instance, problems = _validated(cls, data, prefix)
     if problems:
         raise ValueError("\n".join(problems))
     return instance

@@ -312,7 +312,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     """Load the model of a folder and its data."""
     config, task = _harmonic_config(folder, "eval")
     settings = _settings(folder, overrides, config)
-    data_config = _data_config(settings["data"])
+    data_config = parse(DataConfig, settings["data"], "data")
     if data_config.sources[0].path == TRAIN_NAME and not Path(TRAIN_NAME).exists():
         raise ValueError(
             f"eval: expected data, got none, since the run in {str(folder)!r} was given its rows "
@@ -485,14 +485,6 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     return settings
 
 
-def _data_config(settings: object) -> DataConfig:
-    """Read the data section; errors name keys as in a run's file."""
-    try:
-        return parse(DataConfig, settings)
-    except ValueError as error:
-        raise ValueError(f"data.{error}") from error
-
-
 def _training(settings: Any, overrides: Sequence[str]) -> dict[str, Any]:
     """Read the section training; refuse overrides of what an evaluation does not read."""
     asked = {override.split("=")[0] for override in overrides}
@@ -501,9 +493,9 @@ def _training(settings: Any, overrides: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(asked - READ)}")
     training = check_fields(TrainingArguments, settings, "training")
     size = training.setdefault("per_device_eval_batch_size", 8)
-    if not isinstance(size, int) or size < 1:
+    if size < 1:
         raise ValueError(
-            f"training.per_device_eval_batch_size: expected a number above 0, got {size!r}"
+            f"training.per_device_eval_batch_size: expected a number above 0, got {size}"
         )
     return training
 

@@ -471,6 +471,7 @@ def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys)
         ("training.per_device_eval_batch_size=0", "expected a number above 0, got 0"),
         ("data.eval=3", "^data.eval: expected"),
         ("data.sources=x", "^data.sources: expected"),
+        ("data.eval={documents: x, seed: y}", "^data.eval.documents: .*\\ndata.eval.seed: "),
     ],
 )
 def test_overrides_that_an_evaluation_does_not_read_are_refused(run_copy, override, message):
