@@ -40,8 +40,8 @@ def dry_run(run: RunConfig) -> None:
     logger.info("%s", without_secrets(to_yaml(run)))
     show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
-    is_estimated = isinstance(run.loss, CrossEntropyLoss | HarmonicLoss | DistillLoss)
-    if not is_estimated or getattr(run.loss, "impl", "") == "reference":
+    is_known = isinstance(run.loss, CrossEntropyLoss | HarmonicLoss | DistillLoss)
+    if not is_known or getattr(run.loss, "impl", "") == "reference":
         logger.info("In this estimate the loss counts as that of cross-entropy without logits.")
 
 

@@ -366,18 +366,25 @@ class HarmonicTrainer(Trainer):
     ) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
 
-        Without `compute_objective` it is the loss at the best exponent: transformers would add all
-        metrics up.
+        Without `compute_objective` it is the loss at the best exponent, or that of
+        `compute_loss_func`: transformers would add all metrics up.
 
         Raises:
-            ValueError: The trainer was given a model, which a trial would change, or a trial asks
-                for other rows.
+            ValueError: The trainer was given a model, which a trial would change, a trial asks for
+                other rows, or several data sets have no `compute_objective`.
         """
         if not isinstance(self._preparation.model, str):
             raise ValueError("model: expected a name for a hyper-parameter search, got a model")
+        if compute_objective is None and isinstance(self.eval_dataset, dict):
+            raise ValueError("compute_objective: expected one for several data sets, got none")
         self.model_init = self._load_again
-        objective = compute_objective or _post_hoc_loss
+        objective = compute_objective or self._objective
         return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
+
+    def _objective(self, metrics: dict[str, float]) -> float:
+        """Return what a search minimizes; trials may end at different exponents."""
+        loss = metrics["eval_loss"]
+        return loss if self.compute_loss_func else metrics.get("eval_post_hoc_loss", loss)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
@@ -887,11 +894,6 @@ def _check_loss(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None
                 f"{name}: expected nothing with compute_loss_func, which does not see it, got "
                 f"{getattr(args, name)!r}. Leave one of them out"
             )
-
-
-def _post_hoc_loss(metrics: dict[str, float]) -> float:
-    """Return what a search minimizes: trials may end at different exponents."""
-    return metrics.get("eval_post_hoc_loss", metrics["eval_loss"])
 
 
 def _is_distributed(model: Any) -> bool:

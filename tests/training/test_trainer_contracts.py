@@ -72,15 +72,19 @@ def test_a_mean_is_not_made_of_parts_where_memory_runs_out(make, monkeypatch):
     assert set(sizes) == {8}
 
 
-def test_a_search_minimizes_the_loss_at_the_best_exponent(texts, arguments, make):
+@pytest.mark.parametrize("has_own_loss", [False, True])
+def test_a_search_minimizes_the_users_loss_or_that_at_the_best_exponent(
+    texts, arguments, make, has_own_loss
+):
     seen = []
 
     class Seen(TrainerCallback):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
-            seen.append(metrics["eval_post_hoc_loss"])
+            seen.append(metrics["eval_loss" if has_own_loss else "eval_post_hoc_loss"])
 
-    options = {"eval_dataset": texts.select(range(20)), "callbacks": [Seen()]}
-    trainer = make(arguments(max_steps=1), **options)
+    options = {"compute_loss_func": mean_loss} if has_own_loss else {}
+    held_out = texts.select(range(20))
+    trainer = make(arguments(max_steps=1), eval_dataset=held_out, callbacks=[Seen()], **options)
     best = trainer.hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3])},
         n_trials=1,
@@ -88,6 +92,8 @@ def test_a_search_minimizes_the_loss_at_the_best_exponent(texts, arguments, make
         sampler=optuna.samplers.RandomSampler(seed=0),
     )
     assert best.objective == seen[-1]
+    with pytest.raises(ValueError, match="compute_objective: expected one for several data sets"):
+        make(arguments("sets"), eval_dataset={"a": held_out}).hyperparameter_search(n_trials=1)
 
 
 def test_a_stream_is_read_from_its_start_by_every_training(texts, arguments, make):
