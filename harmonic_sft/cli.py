@@ -274,7 +274,9 @@ def _compare(options: argparse.Namespace) -> None:
         if not path.is_file():
             raise ValueError(f"compare: expected a finished run, got no {path}")
     named = zip(names_of(options.folders), paths, strict=True)
-    compare_runs([{**read_results(path), "run": name} for name, path in named], options.figure)
+    keys = ("config", "steps", "before", "final")
+    runs = [{**read_results(path, *keys), "run": name} for name, path in named]
+    compare_runs(runs, options.figure)
 
 
 def _push(options: argparse.Namespace) -> None:

@@ -235,11 +235,15 @@ def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
 
 
 def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
+    (tmp_path / "damaged" / "results").mkdir(parents=True)
+    results = tmp_path / "damaged" / "results" / "train.json"
+    results.write_text('{"config": {}, "steps": 1}')
     flags = ("--model", str(tiny_base), "--dataset", "y")
     cases = {
         ("train", str(tmp_path / "no.yaml")): "error: config file: expected an existing file",
         ("data", str(DEMO), "training.max_stepz=3"): "error: training.max_stepz: expected one of",
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
+        ("compare", str(tmp_path / "damaged")): f"error: {results}: expected config, steps, before",
         ("train", *flags, "--head", "dits"): "error: head.name: expected",
         ("train", *flags, "--task", "mlm"): "error: model.task: expected",
         ("train", *flags, "model=x"): "error: model: expected a base beside --model, got 'x'",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.eval.language import check_length, word_ids
 from harmonic_sft.models import DistanceLogits, HarmonicLanguageModel, Head
 from harmonic_sft.models.head import squared_distances
@@ -86,7 +87,10 @@ def explain(
     if not 1 <= top <= len(head.prototypes):
         raise ValueError(f"--top: expected 1 to {len(head.prototypes)} tokens, got {top}")
     batch = tokenizer(text, return_tensors="pt").to(model.device)
-    ids = batch["input_ids"][0]  # [T]
+    # What a tokenizer puts after a text is not what a decoder is to continue.
+    ending = len(SpecialTokens.of(tokenizer).suffix) if model.is_causal else 0
+    length = batch["input_ids"].shape[1] - ending
+    ids = batch["input_ids"][0, :length]  # [T]
     check_length(model, len(ids))
     is_asked = ids == tokenizer.mask_token_id if tokenizer.mask_token_id is not None else ids < 0
     if model.is_causal:
@@ -94,7 +98,7 @@ def explain(
     if not is_asked.any():
         wanted = f"{tokenizer.mask_token} where a token is to be predicted"
         raise ValueError(f"text: expected {'a text' if model.is_causal else wanted}, got {text!r}")
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    inputs = {key: batch[key][:, :length] for key in ("input_ids", "attention_mask")}
     states = model.model(**inputs).last_hidden_state[0, is_asked]  # [P, D]
     probabilities = head(states).softmax(-1)  # [P, V]
     lazy, distances = head.lazy_logits(states), None

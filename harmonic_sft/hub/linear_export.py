@@ -38,7 +38,7 @@ from harmonic_sft.models.backbones import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.models.partial_checkpoint import hub_base
-from harmonic_sft.results import reading
+from harmonic_sft.results import read_results, reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
@@ -197,8 +197,7 @@ def _architecture(folder: Path) -> str:
         raise ValueError(
             f"folder: expected a saved model (config.json and safetensors), got {str(folder)!r}"
         )
-    with reading(path):
-        fields = dict(json.loads(path.read_text()))
+    fields = read_results(path)
     name = (fields.get("architectures") or ["HarmonicForMaskedLM"])[0]
     if fields.get("model_type") != "harmonic" or name not in LANGUAGE_MODELS:
         raise ValueError(f"folder: expected a harmonic language model, got a {name}")

@@ -100,6 +100,8 @@ class NeighborSmoothing:
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token; see `Loss`. It is the target's entropy where that is met."""
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
+        if len(self.table.indices) != len(head.weight):  # the vocabulary was resized
+            self.refresh(head)
         if self.loss.impl == "reference":
             return self._dense(head, hidden_states, labels)
         logits = head.lazy_logits(hidden_states)

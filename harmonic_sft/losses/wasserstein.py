@@ -78,6 +78,11 @@ class Transport:
         """Return the ground points `[V, D]`, float32 or better."""
         if self.fixed is None:
             return at_least_float32(head.prototypes)
+        if len(self.fixed) != len(head.weight):
+            raise ValueError(
+                f"loss wasserstein: expected a fixed ground for {len(head.weight)} classes, got "
+                f"one for {len(self.fixed)}. Resize the vocabulary before prepare(head)"
+            )
         self.fixed = at_least_float32(self.fixed.to(head.weight.device))
         return self.fixed
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.loading import LoadedData, load_data
+from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.models import (
     HarmonicClassifier,
     HarmonicForCausalLM,
@@ -137,7 +138,14 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     check_base_config(run, base)  # before anything is fetched
     task = run.model.task
     tokenizer = with_padding(load_tokenizer(run.model), task)
-    return tokenizer, load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
+    data = load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
+    rows = (data.eval[index] for index in range(len(data.eval)))
+    if not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
+        raise ValueError(
+            "data.eval: expected something to predict in the evaluation split, got nothing in its "
+            f"{len(data.eval)} rows. Keep more documents"
+        )
+    return tokenizer, data
 
 
 def load_task_data(

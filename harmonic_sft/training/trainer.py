@@ -366,8 +366,8 @@ class HarmonicTrainer(Trainer):
     ) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
 
-        Without `compute_objective` it is the loss at the best exponent, or that of
-        `compute_loss_func`: transformers would add all metrics up.
+        Without `compute_objective` it is the loss at the best exponent, or the user's own:
+        transformers would add all metrics up.
 
         Raises:
             ValueError: The trainer was given a model, which a trial would change, a trial asks for
@@ -384,7 +384,7 @@ class HarmonicTrainer(Trainer):
     def _objective(self, metrics: dict[str, float]) -> float:
         """Return what a search minimizes; trials may end at different exponents."""
         loss = metrics["eval_loss"]
-        return loss if self.compute_loss_func else metrics.get("eval_post_hoc_loss", loss)
+        return loss if self._has_own_loss else metrics.get("eval_post_hoc_loss", loss)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
@@ -480,7 +480,7 @@ class HarmonicTrainer(Trainer):
     @property
     def _knows_repeated(self) -> bool:
         """Whether rows can be left out; a loss of the user may need a label in every batch."""
-        is_ours = isinstance(self.train_dataset, MaskedRows) or self.compute_loss_func is None
+        is_ours = isinstance(self.train_dataset, MaskedRows) or not self._has_own_loss
         return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
 
     def _warn_of_repeated(self, loader: DataLoader) -> None:
@@ -612,6 +612,12 @@ class HarmonicTrainer(Trainer):
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
 
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether `compute_loss_func`, or `compute_loss` of a subclass, is trained on."""
+        is_ours = type(self).compute_loss is HarmonicTrainer.compute_loss
+        return self.compute_loss_func is not None or not is_ours
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -642,7 +648,7 @@ class HarmonicTrainer(Trainer):
             inputs,
             self.model,
             step=self.state.global_step + 1,
-            is_sum=num_items_in_batch is not None and self.compute_loss_func is None,
+            is_sum=num_items_in_batch is not None and not self._has_own_loss,
         )
         self._losses.append(loss)
         if self.accelerator.sync_gradients and self.args.world_size > 1:
@@ -682,12 +688,12 @@ class HarmonicTrainer(Trainer):
         """Weigh every labelled token alike; transformers averages the means of batches.
 
         Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop; so
-        is the loss of labels that are no classes of the head, and that of `compute_loss_func`. Of
-        one name the user's metric is returned.
+        is the loss of labels that are no classes of the head, and the user's own. Of one name the
+        user's metric is returned.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        reads_again = not prediction_loss_only or self.compute_loss_func is not None
+        reads_again = not prediction_loss_only or self._has_own_loss
         can_be_empty = description == "Prediction"
         metrics, num_rows = self._scores(dataloader, can_be_empty, counts=not reads_again)
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
@@ -696,7 +702,7 @@ class HarmonicTrainer(Trainer):
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         others = dict(found.metrics or {})
-        if num_rows > 0 and self.compute_loss_func is None:  # a mean of means, or of nothing
+        if num_rows > 0 and not self._has_own_loss:  # a mean of means, or of nothing
             others.pop(f"{metric_key_prefix}_loss", None)
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)

@@ -70,13 +70,19 @@ def test_a_decoder_is_asked_for_the_next_token(tokenizer, tmp_path):
     model = HarmonicForCausalLM.from_base(
         str(save_decoder("gpt2", tmp_path)), head={"name": "linear"}
     )
-    ((found, _),) = explain(model, tokenizer, "aa bb", top=2)
-    with torch.no_grad():
-        logits = model(tokenizer("aa bb", return_tensors="pt")["input_ids"]).logits[0, -1]
-    assert found["token"] == tokenizer.convert_ids_to_tokens(int(logits.argmax()))
-    assert found["distance"] is None
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")  # like GPT-2's
-    with pytest.raises(ValueError, match=r"^text: expected a text, got ''"):
+    for template, num_around in (("[CLS] $A [SEP]", 1), ("$A [SEP]", 0), ("$A", 0)):
+        special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=template, special_tokens=special
+        )
+        ids = tokenizer("aa bb", return_tensors="pt")["input_ids"][:, : num_around + 2]
+        with torch.no_grad():  # without what ends every text
+            probabilities = model(ids).logits[0, -1].softmax(-1)
+        ((found, _),) = explain(model, tokenizer, "aa bb", top=2)
+        assert found["token"] == tokenizer.convert_ids_to_tokens(int(probabilities.argmax()))
+        assert found["probability"] == pytest.approx(float(probabilities.max()), rel=1e-5)
+        assert found["distance"] is None
+    with pytest.raises(ValueError, match=r"^text: expected a text, got ''"):  # like GPT-2's
         explain(model, tokenizer, "")
 
 

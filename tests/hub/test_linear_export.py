@@ -292,6 +292,11 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     with pytest.raises(ValueError, match="harmonic language model, got a HarmonicForSequence"):
         export_linear(tmp_path / "classifier", target)
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: expected a JSON object, got list"):
+        export_linear(folder, target)
+    (folder / "config.json").write_text(config)
     change_weights(folder / "model.safetensors", lambda weights: weights.pop("dist_head.weight"))
     with pytest.raises(ValueError, match=r"got 1 weights missing: dist_head\.weight"):
         export_linear(folder, target)

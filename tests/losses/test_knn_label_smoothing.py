@@ -95,6 +95,14 @@ def test_the_table_changes_only_when_it_is_refreshed():
     assert not torch.equal(before.indices, expected.indices)
 
 
+def test_the_table_is_made_again_for_a_resized_vocabulary():
+    loss = KNNLabelSmoothingLoss(num_neighbors=3).prepare(build({"name": "dist"}))
+    larger = build_head({"name": "dist"}, hidden_size=D, vocab_size=V + 2)
+    states, labels = torch.randn(2, D), torch.tensor([0, V + 1])
+    expected = KNNLabelSmoothingLoss(num_neighbors=3).prepare(larger)(larger, states, labels)
+    assert torch.equal(loss(larger, states, labels), expected)
+
+
 def test_more_neighbors_than_prototypes_are_refused():
     head = build({"name": "dist"})
     with pytest.raises(ValueError, match=r"num_neighbors: expected at most 29, .* got 30"):

@@ -63,6 +63,10 @@ def test_fixed_ground_stays_where_training_began():
     torch.testing.assert_close(loss(head, states, labels), expected)
     moving = WassersteinLoss().prepare(head)(head, states, labels)
     assert (moving - expected).abs().min() > 1e-3
+    head.weight = torch.nn.Parameter(head.weight[:-1])
+    message = f"expected a fixed ground for {len(start) - 1} classes, got one for {len(start)}"
+    with pytest.raises(ValueError, match=message):
+        loss(head, states, labels.clamp_max(len(start) - 2))
 
 
 def test_top_k_is_the_cost_of_the_renormalized_head_of_the_distribution():

@@ -135,8 +135,8 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def make(tiny_base, texts, arguments):
-    def trainer(args=None, model=tiny_base, **options):
-        return HarmonicTrainer(model, args or arguments(), **{"train_dataset": texts, **options})
+    def trainer(args=None, model=tiny_base, trainer_class=HarmonicTrainer, **options):
+        return trainer_class(model, args or arguments(), **{"train_dataset": texts, **options})
 
     return trainer
 

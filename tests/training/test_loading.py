@@ -127,3 +127,9 @@ def test_other_weights_in_a_package_are_refused(make_yaml, package):
     run = load_run_config(make_yaml(), ["model.base=package:tiny_package"])
     with pytest.raises(ValueError, match=r"expected the published weights in package tiny_package"):
         prepare(run)
+
+
+def test_an_evaluation_without_a_masked_token_is_refused_before_training(make_yaml):
+    run = load_run_config(make_yaml(), ["data.mask.probability=1e-6"])
+    with pytest.raises(ValueError, match=r"data\.eval: expected something to predict in the eval"):
+        loading.load_run_data(run)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, ProgressCallback, TrainerCallback, default_data_collator
 
-from harmonic_sft import HarmonicForCausalLM, HarmonicTrainingArguments
+from harmonic_sft import HarmonicForCausalLM, HarmonicTrainer, HarmonicTrainingArguments
 from harmonic_sft.data import chat
 from harmonic_sft.training import trainer as trainer_module
 from harmonic_sft.training.batches import split_batch
@@ -232,3 +232,42 @@ def test_a_command_line_gives_blocks_or_patterns(tmp_path, text, value):
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--unfreeze", text]
     (found,) = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses(words)
     assert found.unfreeze == value
+
+
+class WithPenalty(HarmonicTrainer):
+    """Adds to the model's loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (loss + 40, outputs) if return_outputs else loss + 40
+
+
+class FromOutputs(HarmonicTrainer):
+    """Calls the model itself, as scripts do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 40
+        return (loss, outputs) if return_outputs else loss
+
+
+class FromLogits(HarmonicTrainer):
+    """Scores logits itself, as scripts do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = mean_loss(outputs, labels) + 40
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer_class", [WithPenalty, FromOutputs, FromLogits])
+def test_a_subclass_trains_on_a_loss_of_its_own_and_evaluates_it(
+    texts, arguments, make, trainer_class
+):
+    held_out = texts.select(range(20))
+    trainer = make(arguments(max_steps=1), eval_dataset=held_out, trainer_class=trainer_class)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 40
+    found = trainer.evaluate()
+    assert found["eval_loss"] > 40 > found["eval_post_hoc_loss"]
