@@ -140,7 +140,7 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     tokenizer = with_padding(load_tokenizer(run.model), task)
     data = load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
     rows = (data.eval[index] for index in range(len(data.eval)))
-    if not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
+    if len(data.eval) and not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
         raise ValueError(
             "data.eval: expected something to predict in the evaluation split, got nothing in its "
             f"{len(data.eval)} rows. Keep more documents"
