@@ -42,7 +42,12 @@ def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
     count = min(vocab_size, len(tokenizer))
     texts = [tokenizer.decode([index]) for index in range(count)]
     words = [text.strip().removeprefix("##") for text in texts]
-    found = encode(encoder, AutoTokenizer.from_pretrained(folder), words, batch_size=256)
+    found = encode(
+        encoder,
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        words,
+        batch_size=256,
+    )
     vectors = torch.zeros(vocab_size, found.shape[1])
     vectors[:count] = F.normalize(torch.from_numpy(found), dim=-1)
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
