@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,7 +208,8 @@ def _num_held_out(dataset: str) -> int:
     from harmonic_sft.data.sections import Source
     from harmonic_sft.data.sources import load_documents
 
-    if not Path(dataset).expanduser().exists():
+    path = Path(dataset).expanduser()
+    if not path.exists() and not glob(str(path), recursive=True):
         return NUM_HELD_OUT
     try:
         rows, _ = load_documents(Source(path=dataset), name="--dataset", skip=True)

@@ -50,11 +50,18 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "SpecialTokens":
-        """Find them by tokenizing a word: v5 has no `build_inputs_with_special_tokens`."""
-        encoded = tokenizer("a", return_special_tokens_mask=True)
-        ordinary = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
-        input_ids = list(encoded["input_ids"])
-        return cls(input_ids[: ordinary[0]], input_ids[ordinary[-1] + 1 :])
+        """Find them by tokenizing a word: v5 has no `build_inputs_with_special_tokens`.
+
+        Raises:
+            ValueError: It makes no token of any word of its vocabulary.
+        """
+        for word in ("a", *tokenizer.get_vocab()):  # one of DNA may not know a
+            encoded = tokenizer(word, return_special_tokens_mask=True)
+            ordinary = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
+            if len(ordinary):
+                input_ids = list(encoded["input_ids"])
+                return cls(input_ids[: ordinary[0]], input_ids[ordinary[-1] + 1 :])
+        raise ValueError("tokenizer: expected one that knows a word, got one that knows none")
 
 
 def encode_pieces(

@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -120,8 +122,8 @@ def read_shards(shards: list[Shard]) -> Iterator[Row]:
             yield from _parquet_rows(shard)
         elif shard.kind == "csv":
             yield from _csv_rows(shard.file)
-        elif shard.kind == "json" and _holds_list(shard.file):
-            yield from _json_list_rows(shard.file)
+        elif shard.kind == "json":
+            yield from _json_rows(shard.file)
         else:
             yield from _line_rows(shard.file, _parse_object, keep_blank=False)
 
@@ -135,11 +137,16 @@ class FileRows:
     @property
     def features(self) -> datasets.Features:
         """What the first parquet file says of its columns; nothing for other kinds."""
-        shard = self.shards[0]
-        if shard.kind != "parquet":
-            return datasets.Features()
-        with _open_parquet(shard.file) as parquet:
-            return _features(parquet.schema_arrow)
+        return next(self.each_features())
+
+    def each_features(self) -> Iterator[datasets.Features]:
+        """Yield what each file says of its columns."""
+        for file, kind in dict.fromkeys((shard.file, shard.kind) for shard in self.shards):
+            if kind != "parquet":
+                yield datasets.Features()
+                continue
+            with _open_parquet(file) as parquet:
+                yield _features(parquet.schema_arrow)
 
     def __iter__(self) -> Iterator[Row]:
         """Yield rows as `read_shards` does."""
@@ -190,6 +197,20 @@ def _csv_rows(file: str) -> Iterator[Row]:
                 return
 
 
+def _json_rows(file: str) -> Iterator[Row]:
+    """Yield the objects of a file, one in a line or all in one list."""
+    try:
+        with _open_binary(file) as stream:
+            start = stream.read(100).removeprefix(BYTE_ORDER_MARK).lstrip()
+    except READ_ERRORS as error:
+        yield _bad_row(shown(file), error)
+        return
+    if start.startswith(b"["):
+        yield from _json_list_rows(file)
+    else:
+        yield from _line_rows(file, _parse_object, keep_blank=False)
+
+
 def _json_list_rows(file: str) -> Iterator[Row]:
     """Yield the objects of one JSON list, which is read into memory as a whole."""
     try:
@@ -197,12 +218,13 @@ def _json_list_rows(file: str) -> Iterator[Row]:
             content = stream.read(MAX_LIST + 1)
         if len(content) > MAX_LIST:
             raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
-        rows = _parse_json(content.removeprefix(BYTE_ORDER_MARK))
+        text = content.removeprefix(BYTE_ORDER_MARK).decode().rstrip()
+        rows = json.loads(text, parse_constant=str.encode)  # bytes, which no JSON has
     except READ_ERRORS as error:
         yield _bad_row(shown(file), error)
         return
     for number, row in enumerate(rows, 1):
-        yield _row(f"{shown(file)}, row {number}", _check_object, row)
+        yield _row(f"{shown(file)}, row {number}", _check_listed, row)
 
 
 def _parquet_rows(shard: Shard) -> Iterator[Row]:
@@ -212,10 +234,12 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
         with _open_parquet(shard.file) as parquet:
             _check_names(parquet.schema_arrow.names)
             features = _features(parquet.schema_arrow)
+            # Media stay as they are: nobody reads them.
+            spelled = datasets.Features({k: v for k, v in features.items() if "Json(" in repr(v)})
 
             def decode(row: Any) -> Row:
                 row = row.to_pylist()[0] if isinstance(row, pa.RecordBatch) else row
-                return features.decode_example(row)
+                return row | spelled.decode_example({name: row[name] for name in spelled})
 
             size = parquet.metadata.row_group(shard.row_group).total_byte_size
             num_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * shard.num_rows // max(1, size)))
@@ -238,12 +262,18 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
 
 
 def _features(schema: pa.Schema) -> datasets.Features:
-    """Describe columns; dictionaries (categories of pandas), unknown there, are spelled out."""
-    fields = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in schema
-    ]
-    return datasets.Features.from_arrow_schema(pa.schema(fields, metadata=schema.metadata))
+    """Describe columns, but those of types that datasets does not know, such as maps.
+
+    Dictionaries (categories of pandas), unknown there too, are spelled out.
+    """
+    found = datasets.Features()
+    for field in schema:
+        is_category = pa.types.is_dictionary(field.type)
+        plain = field.with_type(field.type.value_type) if is_category else field
+        with suppress(ValueError):
+            column = pa.schema([plain], metadata=schema.metadata)
+            found.update(datasets.Features.from_arrow_schema(column))
+    return found
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -299,6 +329,12 @@ def _check_object(value: Any) -> Row:
     return value
 
 
+def _check_listed(value: Any) -> Row:
+    """Refuse what `_parse_json` refuses in one row of a list."""
+    json.dumps(value, ensure_ascii=False, default=_refuse_constant).encode()
+    return _check_object(value)
+
+
 def _parse_json(content: bytes) -> Any:
     """Parse JSON, refusing what is none and what no tokenizer takes."""
     value = json.loads(content.decode().rstrip(), parse_constant=_refuse_constant)
@@ -307,13 +343,8 @@ def _parse_json(content: bytes) -> Any:
     return value
 
 
-def _refuse_constant(text: str) -> None:
-    raise BadRow(f"expected JSON, got {text}")
-
-
-def _holds_list(file: str) -> bool:
-    with _open_binary(file) as stream:
-        return stream.read(100).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+def _refuse_constant(text: str | bytes) -> None:
+    raise BadRow(f"expected JSON, got {text.decode() if isinstance(text, bytes) else text}")
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
@@ -355,11 +386,16 @@ def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
         try:
             with RemoteFile(file) as remote:
                 return remote.size, remote.version
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise ValueError(
                 f"{name}.path: expected a file that can be reached, got {shown(file)}, "
                 f"which fails: {one_line(error)}"
             ) from error
+    return Path(file).stat().st_size, file_version(file)
+
+
+def file_version(file: str) -> str:
+    """Return what changes when a local file does."""
     stat = Path(file).stat()
     # The second time changes with the content even where the first one is set back.
-    return stat.st_size, f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

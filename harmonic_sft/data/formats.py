@@ -410,7 +410,10 @@ def _check_one_document(row: Mapping[str, Any], seen: np.ndarray) -> None:
 
 def _integers(row: Mapping[str, Any], name: str, length: int | None) -> np.ndarray:
     value = row.get(name)
-    array = np.asarray(value) if _is_list(value) else np.zeros(0)
+    try:
+        array = np.asarray(value) if _is_list(value) else np.zeros(0)
+    except ValueError:  # lists of different lengths
+        array = np.zeros(0)
     if array.ndim != 1 or array.dtype.kind not in "iub" or not len(array):
         raise BadRow(_missing(row, name, "a list of integers"))
     if length is not None and len(array) != length:

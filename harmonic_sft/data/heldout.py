@@ -191,7 +191,7 @@ def record(
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
-        "sources": [_identity(source) for source in sources],
+        "sources": [_identity(source) | {"is_local": _is_local(source)} for source in sources],
         "base": base,
         "base_digest": base_digest,
         "checksums": dict(checksums or {}),
@@ -276,6 +276,10 @@ def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: without_secrets(source.get(key)) for key in SAME_SOURCE}
 
 
+def _is_local(source: Mapping[str, Any]) -> bool:
+    return Path(source["path"]).expanduser().exists()
+
+
 def _home(model: str) -> Path:
     """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
     folder = Path(model).expanduser()
@@ -284,4 +288,4 @@ def _home(model: str) -> Path:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     path = folder / "results" / f"{LIST}.json"
-    return read_results(path) if path.is_file() else None
+    return read_results(path, "fingerprints") if path.is_file() else None

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,10 +53,12 @@ from harmonic_sft.data.sources import (
     check_column,
     load_documents,
     names_of_classes,
+    readable_rows,
 )
 from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
 
 logger = logging.getLogger(__name__)
+SAMPLE = 100  # rows, the first of which that can be read decides on the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,17 +368,15 @@ def _open(
     """Open a source that stands at a place of the configuration, and say how rows are made."""
     name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
-    row_format, class_names = LABELED.get(task), None
-    if row_format is not None:
-        if config.label_column is not None:
-            check_column(documents, first, config.label_column, name="data.label_column")
-        class_names = names_of_classes(documents, config.label_column)
-    else:
-        row_format = _recognized(source, first, name)
-    if row_format in ("text", *LABELED.values()):
-        is_text = row_format != "labeled_words"
-        setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
-        check_column(documents, first, source.column, name=setting, is_text=is_text)
+    try:
+        row_format = _format_of(first, documents, config, source, name=name, task=task)
+    except ValueError:  # of a bad first row, which is reported when it is read
+        for row in itertools.islice(readable_rows(documents), 1, SAMPLE):
+            with suppress(ValueError):
+                row_format = _format_of(row, documents, config, source, name=name, task=task)
+                break
+        else:
+            raise
     read = Reader(
         row_format=row_format,
         tokenizer=tokenizer,
@@ -383,7 +384,7 @@ def _open(
         column=source.column,
         word_ids=config.mask.whole_word,
         label_column=config.label_column,
-        class_names=class_names,
+        class_names=names_of_classes(documents, config.label_column) if task in LABELED else None,
         is_causal=task == "causal_lm",
     )
     maker = RowMaker(
@@ -397,14 +398,32 @@ def _open(
     return documents, maker
 
 
-def _recognized(source: Source, first: Row, name: str) -> Format:
-    """Return the format of a source's rows, by its settings or by the first one."""
+def _format_of(
+    row: Row, documents: Documents, config: DataConfig, source: Source, *, name: str, task: str
+) -> Format:
+    """Return the format of a source's rows, by its settings or by one of them.
+
+    Raises:
+        ValueError: The row has none, or lacks a column.
+    """
+    row_format = LABELED.get(task)
+    if row_format is not None and config.label_column is not None:
+        check_column(documents, row, config.label_column, name="data.label_column")
+    row_format = row_format or _recognized(source, row, name)
+    if row_format in ("text", *LABELED.values()):
+        is_text = row_format != "labeled_words"
+        setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
+        check_column(documents, row, source.column, name=setting, is_text=is_text)
+    return row_format
+
+
+def _recognized(source: Source, row: Row, name: str) -> Format:
     if source.format != "auto":
         return source.format
     if source.column != "text":
         return "text"
     try:
-        row_format = recognize(first)
+        row_format = recognize(row)
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
     logger.info("%s: rows of the format %s.", name, row_format)

@@ -4,6 +4,7 @@ import io
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable
 from email.message import Message
 from functools import partial
@@ -34,8 +35,10 @@ class RemoteFile(io.RawIOBase):
         # Of what fails at the start, a busy server alone is asked again: other names are mistyped.
         headers = self._ask_again(self._headers, urllib.error.HTTPError)
         self.size = int(headers.get("Content-Length", -1))
-        # What changes when the file does.
-        self.version = f"{headers.get('ETag')} {headers.get('Last-Modified')} {self.size}"
+        # What changes when the file does; always another where the server does not say.
+        marks = [headers.get("ETag"), headers.get("Last-Modified")]
+        self.version = f"{marks if any(marks) else uuid.uuid4()} {self.size}"
+        self._state: str | None = None  # of the file whose bytes were read
 
     def readable(self) -> bool:
         """Return True."""
@@ -104,21 +107,26 @@ class RemoteFile(io.RawIOBase):
         headers = {"Range": f"bytes={self._position}-"} if self._position else {}
         request = urllib.request.Request(self.url, headers=headers)
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
-        if self._position and response.status != 206:
+        state, problem = _state(response.headers), None
+        if self._position and response.status != HTTPStatus.PARTIAL_CONTENT:
+            problem = "the server sends no parts of files"
+        elif self._state is not None and state != self._state:
+            problem = "the file was changed while it was read"
+        if problem is not None:
             response.close()
-            raise urllib.error.HTTPError(
-                self.url,
-                response.status,
-                "the server sends no parts of files",
-                response.headers,
-                None,
-            )
+            raise urllib.error.HTTPError(self.url, response.status, problem, response.headers, None)
+        self._state = state
         return response
 
     def _disconnect(self) -> None:
         if self._response is not None:
             self._response.close()
             self._response = None
+
+
+def _state(headers: Message) -> str | None:
+    """Return what an answer says of the state of a file, None if it does not."""
+    return headers.get("Last-Modified") or headers.get("ETag")
 
 
 def _may_pass(error: Exception) -> bool:

@@ -252,7 +252,8 @@ def tokenize_table(
     if isinstance(documents, datasets.IterableDataset):  # it may have others next time
         source = numbered = list(numbered)
     elif isinstance(documents, datasets.Dataset):
-        source = documents._fingerprint
+        made = documents.format["type"] == "custom"  # by a transform, which is known by name alone
+        source = rows_sha256(documents) if made else documents._fingerprint
     key = Hasher.hash([code, versions, maker, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
@@ -274,6 +275,14 @@ def tokenize_table(
             os.replace(new_report, report)
             os.replace(new_table, table)
     return datasets.Dataset.from_file(str(table)), found
+
+
+def rows_sha256(rows: Iterable[Row]) -> str:
+    """Return a checksum of rows, in their order."""
+    hasher = hashlib.sha256()
+    for row in rows:
+        hasher.update(Hasher.hash(row).encode())
+    return hasher.hexdigest()
 
 
 def _read_report(table: Path, report: Path) -> BadRows | None:

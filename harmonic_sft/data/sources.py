@@ -23,6 +23,7 @@ from datasets import (
 )
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetNotFoundError
+from datasets.fingerprint import Hasher
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -39,6 +40,7 @@ from harmonic_sft.data.files import (
     Row,
     file_kind,
     file_shards,
+    file_version,
     is_url,
     read_shards,
     shown,
@@ -89,7 +91,8 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         documents: Documents = source.documents
     elif source.path == DOCSTRINGS:
         _refuse_settings(source, name, allowed=())
-        documents = Dataset.from_dict({"text": standard_library_docstrings()})
+        texts_fn = _split(source, {"train": standard_library_docstrings}, name)
+        documents = Dataset.from_dict({"text": texts_fn()})
         documents = documents.to_iterable_dataset() if source.streaming else documents
     elif (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file():
         _refuse_settings(source, name, allowed=())
@@ -169,9 +172,18 @@ def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None
     # A stream keeps its position for state_dict() even after the iterator is gone.
     for row in copy.deepcopy(documents):
         if BAD not in row:
-            return {key: row[key] for key in row if key != PLACE}
+            return _without_place(row)
         bad_rows.report(name, row[PLACE], *row[BAD])
     return None
+
+
+def readable_rows(documents: Documents) -> Iterator[Row]:
+    """Yield the rows that can be read, without `PLACE`, and leave a stream where it is."""
+    return (_without_place(row) for row in copy.deepcopy(documents) if BAD not in row)
+
+
+def _without_place(row: Row) -> Row:
+    return {key: row[key] for key in row if key != PLACE}
 
 
 def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
@@ -230,7 +242,17 @@ def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...
         made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
         if made is None or [np.asarray(one).tolist() for one in made] != stored:
             return None  # a transform makes other labels
-    feature: Any = (documents.features or {}).get(column or "")
+    tables = documents.each_features() if isinstance(documents, FileRows) else [documents.features]
+    found = {_names_of_classes((features or {}).get(column or "")) for features in tables}
+    if len(found) > 1:
+        raise ValueError(
+            f"data.label_column: expected files whose numbers stand for the same classes, got "
+            f"{list(found)}. Give each file as a source of its own"
+        )
+    return found.pop()
+
+
+def _names_of_classes(feature: Any) -> tuple[str, ...] | None:
     feature = feature.feature if isinstance(feature, List) else feature
     return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 
@@ -241,6 +263,9 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     documents = _split(source, splits, name)
+    # A folder that was written again may keep its fingerprint.
+    files = [file_version(file["filename"]) for file in documents.cache_files]
+    documents._fingerprint = Hasher.hash([documents._fingerprint, files])
     if not source.streaming:
         return documents
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))

@@ -9,6 +9,7 @@ from scipy import stats
 UNDECIDED = "undecided"
 LEVEL = 0.95
 NUM_RESAMPLES = 2000
+BATCH = 1 << 22  # documents of the resamples that are drawn at once
 MIN_DOCUMENTS = 5  # of fewer no resampling gives an interval that holds the mean often enough
 
 
@@ -105,6 +106,7 @@ def document_interval(
         ratio,
         paired=True,
         n_resamples=NUM_RESAMPLES,
+        batch=max(1, BATCH // count),
         confidence_level=float(1 - 2 * stats.norm.sf(beyond)),
         method="percentile",
         rng=np.random.default_rng(0),

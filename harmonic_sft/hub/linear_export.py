@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.hub.model_card import CARD_TASKS
-from harmonic_sft.hub.run_folder import public_base
+from harmonic_sft.hub.run_folder import public_base, run_home
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,
@@ -47,6 +47,10 @@ In its place stands a linear head, for software that knows no other. **Only the 
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
 the order alone. A softmax over these logits does not give the probabilities of the trained model,
 so sampling, beam search and perplexity differ."""
+UNCAPPED = """The head of this model was linear already, with a soft cap of {softcap} on its logits,
+which a `{architecture}` does not have. **Only the order of the tokens is kept**, not their
+probabilities."""
+CAPPED = "The model then caps them: `{softcap} * torch.tanh(logits / {softcap})`.\n"
 ROUNDED = "The head is rounded to {dtype}: tokens with almost the same logit may change places."
 NATIVE = """This is an ordinary checkpoint of `{architecture}`, without code of its own:
 
@@ -135,15 +139,14 @@ def linear_head(head: Head) -> LinearHead:
 
     Args:
         head: One whose logits are dot products or Euclidean distances of a linear map of the
-            hidden states (linear, cosine, vmf, l2, dist, rotation). A `LinearHead` is copied.
+            hidden states (linear, cosine, vmf, l2, dist, rotation). A `LinearHead` is copied, its
+            soft cap too.
 
     Raises:
         ValueError: Another head.
     """
     if type(head) is LinearHead:
-        copied = copy.deepcopy(head)
-        copied.softcap = None  # the order is the same without
-        return copied
+        return copy.deepcopy(head)
     lazy, linear_map, is_scaled = _lazy_linear(head)
     weight, bias = lazy.weight, None
     if isinstance(lazy, AffineLogits):
@@ -258,7 +261,7 @@ def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedL
 def _metadata(folder: Path, config: HarmonicConfig) -> str:
     """Return the metadata of the card: the base, and the license of a download, run or base."""
     license = license_in(folder / "README.md")
-    run = (folder.parent if folder.name.startswith("checkpoint-") else folder) / "run.yaml"
+    run = run_home(folder) / "run.yaml"
     if not license and run.is_file():
         named = (read_yaml(run).get("hub") or {}).get("license")
         license = {"license": named} if named else {}
@@ -279,15 +282,21 @@ def _readme(
     dtype = ranks.get_parameter("weight").dtype
     settings = json.dumps(model.dist_head.settings())
     was_linear = type(model.dist_head) is LinearHead
-    text = "The head of this model was linear already." if was_linear else REPLACED
-    text = text.replace("{settings}", settings)
-    if was_linear and dtype == torch.float32:
-        text += " Weights and logits are unchanged."
+    softcap = model.dist_head.settings().get("softcap")
+    is_decoder, architecture = isinstance(model, HarmonicForCausalLM), type(exported).__name__
+    is_kept = was_linear and (not is_decoder or not softcap or hasattr(exported.config, SOFTCAP))
+    if is_kept:
+        text = "The head of this model was linear already."
+    elif was_linear:
+        text = UNCAPPED.format(softcap=softcap, architecture=architecture)
     else:
+        text = REPLACED.replace("{settings}", settings)
+    if is_kept and dtype == torch.float32:
+        text += " Weights and logits are unchanged."
+    elif dtype != torch.float32 or not was_linear:
         name = str(dtype).removeprefix("torch.")
         text += "\n\n" + ROUNDED.format(dtype=name)
-    architecture = type(exported).__name__
-    if isinstance(model, HarmonicForCausalLM):
+    if is_decoder:
         files = NATIVE.format(architecture=architecture)
     else:
         num_classes, hidden_size = head.weight.shape
@@ -297,4 +306,5 @@ def _readme(
             tensors += f" and `bias` [{num_classes}]"
             bias = ' + head["bias"]'
         files = WITH_HEAD.format(head_file=LINEAR_HEAD_FILE, tensors=tensors, bias=bias)
+        files += CAPPED.format(softcap=softcap) if softcap else ""
     return f"# A {architecture} with a linear head\n\n{text}\n\n{files}"

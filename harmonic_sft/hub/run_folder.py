@@ -33,9 +33,29 @@ class TrainedFolder:
     figure: Path | None  # of the training, None before the run's end
 
     @property
+    def home(self) -> Path:
+        """The run's own folder, where `path` may be a checkpoint."""
+        return run_home(self.path)
+
+    @property
     def has_adapter(self) -> bool:
         """Whether LoRA weights lie beside the merged ones."""
         return (self.path / ADAPTER_FOLDER).is_dir()
+
+
+def _read_run(home: Path) -> dict[str, Any]:
+    """Read `run.yaml`; what was a folder here, not a data set on the Hub, begins with `./`."""
+    run, held_out = read_yaml(home / "run.yaml"), home / "results" / "held_out.json"
+    known = read_results(held_out).get("sources", []) if held_out.is_file() else []
+    for source, saved in zip((run.get("data") or {}).get("sources", []), known, strict=False):
+        if saved.get("is_local") and not Path(source["path"]).is_absolute():
+            source["path"] = f"./{source['path']}"
+    return run
+
+
+def run_home(folder: Path) -> Path:
+    """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
+    return folder.parent if folder.name.startswith("checkpoint-") else folder
 
 
 def read_trained(folder: Path) -> TrainedFolder:
@@ -49,7 +69,7 @@ def read_trained(folder: Path) -> TrainedFolder:
             half written or damaged.
     """
     folder = folder.resolve()
-    home = folder.parent if folder.name.startswith("checkpoint-") else folder
+    home = run_home(folder)
     if not (home / "run.yaml").is_file():
         raise ValueError(
             f"RUN: expected the output folder of a run, or a checkpoint in it, got {str(folder)!r}"
@@ -75,7 +95,7 @@ def read_trained(folder: Path) -> TrainedFolder:
     check_saved(folder)
     results, figure = home / "results" / "train.json", home / "results" / "train.png"
     finished = folder == home and results.is_file()
-    state, run = folder / "trainer_state.json", read_yaml(home / "run.yaml")
+    state, run = folder / "trainer_state.json", _read_run(home)
     with reading(state):
         saved = json.loads(state.read_text()) if state.is_file() else None
         step = None if saved is None else _step_of(saved, run, finished)

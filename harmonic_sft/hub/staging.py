@@ -41,7 +41,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.models.partial_checkpoint import hub_base
-from harmonic_sft.results import reading
+from harmonic_sft.results import read_results, reading
 
 Form = Literal["full", "head", "peft"]
 FIGURE, LICENSE = "training.png", "LICENSE"
@@ -89,6 +89,7 @@ def stage(
     check_publishable(trained, form)
     if form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
+        check_adapter(trained.config, adapter)
         _copy(adapter, target, (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_CONFIG_NAME))
     else:
         if form == "full":
@@ -160,6 +161,21 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
         )
 
 
+def check_adapter(config: HarmonicConfig, adapter: Path) -> None:
+    """Refuse an adapter whose base is not the published one.
+
+    Raises:
+        ValueError: An earlier run trained something in the backbone that the adapter does not hold.
+    """
+    fields = read_results(adapter / ADAPTER_CONFIG_NAME, "target_modules", "modules_to_save")
+    held = tuple(f"{name}." for name in (*fields["target_modules"], *fields["modules_to_save"]))
+    if left := [name for name in config.trained_parameters or () if not name.startswith(held)]:
+        raise ValueError(
+            f"--form peft: expected an adapter on {config.base_model!r} as it was published, got "
+            f"one on weights that were trained before, such as {left[0]}. Use --form head"
+        )
+
+
 def check_publishable(trained: TrainedFolder, form: Form) -> None:
     """Refuse to publish NaN, and a head that predicts nothing.
 
@@ -218,7 +234,7 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
     secrets = {
         "the token of the Hub": get_token(),
         "the path of your home": f"{Path.home()}/" if str(Path.home()) != "/" else None,
-        "the path of the run": str(trained.path.resolve()),
+        "the path of the run": str(trained.home.resolve()),
     }
     for path in sorted(target.rglob("*")):
         if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in WORDS:

@@ -444,15 +444,33 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of the transformer blocks.
 
     Raises:
-        ValueError: No list of modules is as long as the configuration says.
+        ValueError: There is no such list, as in ALBERT, whose blocks share their weights, or one
+            for each part of a block, as in XLM.
     """
-    num_blocks = backbone.config.num_hidden_layers
+    found = _block_lists(backbone)
+    if len(found) != 1:
+        raise ValueError(
+            f"backbone: expected one list of {backbone.config.num_hidden_layers} blocks, got "
+            f"{list(found)} in {type(backbone).__name__}. Name what trains, without LoRA: "
+            "model.unfreeze.patterns"
+        )
+    return next(iter(found.items()))
+
+
+def has_blocks(backbone: PreTrainedModel) -> bool:
+    """Whether `find_blocks` finds them."""
+    return len(_block_lists(backbone)) == 1
+
+
+def _block_lists(backbone: PreTrainedModel) -> dict[str, nn.ModuleList]:
+    """Return the outermost lists of one module that are as long as the configuration says."""
+    num_blocks, found = backbone.config.num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
-            return name, module
-    raise ValueError(
-        f"backbone: expected a list of {num_blocks} blocks, got none in {type(backbone).__name__}"
-    )
+            first = next(iter(found), name)
+            if name.rpartition(".")[0] == first.rpartition(".")[0]:
+                found[name] = module
+    return found
 
 
 def trains(module: nn.Module) -> bool:
@@ -462,11 +480,16 @@ def trains(module: nn.Module) -> bool:
 
 def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     """Return the blocks below the first one that anything trained can reach."""
-    if trains(backbone.get_input_embeddings()):
+    if not has_blocks(backbone):
         return []
-    blocks = list(find_blocks(backbone)[1])
+    name, blocks = find_blocks(backbone)
+    for parameter, value in backbone.named_parameters():
+        if parameter.startswith(f"{name}."):
+            break
+        if value.requires_grad:  # embeddings, or a norm of theirs
+            return []
     first = next((index for index, block in enumerate(blocks) if trains(block)), len(blocks))
-    return blocks[:first]
+    return list(blocks)[:first]
 
 
 def position_offset(config: PreTrainedConfig) -> int:

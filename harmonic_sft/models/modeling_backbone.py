@@ -21,6 +21,7 @@ from .backbones import (
     commit_of,
     copy_head_,
     find_blocks,
+    has_blocks,
     settle_quantized_,
     trains,
 )
@@ -224,7 +225,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
         """
         super().train(mode)
         if mode:
-            blocks = find_blocks(self.backbone)[1]
+            blocks = find_blocks(self.backbone)[1] if has_blocks(self.backbone) else None
             # Without weights of its own is the dropout of GPT-2's embeddings, for one.
             embeddings_train = trains(self.get_input_embeddings())
             for part in self.backbone.children():
@@ -343,6 +344,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             `[B, T, D]`.
         """
         return hidden_states
+
+    def attended(self, input_ids: Tensor) -> Tensor | None:
+        """Return what `select` takes for the attention mask `[B, T]` where there is none."""
+        return None
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the labels of what `select` leaves: all, in their shape, by default."""
@@ -502,12 +507,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             args: Arguments of `PreTrainedModel.resize_token_embeddings`.
             kwargs: Its keyword arguments.
         """
-        num_before = len(self.dist_head.weight)
+        vocab_size = self.config.text_config.vocab_size
         embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.base_vocab_size is None and len(embeddings.weight) != vocab_size:
+            self.config.base_vocab_size = vocab_size
         num_classes = self.num_classes(self.config)
-        if num_classes != num_before:
-            if self.config.base_vocab_size is None:
-                self.config.base_vocab_size = num_before
+        if num_classes != len(self.dist_head.weight):
             self.dist_head = resized_head(self.dist_head, num_classes)
             self.tie_weights()
         return embeddings

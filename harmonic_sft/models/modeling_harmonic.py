@@ -350,7 +350,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             config.head = dict(config.classifier_head or {"name": "linear"})
             config.architectures = [type(self).__name__]
             config.tie_word_embeddings = False
-            config.trained_parameters = None
+            trained = config.trained_parameters or []  # the backbone keeps what was trained in it
+            config.trained_parameters = [n for n in trained if n.startswith("model.")] or None
         problem = config.problem_type or "single_label_classification"
         is_single = problem == "single_label_classification" and self.num_classes(config) > 1
         if not is_single and config.head["name"] != "linear":
@@ -526,7 +527,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             **kwargs,
         )
         if attention_mask is None and input_ids is not None:
-            attention_mask = self._attended(input_ids)
+            attention_mask = self.attended(input_ids)
         states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
         logits = self._logits(states)
         loss = None
@@ -543,10 +544,6 @@ class HarmonicClassifier(HarmonicHeadModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _attended(self, input_ids: Tensor) -> Tensor | None:
-        """Return what `select` takes for the attention mask `[B, T]` where there is none."""
-        return None
 
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether every logit is a prediction of its own, as transformers tells it."""
@@ -586,7 +583,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
 
     _output_class = SequenceClassifierOutput
 
-    def _attended(self, input_ids: Tensor) -> Tensor | None:
+    def attended(self, input_ids: Tensor) -> Tensor | None:
         """Return which tokens `[B, T]` of a decoder are no padding, as transformers tells it."""
         if not self.config.is_causal:
             return None

@@ -104,7 +104,7 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     config = model.config
     weights = [f"{name}.weight" for name in targets]
     merged = [f"{BACKBONE}{name}" for name in weights]
-    config.trained_parameters = [*(config.trained_parameters or []), *merged]
+    config.trained_parameters = list(dict.fromkeys([*(config.trained_parameters or []), *merged]))
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
     settle_quantized_(model, merged=targets)

@@ -94,7 +94,10 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
     inputs = {key: value for key, value in batch.items() if key not in OF_LABELS}
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
-    states = model.select(hidden_states, inputs.get("attention_mask"))  # [B, S, D]
+    mask = inputs.get("attention_mask")
+    if mask is None and "input_ids" in inputs:
+        mask = model.attended(inputs["input_ids"])
+    states = model.select(hidden_states, mask)  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
 
 

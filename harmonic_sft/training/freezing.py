@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from harmonic_sft.models import HarmonicHeadModel, find_blocks
+from harmonic_sft.models import HarmonicHeadModel, find_blocks, has_blocks
 from harmonic_sft.models.backbones import is_quantized
 from harmonic_sft.training.run_config import UnfreezeConfig
 
@@ -41,7 +41,10 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
         parameters[name].requires_grad_(True)
         parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
-    model.config.trained_parameters = [n for n, p in model.named_parameters() if p.requires_grad]
+    earlier = set(model.config.trained_parameters or ())  # by another run on the same base
+    model.config.trained_parameters = [
+        name for name, p in model.named_parameters() if p.requires_grad or name in earlier
+    ]
     parameters = {name: p for name, p in parameters.items() if not is_quantized(p)}
     kept = [name for name, parameter in parameters.items() if parameter.dtype == torch.float32]
     if len(kept) < len(parameters):
@@ -98,7 +101,7 @@ def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[
 def parts(model: HarmonicHeadModel) -> list[Part]:
     """Return the parameters by part: embeddings, frozen and trained blocks, the rest, the head."""
     backbone = model.model.backbone
-    path, blocks = find_blocks(backbone)
+    path, blocks = find_blocks(backbone) if has_blocks(backbone) else ("", [])
     groups: dict[str, list[nn.Parameter]] = {}
     embeddings = {id(p) for p in backbone.get_input_embeddings().parameters()}
     names = _block_names(blocks)

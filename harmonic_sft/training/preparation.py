@@ -24,6 +24,7 @@ from transformers import (
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.row_maker import rows_sha256
 from harmonic_sft.data.sources import GivenSource, unformatted
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.losses import DistillLoss
@@ -312,7 +313,14 @@ class Preparation:
             # A classifier's text has the special tokens that it spells.
             for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
                 _check_plain(text_of(dict(row)), self.tokenizer())
-            data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns)
+            is_table = isinstance(data, datasets.Dataset)
+            # A table knows functions of modules by name, and would find what an older one made.
+            options = {"load_from_cache_file": False} if is_table else {}
+            data = data.map(
+                lambda row: {"text": text_of(dict(row))}, remove_columns=columns, **options
+            )
+            if is_table:
+                data._fingerprint = rows_sha256(data)
         streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
@@ -482,7 +490,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
         ValueError: A class without a labeled row.
     """
     head = model.dist_head
-    on_sphere = isinstance(head, SphereHead) and head.unit_sphere
+    on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
     counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)

@@ -230,6 +230,11 @@ class HExpConfig:
     @classmethod
     def _held(cls, section: Any) -> Any:
         is_number = isinstance(section, int | float) and not isinstance(section, bool)
+        if isinstance(section, str):
+            raise ValueError(
+                f"expected a number below 0 or {{start, end}}, got {section!r}. A learned one is "
+                "{start: -12.0, schedule: learned}"
+            )
         return {"start": section, "end": section} if is_number else section
 
     @model_validator(mode="after")

@@ -219,7 +219,7 @@ class HarmonicTrainer(Trainer):
         self.data_collator = CountingCollator(
             collator=self.data_collator,
             num_classes=None if is_free else len(built.dist_head.weight),
-            causal=built.config.is_causal,
+            causal=built.is_causal,
         )
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))

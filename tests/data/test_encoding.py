@@ -1,3 +1,6 @@
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
+
 from harmonic_sft.data import encoding
 from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens, encode_pieces
 
@@ -24,6 +27,16 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
     assert tokenizer.convert_ids_to_tokens(whole[1].input_ids) == ["word1", "a", "##b"]
     assert whole[1].scored == [True, True, True]
     assert whole[1].word_ids == [0, 1, 1]
+
+
+def test_special_tokens_of_a_tokenizer_that_knows_four_letters():
+    vocabulary = {letter: index for index, letter in enumerate("ACGT")} | {"[CLS]": 4}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $0", special_tokens=[("[CLS]", 4)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]")
+    assert SpecialTokens.of(tokenizer) == SpecialTokens([4], [])
 
 
 def test_pieces_are_joined_and_only_some_spell_special_tokens(tokenizer):

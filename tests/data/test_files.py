@@ -9,7 +9,7 @@ import tracemalloc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, Features, Json, Value
+from datasets import ClassLabel, Dataset, Features, Image, Json, Value
 
 from harmonic_sft.data import files
 from harmonic_sft.data.bad_rows import BadRows
@@ -241,20 +241,36 @@ def test_string_of_a_parquet_file_that_is_not_utf8_is_named(tmp_path):
     assert rows == [{"text": "one"}, {"text": "three"}]
 
 
+def test_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([pa.array(["one"]), pa.array(["two"])], ["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    place, reason = "rows 0 to 0 (row group 0)", "expected columns of different names, got "
+    only_bad(tmp_path / "a.parquet", place, reason)
+
+
+def test_columns_that_nobody_reads_may_be_of_any_type(tmp_path):
+    features = Features({"text": Value("string"), "image": Image(), "turns": Json()})
+    rows = [{"text": "one", "image": {"bytes": b"none", "path": None}, "turns": {"a": 1}}]
+    table = Dataset.from_list(rows, features=features).with_format("arrow")[:]
+    table = table.append_column("x", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())))
+    pq.write_table(table, tmp_path / "a.parquet")
+    found, bad_rows = read(tmp_path / "a.parquet")
+    assert found == [rows[0] | {"x": [("a", 1)]}]
+    assert not bad_rows.total
+
+
 @pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
-        ([("text", ["one"]), ("text", ["two"])], "expected columns of different names, got "),
-        (
-            [("text", ["one"]), ("x", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())))],
-            "expected readable content, got: ",
-        ),
-    ],
+    ("spoiled", "reason"),
+    [(r'"\ud800"', r"expected UTF-8, got '\\ud800'"), ("NaN", "expected JSON, got NaN")],
 )
-def test_columns_of_a_parquet_file_that_cannot_be_read_are_named(tmp_path, columns, reason):
-    names, arrays = zip(*columns, strict=True)
-    pq.write_table(pa.table([*map(pa.array, arrays)], names), tmp_path / "a.parquet")
-    only_bad(tmp_path / "a.parquet", "rows 0 to 0 (row group 0)", reason)
+def test_a_bad_value_in_a_list_costs_its_own_row(tmp_path, spoiled, reason):
+    (tmp_path / "a.json").write_text(f'[{{"text": "one"}}, {{"x": {spoiled}}}, {{"text": "two"}}]')
+    assert only_bad(tmp_path / "a.json", "row 2", reason) == [{"text": "one"}, {"text": "two"}]
+
+
+def test_a_broken_start_of_a_compressed_list_is_named(tmp_path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'[{"text": "one"}]')[:12])
+    only_bad(tmp_path / "a.json.gz", "", "expected readable content, got: ")
 
 
 def test_json_and_categories_of_a_parquet_file_are_decoded(tmp_path):

@@ -200,6 +200,16 @@ def test_files_that_leave_nothing_to_train_on_are_refused(
         load(tokenizer, Source(path=str(tmp_path / name)), eval=EvalConfig(documents=1))
 
 
+@pytest.mark.parametrize("first", [{"text": None}, {"messages": []}, {"other": 1}])
+def test_a_bad_first_row_is_as_bad_as_any(tokenizer, tmp_path, first):
+    rows = [first, *({"text": f"word{index} word2"} for index in range(8))]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = Source(path=f"{tmp_path}/a.jsonl")
+    assert load(tokenizer, source, on_bad_row="skip").bad_rows.total == 1
+    with pytest.raises(ValueError, match=r"a\.jsonl', line 1\. Repair it"):
+        load(tokenizer, source)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(
     tokenizer, tmp_path, streaming

@@ -23,6 +23,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
     ranges = True
     cut_after = None  # bytes after which a connection breaks
     failures: ClassVar[list[int]] = []  # statuses of the next answers
+    tags: ClassVar[list[str]] = []  # ETags of the next answers
     head_failures: ClassVar[list[int]] = []  # and to the next questions for headers
 
     def do_HEAD(self):
@@ -45,6 +46,8 @@ class Server(http.server.SimpleHTTPRequestHandler):
         start = int(start) if self.ranges else 0
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(content) - start))
+        if self.tags:
+            self.send_header("ETag", self.tags.pop(0))
         self.end_headers()
         body = content[start:][: self.cut_after]
         with contextlib.suppress(ConnectionError):
@@ -70,7 +73,7 @@ def waited(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    handler = type("Handler", (Server,), {"failures": [], "head_failures": []})
+    handler = type("Handler", (Server,), {"failures": [], "head_failures": [], "tags": []})
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
     )
@@ -133,6 +136,23 @@ def test_broken_connection_is_opened_again(server, tmp_path):
     server.handler.cut_after = 100_000
     with RemoteFile(f"{server.url}/a.bin") as file:
         assert file.readall() == content
+
+
+def test_a_file_that_changes_while_it_is_read_ends_the_reading(server, tmp_path, waited):
+    (tmp_path / "a.bin").write_bytes(bytes(250_000))
+    server.handler.cut_after = 100_000
+    server.handler.tags += ["old", "old", "new"]
+    with RemoteFile(f"{server.url}/a.bin") as file, pytest.raises(OSError, match="was changed"):
+        file.readall()
+    assert waited == [0, 0]
+
+
+def test_a_server_that_says_nothing_of_a_file_has_a_new_version_each_time(server, tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    versions = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
+    server.handler.head_failures += [405] * 2  # its other answers have no Last-Modified
+    silent = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
+    assert (len(versions), len(silent)) == (1, 2)
 
 
 @pytest.mark.parametrize("status", [429, 503])

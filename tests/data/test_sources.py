@@ -55,6 +55,16 @@ def texts(documents):
     return [row["text"] for row in documents if BAD not in row]
 
 
+def test_a_folder_that_is_saved_again_has_another_fingerprint(tmp_path):
+    found = []
+    for text in ("one", "two"):
+        data = Dataset.from_dict({"text": [text]})
+        data._fingerprint = "same"
+        data.save_to_disk(tmp_path / "saved")
+        found.append(load(path=str(tmp_path / "saved"))._fingerprint)
+    assert found[0] != found[1]
+
+
 def refused(message, **settings):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load(**settings)
@@ -314,6 +324,18 @@ def test_the_columns_are_those_that_a_transform_makes():
     check_column(documents, first, "text", name="x.column", is_text=True)
     with pytest.raises(ValueError, match=r"x\.column: expected one of \['text'\], got 'other'"):
         check_column(documents, first, "other", name="x.column")
+
+
+def test_files_that_number_their_classes_differently_are_refused(tmp_path):
+    for name, names in (("a", ["no", "yes"]), ("b", ["yes", "no"])):
+        features = Features({"label": ClassLabel(names=names)})
+        Dataset.from_dict({"label": [0]}, features=features).to_parquet(
+            tmp_path / f"{name}.parquet"
+        )
+    alike = load(path=str(tmp_path / "a.parquet"))
+    assert names_of_classes(alike, "label") == ("no", "yes")
+    with pytest.raises(ValueError, match=r"data\.label_column: expected files whose numbers stand"):
+        names_of_classes(load(path=str(tmp_path / "*.parquet")), "label")
 
 
 def test_a_transform_may_give_the_numbers_of_labels_another_meaning():
