@@ -28,7 +28,7 @@ FAMILIES = tuple(OWN)
 
 def save_encoder(family: str, folder: Path, **changes) -> Path:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**{**SIZES, **OWN[family], **changes})
+    config = CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {}), **changes})
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     return folder
 

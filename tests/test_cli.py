@@ -187,6 +187,13 @@ def test_a_run_without_a_file_holds_out_at_most_a_tenth(runs, tiny_base, tmp_pat
     assert run.data.eval.documents == held_out
 
 
+def test_a_tenth_is_held_out_of_what_a_pattern_names(runs, tiny_base, tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 30)
+    (tmp_path / "b.txt").write_text("some text\n" * 40)
+    assert main(["train", "--model", str(tiny_base), "--dataset", f"{tmp_path}/*.txt"]) == 0
+    assert runs[0].data.eval.documents == 7
+
+
 def test_a_run_without_a_file_does_what_the_base_does_as_far_as_it_reads(runs, causal_base):
     given = ["--model", str(causal_base), "--dataset", "a.txt", "--output", "runs/y"]
     assert main(["train", *given]) == 0

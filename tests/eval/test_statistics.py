@@ -1,5 +1,7 @@
 """Intervals against scipy, Holm's rule by hand, and cases with a known answer."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -24,6 +26,16 @@ def test_the_interval_is_that_of_student():
     assert found["seeds"] == 5
     assert show_interval(found) == "0.230 ± 0.150"
     assert show_interval(found, scale=100, digits=1) == "23.0 ± 15.0"
+
+
+def test_resamples_of_many_documents_are_not_all_in_memory():
+    values, documents = np.random.default_rng(0).random(20_000), np.arange(20_000)
+    tracemalloc.start()
+    low, high = document_interval(values, documents)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert low < values.mean() < high
+    assert peak < 200e6  # all 2,000 resamples would take 20,000 x 2,000 x 8 x 3 bytes
 
 
 def test_a_single_seed_decides_nothing():

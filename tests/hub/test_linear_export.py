@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, BertTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertTokenizer
 
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
@@ -243,6 +243,29 @@ def test_an_export_has_metadata_and_names_no_code_of_the_base(
         data = ModelCard.load(target / "README.md").data
         assert (data.base_model, data.license) == ("me/base", license)
         assert data.pipeline_tag == ("text-generation" if is_causal else "fill-mask")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_soft_cap_is_kept_or_the_readme_says_that_it_is_not(
+    bases, causal_base, tmp_path, is_causal
+):
+    model_class, base, auto_class = HarmonicForMaskedLM, bases / "bert", AutoModelForMaskedLM
+    if is_causal:
+        model_class, base, auto_class = HarmonicForCausalLM, causal_base, AutoModelForCausalLM
+    head = {"name": "linear", "bias": False, "softcap": 2.0}
+    model = model_class.from_base(str(base), head=head).eval()
+    with torch.no_grad():
+        model.dist_head.weight.mul_(50)
+    model.save_pretrained(tmp_path / "model")
+    target = export_linear(tmp_path / "model", tmp_path / "linear")
+    exported, ids = auto_class.from_pretrained(target).eval(), inputs()
+    with torch.no_grad():
+        before, after = model(**ids).logits, exported(**ids).logits
+    assert torch.equal(before, after) != is_causal
+    text = (target / "README.md").read_text()
+    assert ("Weights and logits are unchanged" in text) != is_causal
+    assert ("**Only the order of the tokens is kept**" in text) == is_causal
+    assert ("`2.0 * torch.tanh(logits / 2.0)`" in text) != is_causal
 
 
 FOLDED = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
 from harmonic_sft.hub import read_trained, stage
-from harmonic_sft.hub.staging import check_form
+from harmonic_sft.hub.staging import check_adapter, check_form
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
@@ -120,9 +121,45 @@ def test_a_form_that_could_not_be_loaded_again_is_refused(staged, form, changes,
         staged(form, **changes)
 
 
+def test_an_adapter_on_weights_that_were_trained_before_is_refused(tmp_path):
+    target = "model.backbone.encoder.layer.1.attention.self.query"
+    fields = {"target_modules": [target], "modules_to_save": ["dist_head"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    names = ["dist_head.weight", f"{target}.weight"]
+    check_adapter(HarmonicConfig(trained_parameters=names), tmp_path)
+    names.append("model.backbone.encoder.layer.1.attention.self.query_norm.weight")
+    with pytest.raises(ValueError, match=r"as it was published, .*query_norm\.weight\. Use"):
+        check_adapter(HarmonicConfig(trained_parameters=names), tmp_path)
+
+
 def test_lora_beside_a_tied_head_is_refused():
     with pytest.raises(ValueError, match="expected a head of its own, got one tied"):
         check_form(HarmonicConfig(tie_word_embeddings=True), "peft", True)
+
+
+def test_the_path_of_the_run_in_a_checkpoint_stops_the_push(staged, run_copy):
+    checkpoint = next(run_copy.glob("checkpoint-[0-9]*"))
+    path = checkpoint / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {"note": f"{run_copy}/vocab"}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"got the path of the run\. Not published"):
+        staged(folder=checkpoint)
+
+
+def test_a_folder_named_like_a_data_set_stays_a_folder_elsewhere(staged, run_copy):
+    run, held_out = run_copy / "run.yaml", run_copy / "results" / "held_out.json"
+    settings, saved = yaml.safe_load(run.read_text()), json.loads(held_out.read_text())
+    assert saved["sources"][0].pop("is_local")
+    settings["data"]["sources"][0]["path"] = "data/corpus"
+    run.write_text(yaml.safe_dump(settings))
+    cards = []
+    for is_local in (False, True):
+        saved["sources"][0]["is_local"] = is_local
+        held_out.write_text(json.dumps(saved))
+        cards.append((staged(folder=run_copy) / "README.md").read_text())
+    assert "huggingface.co/datasets/data/corpus" in cards[0]
+    assert "data/corpus" not in cards[1]
+    assert "local files, `corpus`" in cards[1]
 
 
 @pytest.mark.parametrize("secret", ["token", "run"])

@@ -463,6 +463,23 @@ def test_a_random_head_that_peft_leaves_out_is_refused_in_training(published, ta
     assert trained.base_model.model.active_head.weight.grad.abs().sum() > 0
 
 
+def test_what_was_trained_in_the_backbone_of_a_language_model_is_still_named(base, tmp_path):
+    model = HarmonicForMaskedLM.from_base(base)
+    trained = "model.backbone.encoder.layer.1.output.dense.bias"
+    model.config.trained_parameters = [trained, "dist_head.weight"]
+    model.save_pretrained(tmp_path)
+    classifier = HarmonicForSequenceClassification.from_pretrained(tmp_path, num_labels=2)
+    assert classifier.config.trained_parameters == [trained]
+
+
+def test_a_classifier_of_another_vocabulary_says_so(base):
+    model = HarmonicForSequenceClassification.from_base(base, labels=LABELS)
+    for size in (V, V + 3, V + 5):
+        model.resize_token_embeddings(size)
+    assert model.config.base_vocab_size == V
+    assert len(model.dist_head.weight) == len(LABELS)
+
+
 def test_a_random_head_of_a_base_is_refused_where_it_is_frozen(base):
     model = make(base).train()
     model.dist_head.requires_grad_(False)

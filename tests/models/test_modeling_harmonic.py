@@ -276,6 +276,14 @@ def test_frozen_blocks_hold_no_graph_and_no_dropout(bases, family):
     assert all(p.grad is not None for p in blocks[2].parameters())
 
 
+def test_blocks_above_trained_positions_hold_a_graph(bases):
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
+    model.model.requires_grad_(False)
+    model.model.backbone.embeddings.position_embeddings.requires_grad_(True)
+    model.train()
+    assert all(block.training for block in find_blocks(model.model.backbone)[1])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_recomputes_only_blocks_with_a_graph(bases, family):
     model = HarmonicForMaskedLM.from_base(str(bases / family))

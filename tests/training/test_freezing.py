@@ -7,6 +7,7 @@ from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import parts, unfreeze_
 from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig
+from tests.encoders import save_encoder
 
 
 @pytest.fixture
@@ -22,6 +23,30 @@ def test_last_blocks_and_the_head(model):
     unfreeze_(model, UnfreezeConfig(last_blocks=2))
     expected = {n for n, _ in model.named_parameters() if ".layer.1." in n or ".layer.2." in n}
     assert trained(model) == expected | {"dist_head.weight"}
+
+
+def test_what_an_earlier_run_trained_is_still_named(model):
+    unfreeze_(model, UnfreezeConfig(last_blocks=1))
+    earlier = set(model.config.trained_parameters)
+    unfreeze_(model, UnfreezeConfig(patterns=["encoder.layer.0.output.dense.bias"]))
+    now = {"dist_head.weight", "model.backbone.encoder.layer.0.output.dense.bias"}
+    assert trained(model) == now
+    assert set(model.config.trained_parameters) == earlier | now
+    assert len(model.config.trained_parameters) == len(earlier | now)
+
+
+def test_blocks_of_parts_or_shared_ones_are_trained_by_name(tmp_path):
+    sizes = {"emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 40}
+    save_encoder("xlm", tmp_path / "xlm", **sizes)
+    save_encoder("albert", tmp_path / "albert", embedding_size=32)
+    for family, lists in (("xlm", "'attentions', 'layer_norm1', 'ffns'"), ("albert", "")):
+        model = HarmonicForMaskedLM.from_base(str(tmp_path / family))
+        with pytest.raises(ValueError, match=rf"one list of 3 blocks, got \[{lists}.*patterns"):
+            unfreeze_(model, UnfreezeConfig(last_blocks=1))
+        unfreeze_(model, UnfreezeConfig(patterns=["*"]))
+        ids = torch.tensor([[5, 6, 7]])
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        assert {part.name for part in parts(model)} >= {"token embeddings", "head"}
 
 
 def test_what_fits_no_parameter_is_refused(model):

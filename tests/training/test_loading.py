@@ -63,6 +63,16 @@ def test_means_are_those_of_a_loop(tiny_base, model_class, axes, head):
         )
 
 
+def test_class_means_of_a_rotated_sphere_are_those_of_the_sphere(tiny_base):
+    found = []
+    for head in ({"name": "dist"}, {"name": "rotation", "inner": {"name": "dist"}}):
+        model = HarmonicForSequenceClassification.from_base(
+            str(tiny_base), labels=LABELS, head=head
+        )
+        found.append(class_means(model, make_batches("B")))
+    torch.testing.assert_close(*found)
+
+
 def test_a_class_without_rows_is_an_error(tiny_base):
     model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=LABELS)
     batch = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "labels": torch.tensor([0, 2])}

@@ -9,7 +9,13 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, ProgressCallback, TrainerCallback, default_data_collator
 
-from harmonic_sft import HarmonicForCausalLM, HarmonicTrainer, HarmonicTrainingArguments
+from harmonic_sft import (
+    HarmonicForCausalLM,
+    HarmonicForSequenceClassification,
+    HarmonicForTokenClassification,
+    HarmonicTrainer,
+    HarmonicTrainingArguments,
+)
 from harmonic_sft.data import chat
 from harmonic_sft.training import trainer as trainer_module
 from harmonic_sft.training.batches import split_batch
@@ -54,6 +60,33 @@ def test_shifted_labels_alone_are_accumulated_as_a_mean(causal_base, arguments, 
         (entry,) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         found.append((entry["loss"], entry["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("of_words", [False, True])
+def test_a_classifier_on_a_decoder_scores_every_label(
+    causal_base, arguments, make, tmp_path, of_words
+):
+    HarmonicForCausalLM.from_base(str(causal_base)).save_pretrained(tmp_path / "decoder")
+    kind = HarmonicForTokenClassification if of_words else HarmonicForSequenceClassification
+    model = kind.from_pretrained(tmp_path / "decoder", num_labels=2)
+    model.config.pad_token_id = 0
+    ids = torch.tensor([[5, 9, 0, 0], [6, 9, 4, 7]])
+    labels = torch.tensor([[0, 1, -100, -100], [1, 0, 0, 1]] if of_words else [0, 1])
+    with torch.no_grad():
+        model.dist_head.weight.mul_(50)
+        expected = model.eval()(ids, labels=labels).loss.item()
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    trainer = make(
+        arguments(max_steps=1, unfreeze=0),
+        model=model,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=default_data_collator,
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert entry["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_mean_is_not_made_of_parts_where_memory_runs_out(make, monkeypatch):
