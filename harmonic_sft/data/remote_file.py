@@ -110,12 +110,12 @@ class RemoteFile(io.RawIOBase):
         state, problem = _state(response.headers), None
         if self._position and response.status != HTTPStatus.PARTIAL_CONTENT:
             problem = "the server sends no parts of files"
-        elif self._state is not None and state != self._state:
+        elif None not in (state, self._state) and state != self._state:
             problem = "the file was changed while it was read"
         if problem is not None:
             response.close()
             raise urllib.error.HTTPError(self.url, response.status, problem, response.headers, None)
-        self._state = state
+        self._state = state or self._state
         return response
 
     def _disconnect(self) -> None:
