@@ -187,7 +187,7 @@ def record(
     `trained` are the `short_hashes` of the training documents, None for a stream; `base` is
     `model.base`, None for random weights; `checksums` are for `changed`.
     """
-    base_digest = None if base is None else (_read(_home(base)) or {}).get("digest")
+    base_digest = None if base is None else (_read(run_home(base)) or {}).get("digest")
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
@@ -233,7 +233,7 @@ def lineage(
     found: list[Ancestor] = []
     expected: str | None = None
     while model is not None:
-        folder = _home(model)
+        folder = run_home(model)
         saved = _read(folder)
         if saved is None or (found and saved["digest"] != expected):
             return [*found, Ancestor(model, "unknown")]
@@ -280,9 +280,9 @@ def _is_local(source: Mapping[str, Any]) -> bool:
     return Path(source["path"]).expanduser().exists()
 
 
-def _home(model: str) -> Path:
+def run_home(folder: str | Path) -> Path:
     """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
-    folder = Path(model).expanduser()
+    folder = Path(folder).expanduser()
     return folder.parent if folder.name.startswith("checkpoint-") else folder
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
+from harmonic_sft.data.heldout import run_home
 from harmonic_sft.hub.model_card import CARD_TASKS
-from harmonic_sft.hub.run_folder import public_base, run_home
+from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,

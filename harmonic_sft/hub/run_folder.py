@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from harmonic_sft.config import read_yaml
+from harmonic_sft.data.heldout import LIST, run_home
 from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.models.backbones import check_whole
 from harmonic_sft.models.partial_checkpoint import check_not_partial, hub_base
@@ -33,11 +34,6 @@ class TrainedFolder:
     figure: Path | None  # of the training, None before the run's end
 
     @property
-    def home(self) -> Path:
-        """The run's own folder, where `path` may be a checkpoint."""
-        return run_home(self.path)
-
-    @property
     def has_adapter(self) -> bool:
         """Whether LoRA weights lie beside the merged ones."""
         return (self.path / ADAPTER_FOLDER).is_dir()
@@ -45,17 +41,12 @@ class TrainedFolder:
 
 def _read_run(home: Path) -> dict[str, Any]:
     """Read `run.yaml`; what was a folder here, not a data set on the Hub, begins with `./`."""
-    run, held_out = read_yaml(home / "run.yaml"), home / "results" / "held_out.json"
+    run, held_out = read_yaml(home / "run.yaml"), home / "results" / f"{LIST}.json"
     known = read_results(held_out).get("sources", []) if held_out.is_file() else []
     for source, saved in zip((run.get("data") or {}).get("sources", []), known, strict=False):
         if saved.get("is_local") and not Path(source["path"]).is_absolute():
             source["path"] = f"./{source['path']}"
     return run
-
-
-def run_home(folder: Path) -> Path:
-    """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
-    return folder.parent if folder.name.startswith("checkpoint-") else folder
 
 
 def read_trained(folder: Path) -> TrainedFolder:

@@ -20,6 +20,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
 )
 
+from harmonic_sft.data.heldout import run_home
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
     ADAPTER_FOLDER,
@@ -234,7 +235,7 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
     secrets = {
         "the token of the Hub": get_token(),
         "the path of your home": f"{Path.home()}/" if str(Path.home()) != "/" else None,
-        "the path of the run": str(trained.home.resolve()),
+        "the path of the run": str(run_home(trained.path.resolve())),
     }
     for path in sorted(target.rglob("*")):
         if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in WORDS:
