@@ -46,6 +46,7 @@ def test_blocks_of_parts_or_shared_ones_are_trained_by_name(tmp_path):
         unfreeze_(model, UnfreezeConfig(patterns=["*"]))
         ids = torch.tensor([[5, 6, 7]])
         model.train()(input_ids=ids, labels=ids).loss.backward()
+        assert model.get_input_embeddings().weight.grad.any()
         assert {part.name for part in parts(model)} >= {"token embeddings", "head"}
 
 

@@ -1,6 +1,8 @@
 """HarmonicTrainer from Python on labelled rows: classes, their order, and labels that are none."""
 
 import random
+import sys
+import types
 from types import SimpleNamespace
 
 import datasets
@@ -230,6 +232,19 @@ def test_rows_that_are_scored_again_by_several_processes_are_said(
         trainer._warn_of_repeated(loader)
     is_said = "The last batches of an epoch score 1 rows again, so that all 2 pro" in caplog.text
     assert is_said == (num_rows == 7 and own_loss is not None)
+
+
+def test_a_formatting_function_that_was_edited_makes_other_rows(make, monkeypatch):
+    # As in a later process: the library knows a function of a module by its name.
+    ending = types.ModuleType("ending")
+    monkeypatch.setitem(sys.modules, "ending", ending)
+    rows = Dataset.from_dict({"raw": ["aa ab"] * 4})
+    lengths = []
+    for end in ("", " ac ad", ""):
+        exec(f"def text(row):\n    return row['raw'] + {end!r}", vars(ending))
+        trainer = make(train_dataset=rows, formatting_func=ending.text)
+        lengths.append(len(trainer.train_dataset[0]["input_ids"]))
+    assert lengths == [4, 6, 4]
 
 
 def test_a_formatting_function_makes_the_text_and_leaves_labels_and_weights(arguments, make):
