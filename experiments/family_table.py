@@ -82,19 +82,22 @@ def measure_start(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
     Returns:
         Spreads of the losses: `old_head`, of the base before the swap; `swapped`, of the new head
-        before its calibration, None if there was none; `before` and `after` training. `tokens`,
-        the spread of how many it took to the old head's loss, None if some run never arrived or
-        was hardly ever evaluated. None in all if the base's own head is not known.
+        before its calibration, None if there was none; `before` training, at its `first`
+        evaluation (None if there was none) and `after` it. `tokens`, the spread of how many it
+        took to the old head's loss, None if some run never arrived or was hardly ever evaluated.
+        None in all if the base's own head is not known.
     """
     if any("old_head" not in one.get("swap", {}) for one in results):
         return None
     swapped = [one["swap"]["swapped"]["loss"] for one in results if "swapped" in one["swap"]]
     counts = [_tokens(one) for one in results]
     known = [count for count in counts if count is not None]
+    first = [loss for one in results for _, loss in _curve(one)[1:2]]
     return {
         "old_head": spread([one["swap"]["old_head"]["loss"] for one in results]),
         "swapped": spread(swapped) if len(swapped) == len(results) else None,
         "before": spread([one["before"]["loss"] for one in results]),
+        "first": spread(first) if len(first) == len(results) else None,
         "after": spread([one["final"]["loss"] for one in results]),
         "tokens": spread(known) if len(known) == len(counts) else None,
     }
@@ -132,16 +135,22 @@ def _values(row: Row, rated: str | None) -> dict[str, list[float]]:
     return {key: found[key]["values"] for key in METRICS if key in found}
 
 
-def _tokens(results: dict[str, Any]) -> float | None:
+def _curve(results: dict[str, Any]) -> list[tuple[int, float]]:
+    """Return tokens and loss of every evaluation, from that before training on."""
     points = {
         int(entry.get("num_input_tokens_seen", 0)): entry["eval_loss"]
         for entry in results["history"]
         if "eval_loss" in entry
     }
+    return list(points.items())
+
+
+def _tokens(results: dict[str, Any]) -> float | None:
+    points = _curve(results)
     level = results["swap"]["old_head"]["loss"]
     if len(points) < MIN_EVALUATIONS and results["before"]["loss"] > level:
         return None
-    return tokens_to_reach(list(points), list(points.values()), level)
+    return tokens_to_reach(*zip(*points, strict=True), level)
 
 
 def _cells(row: Row, rated: str | None, num_seeds: int, width: int) -> list[str | None]:
@@ -185,11 +194,12 @@ def _show_starts(rows: Sequence[Row]) -> None:
     starts = [(row["name"], row["start"]) for row in rows if row.get("start") is not None]
     if not starts:
         return
-    losses = ("old_head", "swapped", "before", "after")
+    losses = ("old_head", "swapped", "before", "first", "after")
     table = [
         (name, *(show_spread(start[key]) for key in losses), show_spread(start["tokens"], digits=0))
         for name, start in starts
     ]
-    columns = ["", "base, own head", "new head", "before training (calibrated)", "after training"]
-    show_table("The start", [*columns, "tokens to the base's loss"], table)
+    columns = ["", "base, own head", "new head", "before training (calibrated)"]
+    columns += ["first evaluation", "after training", "tokens to the base's loss"]
+    show_table("The start", columns, table)
     logger.info(START_NOTE)

@@ -94,13 +94,14 @@ def run(losses, *, old=3.0, swapped=None):
 def test_tokens_to_the_old_heads_loss_are_linear_between_evaluations():
     found = measure_start([run([5, 4, 2, 1], swapped=8.0), run([5, 3.5, 3, 1], swapped=10.0)])
     assert found["tokens"]["values"] == [150, 200]
-    means = [found[key]["mean"] for key in ("old_head", "swapped", "before", "after")]
-    assert means == [3.0, 9.0, 5.0, 1.0]
+    means = [found[key]["mean"] for key in ("old_head", "swapped", "before", "first", "after")]
+    assert means == [3.0, 9.0, 5.0, 3.75, 1.0]
 
 
 def test_what_never_arrives_or_was_hardly_evaluated_has_no_count():
     assert measure_start([run([5, 4, 2, 1]), run([5, 4.5, 4, 3.5])])["tokens"] is None
     assert measure_start([run([5, 1])])["tokens"] is None
+    assert measure_start([run([5, 1]), run([5])])["first"] is None
     assert measure_start([run([3, 1], old=3.0)])["tokens"]["mean"] == 0
     assert measure_start([run([5, 4, 2, 1])])["swapped"] is None
     assert measure_start([run([5, 1]), {"before": {}, "final": {}, "history": []}]) is None
