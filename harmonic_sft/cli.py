@@ -208,8 +208,8 @@ def _num_held_out(dataset: str) -> int:
     from harmonic_sft.data.sections import Source
     from harmonic_sft.data.sources import load_documents
 
-    path = Path(dataset).expanduser()
-    if not path.exists() and not glob(str(path), recursive=True):
+    path = os.path.expanduser(dataset)
+    if not os.path.exists(path) and not glob(path, recursive=True):
         return NUM_HELD_OUT
     try:
         rows, _ = load_documents(Source(path=dataset), name="--dataset", skip=True)

@@ -10,6 +10,7 @@ A run's folder has two files, which are never published; the `digest` of the lis
   sorted uint64. A run on a stream has no such file.
 """
 
+import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -277,12 +278,12 @@ def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_local(source: Mapping[str, Any]) -> bool:
-    return Path(source["path"]).expanduser().exists()
+    return os.path.exists(os.path.expanduser(source["path"]))
 
 
 def run_home(folder: str | Path) -> Path:
     """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     return folder.parent if folder.name.startswith("checkpoint-") else folder
 
 

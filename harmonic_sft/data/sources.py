@@ -2,6 +2,7 @@
 
 import copy
 import glob
+import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
     check_path(source, name)
-    path = Path(source.path).expanduser()
+    path = Path(os.path.expanduser(source.path))
     if isinstance(source, GivenSource):
         documents: Documents = source.documents
     elif source.path == DOCSTRINGS:
@@ -148,7 +149,7 @@ def check_path(source: Source, name: str) -> None:
             "with them. Download the file, or give an address that is signed"
         )
     known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
-    here = Path(source.path).expanduser().exists() or glob.has_magic(source.path)
+    here = os.path.exists(os.path.expanduser(source.path)) or glob.has_magic(source.path)
     if not (known or here or (HUB_NAME.fullmatch(source.path) and not _looks_local(source.path))):
         others = f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
         others = "" if _looks_local(source.path) else others
@@ -159,7 +160,7 @@ def check_path(source: Source, name: str) -> None:
 
 def _located(path: str) -> str:
     """Quote a path; of a relative one say where it was looked for."""
-    is_relative = not Path(path).expanduser().is_absolute()
+    is_relative = not os.path.isabs(os.path.expanduser(path))
     return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,14 @@ def locate_base(base: str) -> str:
     """
     if not base.startswith("package:"):
         if base.startswith((".", "/", "~")) or base.count("/") > 1 or base.startswith("runs/"):
-            if not (Path(base).expanduser() / "config.json").is_file():
+            folder = os.path.expanduser(base)
+            if not os.path.isfile(os.path.join(folder, "config.json")):
                 raise ValueError(
                     f"model.base: expected a folder with a config.json, got {base!r}. "
                     "If another run makes it, start that one first"
                 )
-            check_not_partial(Path(base).expanduser())
-            return str(Path(base).expanduser())
+            check_not_partial(Path(folder))
+            return folder
         return base
     name = base.removeprefix("package:")
     if name not in PACKAGES:

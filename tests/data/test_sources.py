@@ -97,6 +97,8 @@ def test_path_may_start_at_home(folder, monkeypatch):
         ("missing.txt", {}, "data.sources[0].path: expected an existing file, got "),
         ("./missing", {}, "data.sources[0].path: expected an existing file, got "),
         ("~/missing-folder", {}, "data.sources[0].path: expected an existing file, got "),
+        ("~no-such-user/a", {}, "data.sources[0].path: expected an existing file, got "),
+        ("a" * 300 + ".txt", {}, "data.sources[0].path: expected an existing file, got "),
         ("*.jsonl.gz", {}, "path: expected files that match, got none"),
         ("a.*", {}, "got ['.csv', '.jsonl', '.txt']"),
         ("script.py", {}, "path: expected files of one kind, ending in one of"),
