@@ -133,9 +133,12 @@ def _training() -> dict[str, Key]:
     """Return transformers' arguments, with our defaults and without those that are refused."""
     from transformers import TrainingArguments
 
+    from harmonic_sft.training.arguments import HarmonicTrainingArguments
+
     refused = {key for keys in REFUSED.values() for key in keys}
+    ours = {argument.name: argument for argument in dataclasses.fields(HarmonicTrainingArguments)}
     keys = {}
-    for argument in dataclasses.fields(TrainingArguments):
+    for argument in (ours[theirs.name] for theirs in dataclasses.fields(TrainingArguments)):
         default = argument.default
         if argument.default_factory is not dataclasses.MISSING:
             default = argument.default_factory()

@@ -38,6 +38,7 @@ def test_sections_heads_and_losses_are_there():
     [
         ("head.dist.eps", "squared units of the hidden states. (number; default 1e-06)"),
         ("training.learning_rate", "(number; default 0.0002)"),
+        ("training.lr_scheduler_type", "(text; default warmup_stable_decay)"),
         ("data.mask.policy", "(one of mask_only, 80_10_10; default mask_only)"),
         ("data.sources.0.path", "owner/name on the Hub"),
         ("loss.wasserstein.top_k", "(whole number or null; default null)"),
