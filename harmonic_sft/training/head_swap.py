@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,7 +51,11 @@ class HExpFit(NamedTuple):
 
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     """Evaluate and return the metrics without the prefix that transformers logs them under."""
-    metrics = trainer.evaluate(metric_key_prefix=prefix)
+    return plain_metrics(trainer.evaluate(metric_key_prefix=prefix), prefix)
+
+
+def plain_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the metrics of an evaluation alone, without the prefix of their names."""
     kept = (*METRICS, "tokens", "documents", "h_exp", "post_hoc")
     plain = {key.removeprefix(f"{prefix}_"): value for key, value in metrics.items()}
     return {key: value for key, value in plain.items() if key.startswith(kept)}

@@ -44,6 +44,7 @@ from harmonic_sft.training.head_swap import (
     eval_labels,
     evaluate,
     measure_swap,
+    plain_metrics,
 )
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
@@ -292,7 +293,7 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
                 "with resume=true continues from the last checkpoint"
             )
         trainer.save_model()  # first: whoever ends the evaluation has the model
-        final = evaluate(trainer, "final")
+        final = _evaluation_of_last_step(trainer) or evaluate(trainer, "final")
     except BaseException:
         finish_pushes(trainer.callback_handler.callbacks)
         raise
@@ -306,6 +307,15 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
         "tokens_per_second": speed,
         "data_wait_share": trainer.data_seconds / seconds if seconds else None,
     }
+
+
+def _evaluation_of_last_step(trainer: HarmonicTrainer) -> dict[str, float]:
+    """Return the metrics of the weights as they are now, if training measured these; else none."""
+    state = trainer.state
+    measured = [row for row in state.log_history if "eval_loss" in row]
+    if trainer.args.load_best_model_at_end or not measured:
+        return {}
+    return plain_metrics(measured[-1], "eval") if measured[-1]["step"] == state.global_step else {}
 
 
 def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
