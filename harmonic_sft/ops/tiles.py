@@ -1,8 +1,10 @@
 """The tiles of a chunk in plain PyTorch: scores, their row sums, weights for the gradients."""
 
 import functools
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
@@ -14,6 +16,9 @@ from harmonic_sft.ops.workers import Workers
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
+# On a CPU numbers too small to be normal take up to a hundred times as long, also in products.
+LOWEST = -43.0  # logit, less the highest of its tile, below which a probability is taken for 0
+SMALLEST = 2e-38  # coefficient
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
 
@@ -149,13 +154,11 @@ class TorchTiles:
             probs = self._powers(scores, nearest)
         else:
             logits = self._logits(scores, nearest, tile, log_scale)
-            place = logits
-            if self.stage.num_sums or self.smoothed or chunk.moments is not None:
-                place = None  # the logits are needed beside their exponentials
-            elif geometry.linear and kept is not None:
-                place = kept[0]
-            probs = torch.exp(logits, out=place)
-            if place is None:
+            needed = self.stage.num_sums or self.smoothed or chunk.moments is not None
+            powers = F.threshold(logits, LOWEST, -torch.inf, inplace=not needed)
+            keeps_probs = geometry.linear and kept is not None and not needed
+            probs = torch.exp(powers, out=kept[0] if keeps_probs else powers)
+            if needed:
                 second = self._sum_logits(chunk, k, logits, probs)
         torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:
@@ -215,6 +218,7 @@ class TorchTiles:
     def _powers(self, scores: Tensor, nearest: Tensor) -> Tensor:
         """Return e `[T, W]` of a whole exponent, without a logarithm."""
         ratio = torch.div(nearest, scores)  # 0 where left out
+        F.threshold(ratio, math.exp(LOWEST / self.power), 0, inplace=True)
         power = ratio.clone()
         for bit in f"{self.power:b}"[1:]:
             power.mul_(power)
@@ -267,7 +271,10 @@ class TorchTiles:
     def _coefficients(self, chunk: Chunk, k: int, share: Tensor, kept: list[Tensor]) -> Tensor:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
-        coefficients = kept[0].mul_((slope * chunk.mass * share).unsqueeze(1))
+        factors = slope * chunk.mass * share  # [T]
+        if self.on_cpu:
+            _drop_tiny_(kept[0], factors)
+        coefficients = kept[0].mul_(factors.unsqueeze(1))
         if chunk.second is not None:
             factors = slope * chunk.second * torch.exp(self.stage.log_share(chunk, k))
             coefficients.addcmul_(kept[self.slots["second"]], factors.unsqueeze(1))
@@ -289,3 +296,10 @@ class TorchTiles:
             return joined
         width = int((joined >= 0).sum(1).max())
         return joined.sort(1, descending=True).values[:, :width]
+
+
+def _drop_tiny_(weights: Tensor, factors: Tensor) -> None:
+    """Put zeros where weights `[T, W]` times the factors of their rows `[T]` would be tiny."""
+    limits = SMALLEST / factors.abs()
+    if bool(limits.max() > math.exp(LOWEST)):
+        weights.masked_fill_(weights < limits.unsqueeze(1), 0)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from harmonic_sft.eval import documents_of, score, summarize, unigram_loss
+from harmonic_sft.eval.calibration import LOG_SCALES
 from harmonic_sft.models import CosineHead, DistLayer, LinearHead
 
 B, T, D, V = 4, 6, 16, 30
@@ -49,6 +50,17 @@ def test_a_head_that_gives_all_classes_one_logit_is_never_right():
     assert (found.predicted != found.labels).all()
     pairs = [TABLE[torch.as_tensor(one)] for one in (found.predicted, found.labels)]
     np.testing.assert_allclose(found.cosines, F.cosine_similarity(*pairs), atol=1e-6)
+
+
+def test_normalizers_of_steep_logits_equal_float64():
+    states, labels = batch()
+    head = LinearHead(D, V)
+    found = score(model_of(head), [(400 * states, labels)]).normalizers
+    logits = head(400 * states)[labels != -100].detach().double()
+    below = logits - logits.amax(-1, keepdim=True)
+    assert below.min() < -200  # far below what float32 can hold the exponential of
+    exact = [(below * scale).logsumexp(-1) for scale in np.exp(LOG_SCALES)]
+    np.testing.assert_allclose(found, torch.stack(exact, -1), atol=2e-6)
 
 
 @pytest.mark.parametrize("head_class", [DistLayer, LinearHead])

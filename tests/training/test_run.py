@@ -19,6 +19,7 @@ from harmonic_sft.training.output_folder import check_output_folder, read_run
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.training.conftest import StopAt
 
 
@@ -58,6 +59,25 @@ def test_h_exp_and_the_learning_rate_follow_their_schedules(finished_results):
     assert results["head"]["h_exp"] == -4.0
     assert results["before"]["h_exp"] == -12.0
     assert results["final"]["h_exp"] == -4.0
+
+
+def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml, monkeypatch):
+    run = load_run_config(make_yaml(training={"eval_strategy": "steps", "eval_steps": 3}))
+    prefixes, evaluate = [], HarmonicTrainer.evaluate
+    monkeypatch.setattr(
+        HarmonicTrainer,
+        "evaluate",
+        lambda self, *args, metric_key_prefix="eval", **kwargs: (
+            prefixes.append(metric_key_prefix)
+            or evaluate(self, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        ),
+    )
+    results = train(run)
+    assert prefixes == ["before", "eval", "eval"]
+    assert results["final"].keys() == results["before"].keys()
+    assert results["final"]["h_exp"] == -4.0
+    again = evaluate_folder(run.output_dir, ["training.use_cpu=true"])["final"]
+    assert results["final"]["loss"] == pytest.approx(again["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
