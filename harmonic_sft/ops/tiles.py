@@ -17,8 +17,9 @@ from harmonic_sft.ops.workers import Workers
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 # On a CPU numbers too small to be normal take up to a hundred times as long, also in products.
-LOWEST = -43.0  # logit, less the highest of its tile, below which a probability is taken for 0
-SMALLEST = 2e-38  # coefficient
+# Exponents below `STEEP` make many. There a probability is 0 if its logit, less the highest of its
+# tile, is below `LOWEST`, and so is a coefficient below `SMALLEST`.
+STEEP, LOWEST, SMALLEST = -16, -43.0, 2e-38
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
 
@@ -70,6 +71,7 @@ class TorchTiles:
         self.slots = {name: slot for slot, name in enumerate(names)}
         self.num_kept = len(names)  # matrices `[T, V]` of a chunk
         self.on_cpu = geometry.prototypes.device.type == "cpu"
+        self.is_steep = self.on_cpu and distances and float(self.h_exp) < STEEP
         width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
         self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
         self.columns = geometry.columns() if distances else None
@@ -154,11 +156,14 @@ class TorchTiles:
             probs = self._powers(scores, nearest)
         else:
             logits = self._logits(scores, nearest, tile, log_scale)
-            needed = self.stage.num_sums or self.smoothed or chunk.moments is not None
-            powers = F.threshold(logits, LOWEST, -torch.inf, inplace=not needed)
-            keeps_probs = geometry.linear and kept is not None and not needed
-            probs = torch.exp(powers, out=kept[0] if keeps_probs else powers)
-            if needed:
+            place = logits
+            if self.stage.num_sums or self.smoothed or chunk.moments is not None:
+                place = None  # the logits are needed beside their exponentials
+            elif geometry.linear and kept is not None:
+                place = kept[0]
+            powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
+            probs = torch.exp(powers, out=place)
+            if place is None:
                 second = self._sum_logits(chunk, k, logits, probs)
         torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:
@@ -218,7 +223,8 @@ class TorchTiles:
     def _powers(self, scores: Tensor, nearest: Tensor) -> Tensor:
         """Return e `[T, W]` of a whole exponent, without a logarithm."""
         ratio = torch.div(nearest, scores)  # 0 where left out
-        F.threshold(ratio, math.exp(LOWEST / self.power), 0, inplace=True)
+        if self.is_steep:
+            F.threshold(ratio, math.exp(LOWEST / self.power), 0, inplace=True)
         power = ratio.clone()
         for bit in f"{self.power:b}"[1:]:
             power.mul_(power)
@@ -272,7 +278,7 @@ class TorchTiles:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
         factors = slope * chunk.mass * share  # [T]
-        if self.on_cpu:
+        if self.is_steep:
             _drop_tiny_(kept[0], factors)
         coefficients = kept[0].mul_(factors.unsqueeze(1))
         if chunk.second is not None:
