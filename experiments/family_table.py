@@ -92,7 +92,7 @@ def measure_start(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     swapped = [one["swap"]["swapped"]["loss"] for one in results if "swapped" in one["swap"]]
     counts = [_tokens(one) for one in results]
     known = [count for count in counts if count is not None]
-    first = [loss for one in results for _, loss in _curve(one)[1:2]]
+    first = [loss for one in results for loss in list(_curve(one).values())[1:2]]
     return {
         "old_head": spread([one["swap"]["old_head"]["loss"] for one in results]),
         "swapped": spread(swapped) if len(swapped) == len(results) else None,
@@ -135,14 +135,13 @@ def _values(row: Row, rated: str | None) -> dict[str, list[float]]:
     return {key: found[key]["values"] for key in METRICS if key in found}
 
 
-def _curve(results: dict[str, Any]) -> list[tuple[int, float]]:
-    """Return tokens and loss of every evaluation, from that before training on."""
-    points = {
+def _curve(results: dict[str, Any]) -> dict[int, float]:
+    """Return the loss of every evaluation by its tokens, from that before training on."""
+    return {
         int(entry.get("num_input_tokens_seen", 0)): entry["eval_loss"]
         for entry in results["history"]
         if "eval_loss" in entry
     }
-    return list(points.items())
 
 
 def _tokens(results: dict[str, Any]) -> float | None:
@@ -150,7 +149,7 @@ def _tokens(results: dict[str, Any]) -> float | None:
     level = results["swap"]["old_head"]["loss"]
     if len(points) < MIN_EVALUATIONS and results["before"]["loss"] > level:
         return None
-    return tokens_to_reach(*zip(*points, strict=True), level)
+    return tokens_to_reach(list(points), list(points.values()), level)
 
 
 def _cells(row: Row, rated: str | None, num_seeds: int, width: int) -> list[str | None]:

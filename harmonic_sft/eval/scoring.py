@@ -19,9 +19,9 @@ from harmonic_sft.eval.calibration import (
     normalizers_at,
 )
 from harmonic_sft.models import HarmonicHeadModel, Head
+from harmonic_sft.ops.tiles import LOWEST
 
 CACHED_ROWS = 8
-LOWEST = -43.0  # its exponential, 2e-19, adds nothing to a sum of at least 1; the square is normal
 NUM_COLUMNS = 5  # before the normalizers: label, rank, prediction, cosine, margin
 
 

@@ -18,7 +18,8 @@ from harmonic_sft.ops.workers import Workers
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 # On a CPU numbers too small to be normal take up to a hundred times as long, also in products.
 # Exponents below `STEEP` make many. There a probability is 0 if its logit, less the highest of its
-# tile, is below `LOWEST`, and so is a coefficient below `SMALLEST`.
+# tile, is below `LOWEST`: 2e-19 adds nothing to a sum of at least 1, and its square is normal. So
+# is a coefficient below `SMALLEST`.
 STEEP, LOWEST, SMALLEST = -16, -43.0, 2e-38
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device

@@ -311,11 +311,11 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
 
 def _evaluation_of_last_step(trainer: HarmonicTrainer) -> dict[str, float]:
     """Return the metrics of the weights as they are now, if training measured these; else none."""
-    state = trainer.state
-    measured = [row for row in state.log_history if "eval_loss" in row]
-    if trainer.args.load_best_model_at_end or not measured:
+    if trainer.args.load_best_model_at_end:
         return {}
-    return plain_metrics(measured[-1], "eval") if measured[-1]["step"] == state.global_step else {}
+    state = trainer.state
+    measured = {row["step"]: row for row in state.log_history if "eval_loss" in row}
+    return plain_metrics(measured.get(state.global_step, {}), "eval")
 
 
 def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
