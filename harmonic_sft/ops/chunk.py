@@ -26,6 +26,7 @@ class Chunk:
         inverse: `[T, 1]`, 1 / |x| on the sphere; None elsewhere.
         unit: `[T, 1]`, of squared distances (`Geometry.unit`); 1 for a linear head.
         row: `[T, 1]`, what the squared distances of a token have in common; None for 0.
+        near_limits: `[T, 1]`, squared distances below which a prototype is near.
         labels: `[T, K]`, columns; -1 where padded or repeated.
         log_scale: `[tiles, T]`, the largest logit of each tile, or near it.
         sums: `[tiles, T]`, of e.
@@ -53,6 +54,7 @@ class Chunk:
     inverse: Tensor | None
     unit: Tensor
     row: Tensor | None
+    near_limits: Tensor
     labels: Tensor
     log_scale: Tensor = field(init=False)
     sums: Tensor = field(init=False)

@@ -165,7 +165,7 @@ class TorchTiles:
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
             probs = torch.exp(powers, out=place)
             if place is None:
-                second = self._sum_logits(chunk, k, logits, probs)
+                second = self._sum_logits(chunk, k, logits, probs, found[k])
         torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:
             self._keep(kept, scores, probs, second)
@@ -181,7 +181,7 @@ class TorchTiles:
         """
         linear = self.geometry.linear
         fill = -torch.inf if linear else torch.inf
-        inside = (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
+        inside = self._inside(chunk, tile)
         columns = (chunk.labels - tile.start).clamp_(0, tile.stop - tile.start - 1)
         # A label of another tile changes nothing, also where it is clamped onto one of this tile.
         values = torch.where(inside, fill, -fill).to(scores.dtype)
@@ -189,7 +189,7 @@ class TorchTiles:
         if linear:
             return None, None
         nearest = scores.amin(1, keepdim=True)
-        limits, count = self.geometry.near_limits(chunk.placed), NEAR_ON_DEVICE
+        limits, count = chunk.near_limits, NEAR_ON_DEVICE
         if self.on_cpu:  # elsewhere a look at the values would halt the device
             if not bool((nearest < limits).any()):
                 return None, nearest
@@ -200,6 +200,11 @@ class TorchTiles:
         # What exceeds the count keeps its expanded distance, which rounding may push below zero.
         scores.clamp_min_(self.geometry.eps)
         return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
+
+    @staticmethod
+    def _inside(chunk: Chunk, tile: slice) -> Tensor:
+        """Return which labels `[T, K]` are of a tile."""
+        return (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
 
     def _logits(
         self, scores: Tensor, nearest: Tensor | None, tile: slice, log_scale: Tensor
@@ -226,33 +231,37 @@ class TorchTiles:
         ratio = torch.div(nearest, scores)  # 0 where left out
         if self.is_steep:
             F.threshold(ratio, math.exp(LOWEST / self.power), 0, inplace=True)
-        power = ratio.clone()
+        power = ratio
         for bit in f"{self.power:b}"[1:]:
-            power.mul_(power)
+            power = ratio * ratio if power is ratio else power.mul_(power)
             if bit == "1":
                 power.mul_(ratio)
         return power
 
-    def _sum_logits(self, chunk: Chunk, k: int, logits: Tensor, probs: Tensor) -> Tensor | None:
+    def _sum_logits(
+        self, chunk: Chunk, k: int, logits: Tensor, probs: Tensor, near: Tensor | None
+    ) -> Tensor | None:
         """Write the sums of tile `k` that the logits enter; return the second weights `[T, W]`."""
-        tile, there = self.edges[k], logits != -torch.inf
-        finite = logits.where(there, 0)
-        if chunk.logit_sums is not None:
-            log_scale = chunk.log_scale[k]
-            torch.addcmul(finite.sum(1), there.sum(1), log_scale, out=chunk.logit_sums[k])
+        tile = self.edges[k]
+        finite = F.threshold(logits, torch.finfo(logits.dtype).min, 0)  # 0 where left out
+        if chunk.logit_sums is not None:  # then no bias is -inf
+            count = logits.shape[1] - self._inside(chunk, tile).sum(1)
+            count = count if near is None else count - (near >= 0).sum(1)
+            torch.addcmul(finite.sum(1), count, chunk.log_scale[k], out=chunk.logit_sums[k])
         if chunk.moments is not None and chunk.best is not None:
             moments = chunk.moments[:, k]
-            torch.add(logits.argmax(1), tile.start, out=chunk.best[k])
-            torch.neg(torch.special.entr(probs).sum(1), out=moments[0])
+            # `max` finds the column in a third of the time of `argmax`.
+            torch.add(logits.max(1).indices, tile.start, out=chunk.best[k])
+            moments[0] = torch.linalg.vecdot(probs, finite)
             moments[1:] = 0
             if self.bias is not None:
                 bias = self.bias[tile].nan_to_num(neginf=0)
                 torch.mv(probs, bias, out=moments[1])
-                torch.mv(there.to(bias.dtype), bias, out=moments[2])
+                torch.mv((logits != -torch.inf).to(bias.dtype), bias, out=moments[2])
         if not self.stage.num_sums:
             return None
         second, sums = self.stage.weigh(tile, chunk.tokens, probs)
-        second = second.where(there, 0)
+        second = second.where(logits != -torch.inf, 0)
         sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
         for row, values in zip(chunk.second_sums, sums, strict=True):
             row[k] = values

@@ -149,7 +149,7 @@ class TritonTiles:
             if self.takes_raw and chunk.inverse is not None:
                 row_factor = row_factor * chunk.inverse
             row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
-            near = NEAR_SHARE * self.geometry.near_limits(chunk.placed)
+            near = NEAR_SHARE * chunk.near_limits
             vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
             scores = Scores(products, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
         fields = (num_classes, labels.shape[1], BLOCK_ROWS, BLOCK_CLASSES)

@@ -148,6 +148,7 @@ def test_memory_is_that_of_a_chunk(monkeypatch, smoothing, unit_sphere, mean):
     # A dispatch mode looks into no custom operator, and into no other thread.
     monkeypatch.setattr("harmonic_sft.ops.cross_entropy.chunked_op", engine.forward)
     monkeypatch.setattr(engine, "cpu_workers", lambda: contextlib.nullcontext(Workers(1)))
+    monkeypatch.setattr(engine, "KEPT_ROWS", 192)
     prototypes = (torch.randn(12_288, 768) + mean).requires_grad_()
     options, peaks = LossOptions(label_smoothing=smoothing), []
     for num_tokens in (engine.KEPT_ROWS, 3 * engine.KEPT_ROWS):
