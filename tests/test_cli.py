@@ -59,7 +59,7 @@ def test_help_names_the_commands_and_imports_no_torch():
     done = run_python("-c", NO_TORCH)
     assert done.stderr == ""
     assert "--dry-run" in done.stdout
-    done = run_python("-m", "harmonic_sft_cli", "--help")
+    done = run_python("-m", "harmonic_sft", "--help")
     for command in COMMANDS:
         assert f"\n    {command} " in done.stdout
 
