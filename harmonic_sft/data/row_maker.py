@@ -140,9 +140,10 @@ class RowMaker:
         drafts: list[Draft] = []
         readable: list[Row] = []
         for document in documents:
+            if BAD in document:
+                bad_rows.report(self.name, document[PLACE], *document[BAD])
+                continue
             with bad_rows.caught(self.name, self._place(document)):
-                if BAD in document:
-                    raise BadRow(*document[BAD])
                 columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
                 drafts.append(self.read(columns))
                 readable.append(document)
