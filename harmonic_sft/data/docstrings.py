@@ -38,8 +38,7 @@ def standard_library_docstrings(root: Path | None = None) -> list[str]:
 def _file_docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
         # Invalid escape sequences in the library's own sources warn while they are parsed.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # deliberately broken files and unknown encodings

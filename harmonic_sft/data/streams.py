@@ -76,7 +76,7 @@ class SourceReader:
         """Return where it stands."""
         # The library knows where it was told to go only once it has read something there.
         documents = self._documents.state_dict() if self._begun else self._loaded
-        return {"epoch": self.epoch, "number": self.number, "documents": copy.deepcopy(documents)}
+        return {"epoch": self.epoch, "number": self.number, "documents": documents}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to where a reader stood."""
@@ -84,7 +84,7 @@ class SourceReader:
         self._loaded, self._begun = state["documents"], False
         self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
         if self._loaded is not None:
-            self._documents.load_state_dict(copy.deepcopy(self._loaded))
+            self._documents.load_state_dict(self._loaded)
         # Plain iteration would give each worker of a data loader some shards only.
         batches = self._documents.iter(batch_size=1)
         rows = ({key: batch[key][0] for key in batch} for batch in batches)
@@ -322,17 +322,14 @@ class StreamedRows(torch.utils.data.IterableDataset):
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         readers: dict[int, Iterator[tuple[Members, Place]]] = {}
         for batch in itertools.count(index, count):
-            start = (batch * self.num_processes + self.process_index) * self.batch_size
-            for row in range(
-                self.state["rows"] + start, self.state["rows"] + start + self.batch_size
-            ):
+            number = batch * self.num_processes + self.process_index
+            start = self.state["rows"] + number * self.batch_size
+            for row in range(start, start + self.batch_size):
                 stream, wanted = row % len(self.streams), row // len(self.streams)
                 if stream not in readers:
                     snapshot = self.state["streams"].get(str(self.streams[stream].number))
                     readers[stream] = self.streams[stream].rows(snapshot)
-                members, place = next(readers[stream])
-                while place.row < wanted:
-                    members, place = next(readers[stream])
+                members, place = next(item for item in readers[stream] if item[1].row >= wanted)
                 yield {**self.finish(members), "place": place}
 
 
