@@ -137,27 +137,24 @@ class RowMaker:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
         bad_rows = BadRows(skip=self.skip)
-        drafts: list[Draft] = []
-        readable: list[Row] = []
+        drafts: list[tuple[Row, Draft]] = []
         for document in documents:
             if BAD in document:
                 bad_rows.report(self.name, document[PLACE], *document[BAD])
                 continue
             with bad_rows.caught(self.name, self._place(document)):
                 columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
-                drafts.append(self.read(columns))
-                readable.append(document)
+                drafts.append((document, self.read(columns)))
         read = self.read
-        # Chat templates write the first token of a row themselves.
-        prefix = [] if read.is_labeled else read.special.prefix
         encoded = encode_pieces(
-            [draft.content for draft in drafts],
+            [draft.content for _, draft in drafts],
             tokenizer=read.tokenizer,
             word_ids=read.word_ids,
-            prefix=prefix,
+            # Chat templates write the first token of a row themselves.
+            prefix=[] if read.is_labeled else read.special.prefix,
         )
         rows: list[Row] = []
-        for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
+        for (document, draft), tokens in zip(drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
                 if read.is_causal and read.row_format == "text" and tokens.input_ids:
                     tokens.input_ids.extend(read.ending)

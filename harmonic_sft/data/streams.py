@@ -178,15 +178,13 @@ class LogicalStream:
             ValueError: There is no row in a whole pass.
         """
         readers = self._readers()
-        given = windows = skipped = 0
-        duplicates = Duplicates()
-        reasons: list[str] = []
-        if snapshot is not None:
-            given, windows = snapshot["rows"], snapshot["windows"]
-            skipped, reasons = snapshot["skipped"], snapshot["reasons"]
-            duplicates = Duplicates(*snapshot["duplicates"])
-            for reader, state in zip(readers, snapshot["sources"], strict=True):
-                reader.load(state)
+        states = [reader.state() for reader in readers]
+        here = snapshot or Snapshot(
+            rows=0, windows=0, sources=states, skipped=0, reasons=[], duplicates=Duplicates()
+        )
+        for reader, state in zip(readers, here["sources"], strict=True):
+            reader.load(state)
+        given, windows = here["rows"], here["windows"]
         barren = [0] * len(readers)  # ends of each source since the last row
         is_counted = snapshot is not None  # what the window leaves out
         while min(barren) < 2:
@@ -203,16 +201,13 @@ class LogicalStream:
                     bad_rows.merge(left_out)
                     kinds += found
             is_counted = False
-            reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
-            skipped += bad_rows.total
-            duplicates = duplicates.plus(kinds)
             here = Snapshot(
                 rows=given,
                 windows=windows,
                 sources=states,
-                skipped=skipped,
-                reasons=reasons,
-                duplicates=duplicates,
+                skipped=here["skipped"] + bad_rows.total,
+                reasons=list(dict.fromkeys(here["reasons"] + bad_rows.first))[:SHOWN_REASONS],
+                duplicates=Duplicates(*here["duplicates"]).plus(kinds),
             )
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
@@ -221,7 +216,7 @@ class LogicalStream:
             windows += 1
         if not any(self._starts):
             names = ", ".join(maker.name for maker in self.make_rows)
-            why = "".join(f". {reason}" for reason in reasons[:1])
+            why = "".join(f". {reason}" for reason in here["reasons"][:1])
             raise ValueError(
                 f"{names}: expected documents with text, got only blank or bad ones{why}"
             )
