@@ -366,11 +366,11 @@ def _open(
     name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     try:
-        row_format = _format_of(first, documents, config, source, name=name, task=task)
+        row_format = _format_of(first, config, source, name=name, task=task)
     except ValueError:  # of a bad first row, which is reported when it is read
         for row in itertools.islice(readable_rows(documents), 1, SAMPLE):
             with suppress(ValueError):
-                row_format = _format_of(row, documents, config, source, name=name, task=task)
+                row_format = _format_of(row, config, source, name=name, task=task)
                 break
         else:
             raise
@@ -395,16 +395,14 @@ def _open(
     return documents, maker
 
 
-def _format_of(
-    row: Row, documents: Documents, config: DataConfig, source: Source, *, name: str, task: str
-) -> Format:
+def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task: str) -> Format:
     """Return the format of a source's rows, by its settings or by one of them.
 
     Raises:
         ValueError: The row has none, or lacks a column.
     """
     if task in LABELED and config.label_column is not None:
-        check_column(documents, row, config.label_column, name="data.label_column")
+        check_column(row, config.label_column, name="data.label_column")
     if task in LABELED:
         row_format = LABELED[task]
     elif source.format != "auto":
@@ -420,7 +418,7 @@ def _format_of(
     if row_format in ("text", *LABELED.values()):
         is_text = row_format != "labeled_words"
         setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
-        check_column(documents, row, source.column, name=setting, is_text=is_text)
+        check_column(row, source.column, name=setting, is_text=is_text)
     return row_format
 
 

@@ -17,7 +17,6 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     List,
-    Value,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -190,20 +189,17 @@ def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Ro
     Raises:
         ValueError: The disk, the network or a library fails, at the source called `name`.
     """
-    iterator, number = iter(rows), first
-    while True:
-        try:
-            row = next(iterator, None)
-        # They fail in dozens of ways, and none of them says where.
-        except Exception as error:
-            raise ValueError(
-                f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
-                f"in {document_name(number)}, counted from 0"
-            ) from error
-        if row is None:
-            return
-        yield {**row, NUMBER: number}
-        number += BAD not in row
+    number = first
+    try:
+        for row in rows:
+            yield {**row, NUMBER: number}
+            number += BAD not in row
+    # They fail in dozens of ways, and none of them says where.
+    except Exception as error:
+        raise ValueError(
+            f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
+            f"in {document_name(number)}, counted from 0"
+        ) from error
 
 
 def document_name(number: int) -> str:
@@ -212,24 +208,18 @@ def document_name(number: int) -> str:
     return f"document {document}" + (f" of logical stream {stream}" if stream else "")
 
 
-def check_column(
-    documents: Documents, first: Row, column: str, *, name: str, is_text: bool = False
-) -> None:
-    """Refuse a column that is not there or, judging by the first row, holds no text.
+def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> None:
+    """Refuse a column that is not there or, judging by one row, holds no text.
 
     `name` is the setting that names the column, for error messages.
     """
-    features = documents.features or {}
-    columns = list(first)  # not those of the features: a transform makes others
-    if column not in columns:
-        nearest = did_you_mean(column, columns)
-        raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")
-    feature = features.get(column)
-    has_text = isinstance(feature, Value) and "string" in feature.dtype
-    if is_text and not has_text and not isinstance(first.get(column), str):
+    if column not in row:
+        nearest = did_you_mean(column, list(row))
+        raise ValueError(f"{name}: expected one of {sorted(row)}, got {column!r}{nearest}")
+    if is_text and not isinstance(row[column], str):
         raise ValueError(
             f"{name}: expected a column of text, got {column!r}, "
-            f"which holds {type(first.get(column)).__name__}."
+            f"which holds {type(row[column]).__name__}."
         )
 
 
