@@ -154,10 +154,9 @@ def check_path(source: Source, name: str) -> bool:
         )
     known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
     here = os.path.exists(os.path.expanduser(source.path)) or glob.has_magic(source.path)
-    is_local = _looks_local(source.path)
+    is_local = file_kind(source.path) is not None or source.path.startswith((".", "/", "~"))
     if not (known or here) and (is_local or not HUB_NAME.fullmatch(source.path)):
-        others = f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
-        others = "" if is_local else others
+        others = "" if is_local else f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
         raise ValueError(
             f"{name}.path: expected an existing file{others}, got {_located(source.path)}."
         )
@@ -168,10 +167,6 @@ def _located(path: str) -> str:
     """Quote a path; of a relative one say where it was looked for."""
     is_relative = not os.path.isabs(os.path.expanduser(path))
     return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
-
-
-def _looks_local(path: str) -> bool:
-    return file_kind(path) is not None or path.startswith((".", "/", "~"))
 
 
 def readable_rows(documents: Documents) -> Iterator[Row]:
@@ -263,7 +258,13 @@ def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDat
     """Open files; a stream has one shard per file or row group."""
     splits = _find_files(source, path, name)
     files = _split(source, splits, name, _split_files(splits))
-    _check_kinds(files, name)
+    kinds = {file_kind(file) for file in files}
+    if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
+        raise ValueError(
+            f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
+            f"(parquet apart also with one of {list(COMPRESSIONS)}), "
+            f"got {sorted({''.join(Path(without_secrets(file)).suffixes[-2:]) for file in files})}."
+        )
     shards = [shard for file in files for shard in file_shards(file, name=name)]
     if source.streaming and shards:
         return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": shards})
@@ -340,17 +341,6 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
             f"{name}.path: expected files that match, got none for {_located(source.path)}."
         )
     return {"train": files}
-
-
-def _check_kinds(files: Sequence[str], name: str) -> None:
-    """Refuse files that are not read, or not together."""
-    kinds = {file_kind(file) for file in files}
-    if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
-        raise ValueError(
-            f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
-            f"(parquet apart also with one of {list(COMPRESSIONS)}), "
-            f"got {sorted({''.join(Path(without_secrets(file)).suffixes[-2:]) for file in files})}."
-        )
 
 
 def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> None:
