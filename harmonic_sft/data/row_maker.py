@@ -186,15 +186,14 @@ class RowMaker:
         end = 1 if self.read.is_labeled else len(encoded.input_ids)
         rows = []
         for chunk, start in enumerate(range(0, end, size)):
-            names = ("input_ids", "scored", "word_ids", "labels")
-            part = {name: getattr(encoded, name)[start : start + size] for name in names}
-            if not any(part["scored"]):
-                bad_rows.unscored_tokens += len(part["input_ids"])
+            part = slice(start, start + size)
+            if not any(encoded.scored[part]):
+                bad_rows.unscored_tokens += len(encoded.scored[part])
                 continue
-            row = {"input_ids": [*special.prefix, *part["input_ids"], *special.suffix]}
+            row = {"input_ids": [*special.prefix, *encoded.input_ids[part], *special.suffix]}
             for name, fill in fills.items():
                 before, after = [fill] * len(special.prefix), [fill] * len(special.suffix)
-                row[name] = [*before, *part[name], *after]
+                row[name] = [*before, *getattr(encoded, name)[part], *after]
             rows.append({**row, **common, "chunk": chunk})
         return rows
 

@@ -83,8 +83,7 @@ class SourceReader:
         self.epoch, self.number = state["epoch"], state["number"]
         self._loaded, self._begun = state["documents"], False
         self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
-        if self._loaded is not None:
-            self._documents.load_state_dict(self._loaded)
+        self._documents.load_state_dict(self._loaded)
         # Plain iteration would give each worker of a data loader some shards only.
         batches = self._documents.iter(batch_size=1)
         rows = ({key: batch[key][0] for key in batch} for batch in batches)
