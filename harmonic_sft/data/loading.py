@@ -396,11 +396,7 @@ def _open(
 
 
 def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task: str) -> Format:
-    """Return the format of a source's rows, by its settings or by one of them.
-
-    Raises:
-        ValueError: The row has none, or lacks a column.
-    """
+    """Return the format of a source's rows, by its settings or by a row, which it has to fit."""
     if task in LABELED and config.label_column is not None:
         check_column(row, config.label_column, name="data.label_column")
     if task in LABELED:
