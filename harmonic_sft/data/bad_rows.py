@@ -12,11 +12,7 @@ SHOWN_REASONS = 5
 
 
 class BadRow(ValueError):
-    """Why a row cannot be used; the message is the reason. `num_rows` are lost with it."""
-
-    def __init__(self, reason: str, num_rows: int = 1):
-        super().__init__(reason)
-        self.num_rows = num_rows
+    """Why a row cannot be used; the message is the reason."""
 
 
 @dataclass
@@ -65,7 +61,7 @@ class BadRows:
         try:
             yield
         except BadRow as error:
-            self.report(name, place, str(error), error.num_rows)
+            self.report(name, place, str(error))
 
     def merge(self, other: "BadRows") -> None:
         """Add what another counter has found elsewhere."""

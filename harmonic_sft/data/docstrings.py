@@ -27,8 +27,7 @@ def standard_library_docstrings(root: Path | None = None) -> list[str]:
     seen: set[str] = set()
     documents = []
     for path in files:
-        texts = dict.fromkeys(text for text in _file_docstrings(path) if len(text) >= MIN_LENGTH)
-        new = [text for text in texts if text not in seen]
+        new = [text for text in dict.fromkeys(_file_docstrings(path)) if text not in seen]
         seen.update(new)
         if new:
             documents.append("\n\n".join(new))
@@ -38,8 +37,7 @@ def standard_library_docstrings(root: Path | None = None) -> list[str]:
 def _file_docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
         # Invalid escape sequences in the library's own sources warn while they are parsed.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # deliberately broken files and unknown encodings
@@ -47,5 +45,5 @@ def _file_docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
-            if text:
+            if text and len(text) >= MIN_LENGTH:
                 yield text

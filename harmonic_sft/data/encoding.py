@@ -9,6 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+# A text: its tokens, their characters `[T, 2]` and the numbers of their words, if asked for.
+Tokens = tuple[list[int], np.ndarray | None, list[int]]
 BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
 BATCH_TEXTS = 10_000
 
@@ -31,14 +33,6 @@ class Piece(NamedTuple):
     scored: bool | list[tuple[int, int]]  # the whole piece, or spans of its characters
     label: str | None = None
     follows: bool = False  # a special token of the same text, so no space is put before it
-
-
-class _Tokens(NamedTuple):
-    """A text as tokens."""
-
-    input_ids: list[int]
-    offsets: np.ndarray | None  # [T, 2], characters
-    word_ids: list[int]  # empty unless asked for
 
 
 @dataclass(frozen=True)
@@ -82,15 +76,14 @@ def encode_pieces(
     Raises:
         ValueError: The tokenizer does not know the places of its tokens.
     """
-    drafts = [document for document in documents if not isinstance(document, Encoded)]
-    pieces = [piece for draft in drafts for piece in draft]
+    pieces = [one for draft in documents if not isinstance(draft, Encoded) for one in draft]
     offsets = any(not isinstance(piece.scored, bool) for piece in pieces)
     if (offsets or word_ids) and not tokenizer.is_fast:
         raise ValueError(
             "tokenizer: expected a fast tokenizer for masks of turns or whole words, "
             f"got {type(tokenizer).__name__}. Use one that has a tokenizer.json."
         )
-    found: dict[tuple[str, bool, bool], _Tokens] = {}
+    found: dict[tuple[str, bool, bool], Tokens] = {}
     for spells, follows in itertools.product((False, True), repeat=2):
         kind = (spells, follows)
         texts = dict.fromkeys(one.text for one in pieces if (one.spells, one.follows) == kind)
@@ -131,7 +124,7 @@ def _tokenize(
     *,
     offsets: bool,
     word_ids: bool,
-) -> Iterator[_Tokens]:
+) -> Iterator[Tokens]:
     # Metaspace of the scheme "first" (Llama 2) puts a space before the start of a text alone.
     splitter: Any = tokenizer.backend_tokenizer.pre_tokenizer if tokenizer.is_fast else None
     is_first = follows and getattr(splitter, "prepend_scheme", None) == "first"
@@ -159,25 +152,25 @@ def _tokenize(
             -1 if word is None or token in marks else word
             for token, word in zip(input_ids, words, strict=False)
         ]
-        yield _Tokens(list(input_ids), places, numbers)
+        yield list(input_ids), places, numbers
 
 
-def _join(parts: Sequence[tuple[_Tokens, Piece]], prefix: list[int]) -> Encoded:
+def _join(parts: Sequence[tuple[Tokens, Piece]], prefix: list[int]) -> Encoded:
     input_ids: list[int] = []
     scored: list[bool] = []
     word_ids: list[int] = []
     labels: list[str | None] = []
     words = 0
-    for tokens, piece in parts:
-        input_ids += tokens.input_ids
+    for (tokens, offsets, numbers), piece in parts:
+        input_ids += tokens
         if isinstance(piece.scored, bool):
-            scored += [piece.scored] * len(tokens.input_ids)
+            scored += [piece.scored] * len(tokens)
         else:
-            assert tokens.offsets is not None, "spans need the places of tokens"
-            scored += _in_spans(tokens.offsets, piece.scored)
-        word_ids += [word if word < 0 else word + words for word in tokens.word_ids]
-        words += max(tokens.word_ids, default=-1) + 1
-        labels += [piece.label, *[None] * len(tokens.input_ids)][: len(tokens.input_ids)]
+            assert offsets is not None, "spans need the places of tokens"
+            scored += _in_spans(offsets, piece.scored)
+        word_ids += [word if word < 0 else word + words for word in numbers]
+        words += max(numbers, default=-1) + 1
+        labels += [piece.label, *[None] * len(tokens)][: len(tokens)]
     start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
     return Encoded(
         input_ids[start:], scored[start:], word_ids[start:], labels[start:], begins=start > 0

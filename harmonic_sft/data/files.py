@@ -198,31 +198,21 @@ def _csv_rows(file: str) -> Iterator[Row]:
 
 
 def _json_rows(file: str) -> Iterator[Row]:
-    """Yield the objects of a file, one in a line or all in one list."""
+    """Yield the objects of a file, one in a line or all in one list, which is read as a whole."""
     try:
         with _open_binary(file) as stream:
-            start = stream.read(100).removeprefix(BYTE_ORDER_MARK).lstrip()
-    except READ_ERRORS as error:
-        yield _bad_row(shown(file), error)
-        return
-    if start.startswith(b"["):
-        yield from _json_list_rows(file)
-    else:
-        yield from _line_rows(file, _parse_object, keep_blank=False)
-
-
-def _json_list_rows(file: str) -> Iterator[Row]:
-    """Yield the objects of one JSON list, which is read into memory as a whole."""
-    try:
-        with _open_binary(file) as stream:
-            content = stream.read(MAX_LIST + 1)
+            start = stream.read(100).removeprefix(BYTE_ORDER_MARK)
+            is_list = start.lstrip().startswith(b"[")
+            content = start + stream.read(MAX_LIST) if is_list else b"[]"
         if len(content) > MAX_LIST:
             raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
-        text = content.removeprefix(BYTE_ORDER_MARK).decode().rstrip()
-        rows = json.loads(text, parse_constant=str.encode)  # bytes, which no JSON has
+        # What is no JSON becomes bytes, which no JSON has.
+        rows = json.loads(content.decode().rstrip(), parse_constant=str.encode)
     except READ_ERRORS as error:
         yield _bad_row(shown(file), error)
         return
+    if not is_list:
+        yield from _line_rows(file, _parse_object, keep_blank=False)
     for number, row in enumerate(rows, 1):
         yield _row(f"{shown(file)}, row {number}", _check_listed, row)
 
@@ -320,7 +310,11 @@ def _record(names: Sequence[str], values: Sequence[str]) -> Row:
 
 
 def _parse_object(line: bytes) -> Row:
-    return _check_object(_parse_json(line))
+    """Parse JSON, refusing what is none and what no tokenizer takes."""
+    value = json.loads(line.decode().rstrip(), parse_constant=_refuse_constant)
+    if b"\\ud" in line.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
+    return _check_object(value)
 
 
 def _check_object(value: Any) -> Row:
@@ -330,17 +324,9 @@ def _check_object(value: Any) -> Row:
 
 
 def _check_listed(value: Any) -> Row:
-    """Refuse what `_parse_json` refuses in one row of a list."""
+    """Refuse what `_parse_object` refuses in one row of a list."""
     json.dumps(value, ensure_ascii=False, default=_refuse_constant).encode()
     return _check_object(value)
-
-
-def _parse_json(content: bytes) -> Any:
-    """Parse JSON, refusing what is none and what no tokenizer takes."""
-    value = json.loads(content.decode().rstrip(), parse_constant=_refuse_constant)
-    if b"\\ud" in content.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-    return value
 
 
 def _refuse_constant(text: str | bytes) -> None:

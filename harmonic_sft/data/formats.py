@@ -13,11 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.chat import Conversation, ConversationWriter, plain_body
-from harmonic_sft.data.encoding import (
-    Encoded,
-    Piece,
-    SpecialTokens,
-)
+from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.sections import LossOn
 
@@ -122,7 +118,7 @@ class Reader:
     column: str = "text"  # of text, or of words, where the format does not say
     word_ids: bool = False  # whether words will be numbered, for masks of whole words
     label_column: str | None = None  # for labeled formats; None reads no labels
-    class_names: Sequence[str] | None = None  # what numbers in it stand for; None keeps them
+    class_names: tuple[str, ...] | None = None  # what numbers in it stand for; None keeps them
     is_causal: bool = False  # the rows are a decoder's
 
     def __post_init__(self) -> None:
@@ -156,18 +152,17 @@ class Reader:
 
     def __call__(self, row: Mapping[str, Any]) -> Draft:
         """Read one document."""
-        draft = self._read(row)
+        readers = {
+            "text": self._text,
+            "labeled_text": self._text,
+            "labeled_words": self._words,
+            "tokens": self._tokens,
+        }
+        draft = readers.get(self.row_format, self._conversation)(row)
         pieces = [] if isinstance(draft.content, Encoded) else draft.content
         if any(not piece.text.isascii() and SURROGATE.search(piece.text) for piece in pieces):
             raise BadRow("expected text, got a surrogate, which is no character")
         return draft
-
-    def _read(self, row: Mapping[str, Any]) -> Draft:
-        if self.row_format in ("text", "labeled_text"):
-            return self._text(row)
-        if self.row_format == "labeled_words":
-            return self._words(row)
-        return self._tokens(row) if self.row_format == "tokens" else self._conversation(row)
 
     def _text(self, row: Mapping[str, Any]) -> Draft:
         text, label = row.get(self.column), None

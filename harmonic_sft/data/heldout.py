@@ -1,14 +1,4 @@
-"""Held-out documents: their fingerprints, their copies in training data, and who trained on them.
-
-A run's folder has two files, which are never published; the `digest` of the list may be:
-
-- `results/held_out.json`: `fingerprints`, one per held-out document; `digest` of the list;
-  `sources`, the places where the documents came from; `base`, the model the run began with (null:
-  random weights); `base_digest`, the digest of that model's list (null: it has none); and
-  `checksums` of what a resumed run has to find unchanged.
-- `results/trained_documents.npy`: the first 64 bits of the fingerprint of every training document,
-  sorted uint64. A run on a stream has no such file.
-"""
+"""Held-out documents: their fingerprints, their copies in training data, who trained on them."""
 
 import os
 import re
@@ -185,14 +175,24 @@ def record(
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
-    `trained` are the `short_hashes` of the training documents, None for a stream; `base` is
-    `model.base`, None for random weights; `checksums` are for `changed`.
+    The two files are never published; the digest of the held-out documents may be.
+
+    Args:
+        folder: The run's.
+        held_out: Documents that it does not train on.
+        sources: Where its documents come from, as in `data.sources`.
+        base: `model.base`, None for random weights.
+        trained: `short_hashes` of the training documents, None for a stream.
+        checksums: What `changed` compares.
     """
     base_digest = None if base is None else (_read(run_home(base)) or {}).get("digest")
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
-        "sources": [_identity(source) | {"is_local": _is_local(source)} for source in sources],
+        "sources": [
+            _identity(source) | {"is_local": os.path.exists(os.path.expanduser(source["path"]))}
+            for source in sources
+        ],
         "base": base,
         "base_digest": base_digest,
         "checksums": dict(checksums or {}),
@@ -275,10 +275,6 @@ def _judge(
 
 def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: without_secrets(source.get(key)) for key in SAME_SOURCE}
-
-
-def _is_local(source: Mapping[str, Any]) -> bool:
-    return os.path.exists(os.path.expanduser(source["path"]))
 
 
 def run_home(folder: str | Path) -> Path:

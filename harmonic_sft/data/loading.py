@@ -174,7 +174,7 @@ def load_data(
         if not stay.all():
             rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:
-        orders = {names_of_classes(documents, config.label_column) for documents, _ in opened}
+        orders = {maker.read.class_names for _, maker in opened}
         masker = class_labels(
             rows,
             eval_rows,
@@ -341,12 +341,9 @@ def _masker(
     special = special_tokens(tokenizer, vocab_size)
     if is_causal:
         return NextTokenLabels(seed=seed, special_tokens=special)
-    if mask.whole_word and not tokenizer.is_fast:
-        raise ValueError(
-            "data.mask.whole_word: expected a fast tokenizer, which knows the words, "
-            f"got {type(tokenizer).__name__}. Mask single tokens, or use its fast version."
-        )
-    if mask.whole_word and len(set(tokenizer("a b c", add_special_tokens=False).word_ids())) < 2:
+    words = tokenizer("a b c", add_special_tokens=False)
+    # A slow tokenizer, which knows no words, is refused where text is encoded.
+    if mask.whole_word and words.is_fast and len(set(words.word_ids())) < 2:
         raise ValueError(
             "data.mask.whole_word: expected a tokenizer that tells words apart, got "
             f"{type(tokenizer).__name__}, to which a text is one word. Mask single tokens."
@@ -369,11 +366,11 @@ def _open(
     name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     try:
-        row_format = _format_of(first, documents, config, source, name=name, task=task)
+        row_format = _format_of(first, config, source, name=name, task=task)
     except ValueError:  # of a bad first row, which is reported when it is read
         for row in itertools.islice(readable_rows(documents), 1, SAMPLE):
             with suppress(ValueError):
-                row_format = _format_of(row, documents, config, source, name=name, task=task)
+                row_format = _format_of(row, config, source, name=name, task=task)
                 break
         else:
             raise
@@ -398,35 +395,26 @@ def _open(
     return documents, maker
 
 
-def _format_of(
-    row: Row, documents: Documents, config: DataConfig, source: Source, *, name: str, task: str
-) -> Format:
-    """Return the format of a source's rows, by its settings or by one of them.
-
-    Raises:
-        ValueError: The row has none, or lacks a column.
-    """
-    row_format = LABELED.get(task)
-    if row_format is not None and config.label_column is not None:
-        check_column(documents, row, config.label_column, name="data.label_column")
-    row_format = row_format or _recognized(source, row, name)
+def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task: str) -> Format:
+    """Return the format of a source's rows, by its settings or by a row, which it has to fit."""
+    if task in LABELED and config.label_column is not None:
+        check_column(row, config.label_column, name="data.label_column")
+    if task in LABELED:
+        row_format = LABELED[task]
+    elif source.format != "auto":
+        row_format = source.format
+    elif source.column != "text":
+        row_format = "text"
+    else:
+        try:
+            row_format = recognize(row)
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
+        logger.info("%s: rows of the format %s.", name, row_format)
     if row_format in ("text", *LABELED.values()):
         is_text = row_format != "labeled_words"
         setting = f"text_column of {name}" if isinstance(source, GivenSource) else f"{name}.column"
-        check_column(documents, row, source.column, name=setting, is_text=is_text)
-    return row_format
-
-
-def _recognized(source: Source, row: Row, name: str) -> Format:
-    if source.format != "auto":
-        return source.format
-    if source.column != "text":
-        return "text"
-    try:
-        row_format = recognize(row)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from error
-    logger.info("%s: rows of the format %s.", name, row_format)
+        check_column(row, source.column, name=setting, is_text=is_text)
     return row_format
 
 

@@ -56,8 +56,7 @@ class RowMasker:
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
         """Tell which tokens of a row, `[T]` bool, can ever be masked: ordinary and scored ones."""
         ordinary = ~self.special_tokens[np.asarray(row["input_ids"])]  # [T]
-        scored = row.get("scored")
-        return ordinary if scored is None else ordinary & np.asarray(scored, dtype=bool)
+        return ordinary & np.asarray(row.get("scored", True), dtype=bool)
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
         """Mask one row.
@@ -124,9 +123,8 @@ class NextTokenLabels:
 
         That nothing stands before the first token of a row is not looked at.
         """
-        scored = row.get("scored")
-        length = len(row["input_ids"])
-        return np.ones(length, dtype=bool) if scored is None else np.asarray(scored, dtype=bool)
+        everything = np.ones(len(row["input_ids"]), dtype=bool)
+        return np.asarray(row.get("scored", everything), dtype=bool)
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
         """Return what `RowMasker` does of one row; the first token is never predicted."""

@@ -137,26 +137,24 @@ class RowMaker:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
         """
         bad_rows = BadRows(skip=self.skip)
-        drafts: list[Draft] = []
-        readable: list[Row] = []
+        drafts: list[tuple[Row, Draft]] = []
         for document in documents:
+            if BAD in document:
+                bad_rows.report(self.name, document[PLACE], *document[BAD])
+                continue
             with bad_rows.caught(self.name, self._place(document)):
-                if BAD in document:
-                    raise BadRow(*document[BAD])
                 columns = {key: document[key] for key in document if key not in (NUMBER, PLACE)}
-                drafts.append(self.read(columns))
-                readable.append(document)
+                drafts.append((document, self.read(columns)))
         read = self.read
-        # Chat templates write the first token of a row themselves.
-        prefix = [] if read.is_labeled else read.special.prefix
         encoded = encode_pieces(
-            [draft.content for draft in drafts],
+            [draft.content for _, draft in drafts],
             tokenizer=read.tokenizer,
             word_ids=read.word_ids,
-            prefix=prefix,
+            # Chat templates write the first token of a row themselves.
+            prefix=[] if read.is_labeled else read.special.prefix,
         )
         rows: list[Row] = []
-        for document, draft, tokens in zip(readable, drafts, encoded, strict=True):
+        for (document, draft), tokens in zip(drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
                 if read.is_causal and read.row_format == "text" and tokens.input_ids:
                     tokens.input_ids.extend(read.ending)
@@ -188,15 +186,14 @@ class RowMaker:
         end = 1 if self.read.is_labeled else len(encoded.input_ids)
         rows = []
         for chunk, start in enumerate(range(0, end, size)):
-            names = ("input_ids", "scored", "word_ids", "labels")
-            part = {name: getattr(encoded, name)[start : start + size] for name in names}
-            if not any(part["scored"]):
-                bad_rows.unscored_tokens += len(part["input_ids"])
+            part = slice(start, start + size)
+            if not any(encoded.scored[part]):
+                bad_rows.unscored_tokens += len(encoded.scored[part])
                 continue
-            row = {"input_ids": [*special.prefix, *part["input_ids"], *special.suffix]}
+            row = {"input_ids": [*special.prefix, *encoded.input_ids[part], *special.suffix]}
             for name, fill in fills.items():
                 before, after = [fill] * len(special.prefix), [fill] * len(special.suffix)
-                row[name] = [*before, *part[name], *after]
+                row[name] = [*before, *getattr(encoded, name)[part], *after]
             rows.append({**row, **common, "chunk": chunk})
         return rows
 

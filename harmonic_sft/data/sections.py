@@ -32,14 +32,7 @@ class MaskConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Source:
-    """One place to take documents from.
-
-    What it is shows in the path: `python:docstrings`; a file, a glob of files or the web address
-    of a file ending in `.txt`, `.jsonl`, `.json` or `.csv`, each also with `.gz` or `.zst`, or in
-    `.parquet`; a folder of such files, or one that `save_to_disk` of the datasets library wrote;
-    or the `owner/name` of a data set on the Hub. In a `.txt` file every line is a document and
-    blank lines are skipped; a `.csv` file begins with the names of its columns.
-    """
+    """One place to take documents from; docs/data.md lists what the path may be."""
 
     path: str = Field(
         min_length=1,

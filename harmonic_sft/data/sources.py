@@ -17,7 +17,6 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     List,
-    Value,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -86,20 +85,22 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
     """
-    check_path(source, name)
+    is_on_hub = check_path(source, name)
     path = Path(os.path.expanduser(source.path))
+    is_saved = (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file()
+    if not is_on_hub:
+        allowed = ("name", "data_files") if path.is_dir() and not is_saved else ()
+        _refuse_settings(source, name, allowed=allowed)
     if isinstance(source, GivenSource):
         documents: Documents = source.documents
     elif source.path == DOCSTRINGS:
-        _refuse_settings(source, name, allowed=())
         texts_fn = _split(source, {"train": standard_library_docstrings}, name)
         documents = Dataset.from_dict({"text": texts_fn()})
         documents = documents.to_iterable_dataset() if source.streaming else documents
-    elif (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file():
-        _refuse_settings(source, name, allowed=())
+    elif is_saved:
         documents = _load_saved(source, path, name)
-    elif (splits := _find_files(source, path, name)) is not None:
-        documents = _load_files(source, splits, name)
+    elif not is_on_hub:
+        documents = _load_files(source, path, name)
     else:
         with _explained(source, name):
             documents = load_dataset(
@@ -114,13 +115,13 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
     # The first row of a stream is the first thing that has to be reachable and readable.
     bad_rows = BadRows(skip=skip)
     with _explained(source, name):
-        first = _first_row(documents, name, bad_rows)
-    if first is None:
-        reasons = "".join(f" {reason}." for reason in bad_rows.first[:1])
-        raise ValueError(
-            f"{name}.path: expected documents, got none in {shown(source.path)}.{reasons}"
-        )
-    return documents, first
+        # A stream keeps its position for state_dict() even after the iterator is gone.
+        for row in copy.deepcopy(documents):
+            if BAD not in row:
+                return documents, _without_place(row)
+            bad_rows.report(name, row[PLACE], *row[BAD])
+    reasons = "".join(f" {reason}." for reason in bad_rows.first[:1])
+    raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.{reasons}")
 
 
 def unformatted(documents: Any) -> Any:
@@ -134,10 +135,13 @@ def unformatted(documents: Any) -> Any:
     return documents
 
 
-def check_path(source: Source, name: str) -> None:
+def check_path(source: Source, name: str) -> bool:
     """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address.
 
     A space would end an address in messages, which then show the signature behind it.
+
+    Returns:
+        Whether it is a name on the Hub.
     """
     if "://" in source.path and re.search(r"\s", source.path):
         raise ValueError(
@@ -150,32 +154,19 @@ def check_path(source: Source, name: str) -> None:
         )
     known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
     here = os.path.exists(os.path.expanduser(source.path)) or glob.has_magic(source.path)
-    if not (known or here or (HUB_NAME.fullmatch(source.path) and not _looks_local(source.path))):
-        others = f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
-        others = "" if _looks_local(source.path) else others
+    is_local = file_kind(source.path) is not None or source.path.startswith((".", "/", "~"))
+    if not (known or here) and (is_local or not HUB_NAME.fullmatch(source.path)):
+        others = "" if is_local else f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
         raise ValueError(
             f"{name}.path: expected an existing file{others}, got {_located(source.path)}."
         )
+    return not (known or here)
 
 
 def _located(path: str) -> str:
     """Quote a path; of a relative one say where it was looked for."""
     is_relative = not os.path.isabs(os.path.expanduser(path))
     return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
-
-
-def _looks_local(path: str) -> bool:
-    return file_kind(path) is not None or path.startswith((".", "/", "~"))
-
-
-def _first_row(documents: Documents, name: str, bad_rows: BadRows) -> Row | None:
-    """Look at the first row that can be read without moving a stream on."""
-    # A stream keeps its position for state_dict() even after the iterator is gone.
-    for row in copy.deepcopy(documents):
-        if BAD not in row:
-            return _without_place(row)
-        bad_rows.report(name, row[PLACE], *row[BAD])
-    return None
 
 
 def readable_rows(documents: Documents) -> Iterator[Row]:
@@ -193,20 +184,17 @@ def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Ro
     Raises:
         ValueError: The disk, the network or a library fails, at the source called `name`.
     """
-    iterator, number = iter(rows), first
-    while True:
-        try:
-            row = next(iterator, None)
-        # They fail in dozens of ways, and none of them says where.
-        except Exception as error:
-            raise ValueError(
-                f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
-                f"in {document_name(number)}, counted from 0"
-            ) from error
-        if row is None:
-            return
-        yield {**row, NUMBER: number}
-        number += BAD not in row
+    number = first
+    try:
+        for row in rows:
+            yield {**row, NUMBER: number}
+            number += BAD not in row
+    # They fail in dozens of ways, and none of them says where.
+    except Exception as error:
+        raise ValueError(
+            f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
+            f"in {document_name(number)}, counted from 0"
+        ) from error
 
 
 def document_name(number: int) -> str:
@@ -215,24 +203,18 @@ def document_name(number: int) -> str:
     return f"document {document}" + (f" of logical stream {stream}" if stream else "")
 
 
-def check_column(
-    documents: Documents, first: Row, column: str, *, name: str, is_text: bool = False
-) -> None:
-    """Refuse a column that is not there or, judging by the first row, holds no text.
+def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> None:
+    """Refuse a column that is not there or, judging by one row, holds no text.
 
     `name` is the setting that names the column, for error messages.
     """
-    features = documents.features or {}
-    columns = list(first)  # not those of the features: a transform makes others
-    if column not in columns:
-        nearest = did_you_mean(column, columns)
-        raise ValueError(f"{name}: expected one of {sorted(columns)}, got {column!r}{nearest}")
-    feature = features.get(column)
-    has_text = isinstance(feature, Value) and "string" in feature.dtype
-    if is_text and not has_text and not isinstance(first.get(column), str):
+    if column not in row:
+        nearest = did_you_mean(column, list(row))
+        raise ValueError(f"{name}: expected one of {sorted(row)}, got {column!r}{nearest}")
+    if is_text and not isinstance(row[column], str):
         raise ValueError(
             f"{name}: expected a column of text, got {column!r}, "
-            f"which holds {type(first.get(column)).__name__}."
+            f"which holds {type(row[column]).__name__}."
         )
 
 
@@ -272,12 +254,17 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
 
 
-def _load_files(
-    source: Source, splits: Mapping[str, Sequence[str]], name: str
-) -> FileRows | IterableDataset:
+def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
+    splits = _find_files(source, path, name)
     files = _split(source, splits, name, _split_files(splits))
-    _check_kinds(files, name)
+    kinds = {file_kind(file) for file in files}
+    if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
+        raise ValueError(
+            f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
+            f"(parquet apart also with one of {list(COMPRESSIONS)}), "
+            f"got {sorted({''.join(Path(without_secrets(file)).suffixes[-2:]) for file in files})}."
+        )
     shards = [shard for file in files for shard in file_shards(file, name=name)]
     if source.streaming and shards:
         return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": shards})
@@ -334,10 +321,9 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
         )
 
 
-def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] | None:
-    """Files of every split, or None for what can only be a name on the Hub."""
+def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
+    """Return the files of every split."""
     if path.is_dir():
-        _refuse_settings(source, name, allowed=("name", "data_files"))
         with _explained(source, name):
             builder = load_dataset_builder(
                 str(path), name=source.name, data_files=source.data_files
@@ -347,13 +333,9 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] |
         if source.data_files is None and not _card_chooses(path):
             _check_folder(path, splits, name)
         return splits
-    is_glob = glob.has_magic(source.path) and not path.exists() and not is_url(source.path)
-    if not (is_url(source.path) or is_glob or _looks_local(source.path) or path.exists()):
-        return None
-    _refuse_settings(source, name, allowed=())
     if is_url(source.path):
         return {"train": [source.path]}
-    files = sorted(glob.glob(str(path), recursive=True)) if is_glob else [str(path)]
+    files = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
     if not files:
         raise ValueError(
             f"{name}.path: expected files that match, got none for {_located(source.path)}."
@@ -361,28 +343,10 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]] |
     return {"train": files}
 
 
-def _check_kinds(files: Sequence[str], name: str) -> None:
-    """Refuse missing files and files that are not read, or not together."""
-    for file in files:
-        if not is_url(file) and not Path(file).is_file():
-            raise ValueError(f"{name}.path: expected an existing file, got {shown(file)}.")
-    kinds = {file_kind(file) for file in files}
-    if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
-        raise ValueError(
-            f"{name}.path: expected files of one kind, ending in one of {sorted(FILE_FORMATS)} "
-            f"(parquet apart also with one of {list(COMPRESSIONS)}), "
-            f"got {sorted({''.join(Path(without_secrets(file)).suffixes[-2:]) for file in files})}."
-        )
-
-
 def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> None:
     """Refuse settings that this kind of path would ignore."""
-    settings = {
-        "name": source.name,
-        "data_files": source.data_files,
-        "revision": source.revision,
-    }
-    for key, value in settings.items():
+    for key in ("name", "data_files", "revision"):
+        value = vars(source)[key]
         if value is not None and key not in allowed:
             raise ValueError(
                 f"{name}.{key}: expected nothing for the path {shown(source.path)}, "

@@ -76,15 +76,14 @@ class SourceReader:
         """Return where it stands."""
         # The library knows where it was told to go only once it has read something there.
         documents = self._documents.state_dict() if self._begun else self._loaded
-        return {"epoch": self.epoch, "number": self.number, "documents": copy.deepcopy(documents)}
+        return {"epoch": self.epoch, "number": self.number, "documents": documents}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to where a reader stood."""
         self.epoch, self.number = state["epoch"], state["number"]
         self._loaded, self._begun = state["documents"], False
         self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
-        if self._loaded is not None:
-            self._documents.load_state_dict(copy.deepcopy(self._loaded))
+        self._documents.load_state_dict(self._loaded)
         # Plain iteration would give each worker of a data loader some shards only.
         batches = self._documents.iter(batch_size=1)
         rows = ({key: batch[key][0] for key in batch} for batch in batches)
@@ -178,15 +177,13 @@ class LogicalStream:
             ValueError: There is no row in a whole pass.
         """
         readers = self._readers()
-        given = windows = skipped = 0
-        duplicates = Duplicates()
-        reasons: list[str] = []
-        if snapshot is not None:
-            given, windows = snapshot["rows"], snapshot["windows"]
-            skipped, reasons = snapshot["skipped"], snapshot["reasons"]
-            duplicates = Duplicates(*snapshot["duplicates"])
-            for reader, state in zip(readers, snapshot["sources"], strict=True):
-                reader.load(state)
+        states = [reader.state() for reader in readers]
+        here = snapshot or Snapshot(
+            rows=0, windows=0, sources=states, skipped=0, reasons=[], duplicates=Duplicates()
+        )
+        for reader, state in zip(readers, here["sources"], strict=True):
+            reader.load(state)
+        given, windows = here["rows"], here["windows"]
         barren = [0] * len(readers)  # ends of each source since the last row
         is_counted = snapshot is not None  # what the window leaves out
         while min(barren) < 2:
@@ -203,16 +200,13 @@ class LogicalStream:
                     bad_rows.merge(left_out)
                     kinds += found
             is_counted = False
-            reasons = list(dict.fromkeys(reasons + bad_rows.first))[:SHOWN_REASONS]
-            skipped += bad_rows.total
-            duplicates = duplicates.plus(kinds)
             here = Snapshot(
                 rows=given,
                 windows=windows,
                 sources=states,
-                skipped=skipped,
-                reasons=reasons,
-                duplicates=duplicates,
+                skipped=here["skipped"] + bad_rows.total,
+                reasons=list(dict.fromkeys(here["reasons"] + bad_rows.first))[:SHOWN_REASONS],
+                duplicates=Duplicates(*here["duplicates"]).plus(kinds),
             )
             barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
             for members in self._arrange(rows, windows):
@@ -221,7 +215,7 @@ class LogicalStream:
             windows += 1
         if not any(self._starts):
             names = ", ".join(maker.name for maker in self.make_rows)
-            why = "".join(f". {reason}" for reason in reasons[:1])
+            why = "".join(f". {reason}" for reason in here["reasons"][:1])
             raise ValueError(
                 f"{names}: expected documents with text, got only blank or bad ones{why}"
             )
@@ -322,17 +316,14 @@ class StreamedRows(torch.utils.data.IterableDataset):
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         readers: dict[int, Iterator[tuple[Members, Place]]] = {}
         for batch in itertools.count(index, count):
-            start = (batch * self.num_processes + self.process_index) * self.batch_size
-            for row in range(
-                self.state["rows"] + start, self.state["rows"] + start + self.batch_size
-            ):
+            number = batch * self.num_processes + self.process_index
+            start = self.state["rows"] + number * self.batch_size
+            for row in range(start, start + self.batch_size):
                 stream, wanted = row % len(self.streams), row // len(self.streams)
                 if stream not in readers:
                     snapshot = self.state["streams"].get(str(self.streams[stream].number))
                     readers[stream] = self.streams[stream].rows(snapshot)
-                members, place = next(readers[stream])
-                while place.row < wanted:
-                    members, place = next(readers[stream])
+                members, place = next(item for item in readers[stream] if item[1].row >= wanted)
                 yield {**self.finish(members), "place": place}
 
 

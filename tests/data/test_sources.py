@@ -45,7 +45,7 @@ def load(*, check=False, skip=False, **settings):
     documents, first = load_documents(source, name="data.sources[0]", skip=skip)
     if check:
         name = "data.sources[0].column"
-        check_column(documents, first, source.column, name=name, is_text=True)
+        check_column(first, source.column, name=name, is_text=True)
     found = next(row for row in copy.deepcopy(documents) if BAD not in row)
     assert first == {key: found[key] for key in found if key != PLACE}
     return documents
@@ -322,10 +322,10 @@ def test_the_format_of_a_data_set_does_not_matter_and_a_transform_stays(form):
 
 def test_the_columns_are_those_that_a_transform_makes():
     data = Dataset.from_dict({"other": [3]}).with_transform(lambda batch: {"text": ["aa"]})
-    documents, first = load_documents(GivenSource(path="x", documents=data), name="x", skip=False)
-    check_column(documents, first, "text", name="x.column", is_text=True)
+    _, first = load_documents(GivenSource(path="x", documents=data), name="x", skip=False)
+    check_column(first, "text", name="x.column", is_text=True)
     with pytest.raises(ValueError, match=r"x\.column: expected one of \['text'\], got 'other'"):
-        check_column(documents, first, "other", name="x.column")
+        check_column(first, "other", name="x.column")
 
 
 def test_files_that_number_their_classes_differently_are_refused(tmp_path):
