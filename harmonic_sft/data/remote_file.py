@@ -16,6 +16,8 @@ Answer = TypeVar("Answer")
 
 TIMEOUT = 30  # seconds without a byte
 PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened again
+# Of a HEAD, as an address answers it that is signed for GET alone, or a server without HEAD.
+NO_HEAD = {HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
 
 
 class RemoteFile(io.RawIOBase):
@@ -30,15 +32,13 @@ class RemoteFile(io.RawIOBase):
         self.url = url
         self._position = 0
         self._response: HTTPResponse | None = None
-        self._state: str | None = None  # of the file whose bytes are read
         # Of what fails at the start, a busy server alone is asked again: other names are mistyped.
-        # It is no HEAD that asks: an address may be signed for GET alone.
-        self._response = self._ask_again(self._connect, urllib.error.HTTPError)
-        headers = self._response.headers
+        headers = self._ask_again(self._headers, urllib.error.HTTPError)
         self.size = int(headers.get("Content-Length", -1))
         # What changes when the file does; always another where the server does not say.
         marks = [headers.get("ETag"), headers.get("Last-Modified")]
         self.version = f"{marks if any(marks) else uuid.uuid4()} {self.size}"
+        self._state: str | None = None  # of the file whose bytes were read
 
     def readable(self) -> bool:
         """Return True."""
@@ -82,6 +82,17 @@ class RemoteFile(io.RawIOBase):
                 if not pauses or not _may_pass(error):
                     raise
                 time.sleep(pauses.pop(0))
+
+    def _headers(self) -> Message:
+        request = urllib.request.Request(self.url, method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                return response.headers
+        except urllib.error.HTTPError as error:
+            if error.code not in NO_HEAD:
+                raise
+        with urllib.request.urlopen(self.url, timeout=TIMEOUT) as response:
+            return response.headers
 
     def _read(self, buffer) -> int:
         if self._response is None:

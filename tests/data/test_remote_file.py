@@ -24,9 +24,13 @@ class Server(http.server.SimpleHTTPRequestHandler):
     cut_after = None  # bytes after which a connection breaks
     failures: ClassVar[list[int]] = []  # statuses of the next answers
     tags: ClassVar[list[str]] = []  # ETags of the next answers
+    head_failures: ClassVar[list[int]] = []  # and to the next questions for headers
 
     def do_HEAD(self):
-        self.send_error(403)  # as for an address that is signed for GET alone
+        if self.head_failures:
+            self.send_error(self.head_failures.pop(0))
+            return
+        super().do_HEAD()
 
     def do_GET(self):
         start = self.headers.get("Range", "bytes=0-")[len("bytes=") : -1]
@@ -69,7 +73,7 @@ def waited(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    handler = type("Handler", (Server,), {"failures": [], "tags": []})
+    handler = type("Handler", (Server,), {"failures": [], "head_failures": [], "tags": []})
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
     )
@@ -145,8 +149,8 @@ def test_a_file_that_changes_while_it_is_read_ends_the_reading(server, tmp_path,
 
 def test_a_server_that_says_nothing_of_a_file_has_a_new_version_each_time(server, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.tags += ["tag"] * 2
     versions = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
+    server.handler.head_failures += [405] * 2  # its other answers have no Last-Modified
     silent = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
     assert (len(versions), len(silent)) == (1, 2)
 
@@ -156,11 +160,24 @@ def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, stat
     (tmp_path / "a.bin").write_bytes(b"content")
     server.handler.failures += [status] * 3
     with RemoteFile(f"{server.url}/a.bin") as file:
-        assert (file.size, waited) == (7, [0, 1, 5])
-        file.seek(2)
-        server.handler.failures += [status] * 3
-        assert file.readall() == b"ntent"
-    assert waited == [0, 1, 5] * 2
+        assert file.readall() == b"content"
+    assert waited == [0, 1, 5]
+
+
+def test_busy_server_is_asked_again_for_the_size(server, tmp_path, waited):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.head_failures += [503, 429]
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert (file.size, waited) == (7, [0, 1])
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_an_address_that_can_only_be_read_is_enough(server, tmp_path, waited, status):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    server.handler.head_failures += [status]  # as one that is signed for GET alone
+    with RemoteFile(f"{server.url}/a.bin") as file:
+        assert file.readall() == b"content"
+        assert (file.size, waited) == (7, [])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +190,7 @@ def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, stat
 def test_what_stays_broken_fails(server, tmp_path, waited, failures, cut_after, error, pauses):
     (tmp_path / "a.bin").write_bytes(b"content")
     server.handler.failures, server.handler.cut_after = failures, cut_after
-    with pytest.raises(OSError, match=error), RemoteFile(f"{server.url}/a.bin") as file:
+    with RemoteFile(f"{server.url}/a.bin") as file, pytest.raises(OSError, match=error):
         file.read(4)
     assert waited == pauses
 
