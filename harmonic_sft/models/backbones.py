@@ -213,8 +213,7 @@ def load_base(
         model = load_checked(NeoBERTForMaskedLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     elif is_causal and not is_ours:
-        known = AutoModelForCausalLM._model_mapping
-        if type(config) not in known or config.get_text_config() is not config:
+        if not is_decoder or config.get_text_config() is not config:
             raise ValueError(
                 f"base {name}: expected a causal language model that transformers knows, of text "
                 f"alone, got one of type {config.model_type!r}"
