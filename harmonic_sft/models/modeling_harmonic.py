@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple, logging
 
 from .backbones import Base, load_base, trains
 from .configuration_harmonic import HarmonicConfig, check_pooling
+from .head import at_least_float32
 from .modeling_backbone import HarmonicHeadModel
 from .objective import IGNORE_INDEX
 
@@ -598,9 +599,9 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
                 place = attended.shape[1] - 1 - attended.flip(-1).argmax(-1)
             rows = torch.arange(len(place), device=place.device)
             return hidden_states[rows, place].unsqueeze(1)
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        weights = attention_mask.to(wide).unsqueeze(-1)  # [B, T, 1]
-        total = (hidden_states.to(wide) * weights).sum(1, keepdim=True)
+        hidden_states = at_least_float32(hidden_states)
+        weights = attention_mask.to(hidden_states.dtype).unsqueeze(-1)  # [B, T, 1]
+        total = (hidden_states * weights).sum(1, keepdim=True)
         return total / weights.sum(1, keepdim=True).clamp_min(1)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
