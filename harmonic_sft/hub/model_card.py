@@ -103,13 +103,14 @@ def model_card(
         results = {**results, "before": {}, "final": {}, "history": []}
     run = without_secrets(run)
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
-    names = [name for name in config.architectures or [] if name in CARD_TASKS]
-    architecture = names[0] if names else "HarmonicForMaskedLM"
+    known = (name for name in config.architectures or () if name in CARD_TASKS)
+    architecture = next(known, "HarmonicForMaskedLM")
     task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], hub_base(config)
-    trained = config.trained_parameters or []
+    trained, sources = config.trained_parameters or [], run["data"].get("sources") or []
     held_out = (run["data"].get("eval") or {}).get("source")
     # The exponent of several heads is no factor on their logits.
-    has_factor = "post_hoc_inverse_temperature" in (results.get("final") or {})
+    final = results.get("final") or {}
+    has_factor = "post_hoc_inverse_temperature" in final
     fitted = "inverse temperature" if config.h_exp is None or has_factor else "h_exp"
     needs = [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())]
     if method := quantization_method(config):  # the package's name
@@ -138,14 +139,14 @@ def model_card(
         "is_best": bool(results) and run["training"].get("load_best_model_at_end"),
         "dtype": str(config.dtype or "").removeprefix("torch."),
         "run": run,
-        "sources": [_source(source) for source in run["data"].get("sources") or ()],
+        "sources": [_source(source) for source in sources],
         "documents": documents,
         "seen": seen,
         "eval_source": None if held_out is None else _source(held_out),
         "hyperparameters": list(_hyperparameters(run)),
         "log": _log(results),
-        "final": results.get("final") or {},
-        "at_bound": _is_at_bound(results.get("final") or {}),
+        "final": final,
+        "at_bound": _is_at_bound(final),
         "fitted": fitted,
         "evaluation": _evaluation(results, fitted),
         "figure": figure,
@@ -156,10 +157,7 @@ def model_card(
         "license": license.get("license_name") or license.get("license"),
         "resumed": (results.get("config") or {}).get("resume"),
     }
-    sources = run["data"].get("sources") or []
-    evaluated = _eval_results(
-        results.get("final") or {}, sources if held_out is None else [held_out], task
-    )
+    evaluated = _eval_results(final, sources if held_out is None else [held_out], task)
     tags = ["harmonic-loss"] if config.h_exp is not None else []
     tags += [task.title.lower().replace(" ", "-"), "harmonic-sft"]
     metadata = ModelCardData(

@@ -37,6 +37,7 @@ class DistillLoss(Loss):
     """
 
     name: Literal["distill"] = "distill"
+    needs = "a teacher"
     until: float = Field(0.5, gt=0, le=1, description="Share of the run that the old head is in")
 
     def prepare(self, head: Head, body: nn.Module | None = None) -> "Distillation":
@@ -49,12 +50,6 @@ class DistillLoss(Loss):
                 with.
         """
         return Distillation(self, head, body)
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to work without a teacher."""
-        raise ValueError(
-            "loss distill: expected a teacher, got none. Call what prepare(old_head) returns"
-        )
 
 
 class Distillation:

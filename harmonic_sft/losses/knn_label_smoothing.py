@@ -43,6 +43,7 @@ class KNNLabelSmoothingLoss(Loss):
     """
 
     name: Literal["knn_label_smoothing"] = "knn_label_smoothing"
+    needs = "a table of neighbors"
     epsilon: float = Field(0.1, ge=0, lt=1, description="Share of the target on the neighbors")
     num_neighbors: int = Field(10, ge=1, description="How many of the nearest prototypes")
     scale: float = Field(
@@ -62,13 +63,6 @@ class KNNLabelSmoothingLoss(Loss):
             ValueError: There are not as many other prototypes.
         """
         return NeighborSmoothing(self, head)
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to guess a table."""
-        raise ValueError(
-            "loss knn_label_smoothing: expected a table of neighbors, got none. "
-            "Call what prepare(head) returns"
-        )
 
 
 class NeighborSmoothing:

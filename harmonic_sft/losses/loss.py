@@ -1,16 +1,22 @@
 """What every loss of a configuration is."""
 
-from abc import ABC, abstractmethod
+from typing import ClassVar
 
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from harmonic_sft.config import STRICT
 from harmonic_sft.models import Head, LossFunction
 
 
-class Loss(ABC):
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Loss:
     """A value whose fields are a loss's settings; `prepare` makes the loss that a model calls."""
 
-    def check(self, head: Head) -> None:  # noqa: B027 - most losses fit every head
+    name: str
+    needs: ClassVar[str] = "nothing"  # what `prepare` takes from a head
+
+    def check(self, head: Head) -> None:
         """Refuse a head that the loss does not fit.
 
         Args:
@@ -29,7 +35,6 @@ class Loss(ABC):
         self.check(head)
         return self
 
-    @abstractmethod
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token.
 
@@ -44,3 +49,6 @@ class Loss(ABC):
         Raises:
             ValueError: `prepare` has to be called first, for what the loss needs of a head.
         """
+        raise ValueError(
+            f"loss {self.name}: expected {self.needs}, got none. Call what prepare(head) returns"
+        )

@@ -22,7 +22,6 @@ MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the squar
 class _MarginLoss(Loss):
     """Cross-entropy of a cosine head's logits, that of the label made smaller."""
 
-    name: str
     margin: float
 
     def check(self, head: Head) -> None:

@@ -51,6 +51,7 @@ class SumLoss(Loss):
     """
 
     name: Literal["sum"] = "sum"
+    needs = "prepared terms"
     terms: list[Term] = Field(min_length=1, description="Losses and their weights; no sums")
 
     def check(self, head: Head) -> None:
@@ -70,12 +71,6 @@ class SumLoss(Loss):
         """
         weights = [term.weight for term in self.terms]
         return WeightedSum(weights, [term.loss.prepare(head) for term in self.terms])
-
-    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Refuse to work without what the terms prepare."""
-        raise ValueError(
-            "loss sum: expected prepared terms, got their settings. Call what prepare(head) returns"
-        )
 
 
 class WeightedSum:

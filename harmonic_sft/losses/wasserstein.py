@@ -31,6 +31,7 @@ class WassersteinLoss(Loss):
     """
 
     name: Literal["wasserstein"] = "wasserstein"
+    needs = "a copy of the prototypes for ground fixed"
     top_k: int | None = Field(
         None, ge=1, description="Only so many most probable classes and the label; null is all"
     )
@@ -55,10 +56,7 @@ class WassersteinLoss(Loss):
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token on moving ground, in squared units; see `Transport`."""
         if self.ground == "fixed":
-            raise ValueError(
-                "loss wasserstein: expected a copy of the prototypes for ground fixed, got none. "
-                "Call what prepare(head) returns"
-            )
+            return super().__call__(head, hidden_states, labels)  # refuses
         return Transport(self.top_k, None)(head, hidden_states, labels)
 
 

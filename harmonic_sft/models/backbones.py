@@ -213,8 +213,7 @@ def load_base(
         model = load_checked(NeoBERTForMaskedLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     elif is_causal and not is_ours:
-        known = AutoModelForCausalLM._model_mapping
-        if type(config) not in known or config.get_text_config() is not config:
+        if not is_decoder or config.get_text_config() is not config:
             raise ValueError(
                 f"base {name}: expected a causal language model that transformers knows, of text "
                 f"alone, got one of type {config.model_type!r}"
@@ -309,24 +308,18 @@ def copy_head_(head: Head, base: Base) -> None:
     Raises:
         ValueError: It has none of this name.
     """
+    own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
-    if (
-        base.head is None
-        or base.head.settings()["name"] != expected["name"]
-        or base.head.state_dict().keys() != head.state_dict().keys()
-    ):
-        own = {} if base.head is None else base.head.settings()
+    if own.get("name") != expected["name"] or weights.keys() != head.state_dict().keys():
         got = [f"{key} {own[key]!r}" for key in own if own[key] != expected.get(key)]
         raise ValueError(
             f"init base_head: expected base {base.name} to have a {expected['name']} head with the "
             f"same fields, got {', '.join(got) or 'none'}"
         )
-    caps = [one.settings().get("softcap") for one in (base.head, head)]
-    if caps[0] != caps[1]:
-        raise ValueError(
-            f"head.softcap: expected that of base {base.name}, {caps[0]}, got {caps[1]}"
-        )
-    head.load_state_dict(base.head.state_dict())
+    old_cap, cap = own.get("softcap"), expected.get("softcap")
+    if old_cap != cap:
+        raise ValueError(f"head.softcap: expected that of base {base.name}, {old_cap}, got {cap}")
+    head.load_state_dict(weights)
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:

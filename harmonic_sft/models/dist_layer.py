@@ -162,16 +162,10 @@ def check_metric(metric: str) -> None:
     Raises:
         ValueError: It is not; the message names what to use instead.
     """
-    replacements = {
-        "cosine": "metric: euclidean with unit_sphere: true and twice the h_exp, which is the same",
-        "lp": "metric: euclidean or mahalanobis",
-        "chebyshev": "metric: euclidean or mahalanobis",
-        "bray_curtis": "metric: euclidean or mahalanobis",
-    }
-    if metric in replacements:
+    if metric == "cosine":
         raise ValueError(
-            f"metric: expected euclidean or mahalanobis, got {metric!r}, which is removed. "
-            f"Use {replacements[metric]}"
+            "metric: expected euclidean or mahalanobis, got 'cosine', which is removed. Use "
+            "metric: euclidean with unit_sphere: true and twice the h_exp, which is the same"
         )
     if metric not in ("euclidean", "mahalanobis"):
         raise ValueError(f"metric: expected one of ['euclidean', 'mahalanobis'], got {metric!r}")

@@ -50,8 +50,7 @@ class LinearHead(Head):
             raise ValueError(f"softcap: expected a number above 0, got {softcap}")
         self.softcap = softcap
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
-        zeros = torch.zeros(vocab_size, dtype=torch.float32) if bias else None
-        self.bias = nn.Parameter(zeros) if zeros is not None else None
+        self.bias = nn.Parameter(torch.zeros(vocab_size, dtype=torch.float32)) if bias else None
         self.reset_parameters()
 
     def lazy_logits(self, hidden_states: Tensor) -> AffineLogits | None:
