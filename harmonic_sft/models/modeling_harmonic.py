@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
-from .backbones import Base, load_base, trains
+from .backbones import Base, load_base
 from .configuration_harmonic import HarmonicConfig, check_pooling
 from .head import at_least_float32
 from .modeling_backbone import HarmonicHeadModel
@@ -111,17 +111,20 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
-        table = base.backbone.get_input_embeddings().get_parameter("weight")
-        embeddings: Tensor | None = table if init == "input_embeddings" else None
-        if embeddings is None and base.head is not None:
-            if tie and not torch.equal(base.head.weight, table):
+        if tie and base.head is not None and init != "input_embeddings":
+            shared = base.backbone.get_input_embeddings().get_parameter("weight")
+            if not torch.equal(base.head.weight, shared):
                 raise ValueError(
                     f"init: expected input_embeddings for a tied head, got {init}, whose weights "
                     f"in base {base.name} are others"
                 )
-            embeddings = base.head.prototypes if init == "output_embeddings" else None
+        embeddings: Tensor | None = None
+        if init == "input_embeddings":
+            embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
         elif init == "output_embeddings":
-            raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
+            if base.head is None:
+                raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
+            embeddings = base.head.prototypes
         hidden_size = base.backbone.config.hidden_size
         if embeddings is not None and embeddings.shape[1] != hidden_size:
             raise ValueError(
@@ -183,7 +186,12 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         """
         of_labels = self._take_label_options(kwargs)
         outputs = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
@@ -294,11 +302,11 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training
             use_cache = use_cache and labels is None and shift_labels is None
         outputs = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            inputs_embeds,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
@@ -364,14 +372,21 @@ class HarmonicClassifier(HarmonicHeadModel):
             ValueError: The head is random and frozen in training.
         """
         learns = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if learns and self._drawn is not None and not trains(head := self.active_head):
-            if torch.equal(head.weight.cpu(), self._drawn):
-                raise ValueError(
-                    "dist_head: expected a new head to be trained, got a frozen one with random "
-                    'weights. Under PEFT pass modules_to_save=["dist_head"]'
-                )
-            self._drawn = None
+        if learns and self._drawn is not None:
+            self._check_trained()
         return super()._logits(hidden_states)
+
+    def _check_trained(self) -> None:
+        head, drawn = self.active_head, self._drawn
+        if drawn is None or any(one.requires_grad for one in head.parameters()):
+            return
+        weight = head.weight.detach().cpu()
+        if weight.shape == drawn.shape and torch.equal(weight, drawn):
+            raise ValueError(
+                "dist_head: expected a new head to be trained, got a frozen one with random "
+                'weights. Under PEFT pass modules_to_save=["dist_head"]'
+            )
+        self._drawn = None
 
     def _mark_drawn(self) -> Self:
         """Remember random weights of the head, to tell them from trained ones."""
@@ -505,7 +520,12 @@ class HarmonicClassifier(HarmonicHeadModel):
         """
         of_labels = self._take_label_options(kwargs)
         outputs = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            **kwargs,
         )
         if attention_mask is None and input_ids is not None:
             attention_mask = self.attended(input_ids)
@@ -652,7 +672,12 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
             cross-entropy of both in nats.
         """
         outputs = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            **kwargs,
         )
         start_logits, end_logits = self._logits(outputs.last_hidden_state).unbind(-1)  # [B, T]
         loss = None
