@@ -103,11 +103,21 @@ __all__ = [
     "load_run_config",
     "train",
 ]
-LAZY = {  # where a name of `__all__` is that is not imported above, and not of the losses
+LAZY = {
+    "LOSSES": "harmonic_sft.losses",
+    "ArcFaceLoss": "harmonic_sft.losses",
+    "CosFaceLoss": "harmonic_sft.losses",
+    "CrossEntropyLoss": "harmonic_sft.losses",
+    "DistillLoss": "harmonic_sft.losses",
+    "HarmonicLoss": "harmonic_sft.losses",
     "HarmonicTrainer": "harmonic_sft.training.trainer",
     "HarmonicTrainingArguments": "harmonic_sft.training.arguments",
+    "InfoNCELoss": "harmonic_sft.losses",
+    "KNNLabelSmoothingLoss": "harmonic_sft.losses",
     "LossOptions": "harmonic_sft.ops",
     "RunConfig": "harmonic_sft.training.run_config",
+    "SumLoss": "harmonic_sft.losses",
+    "WassersteinLoss": "harmonic_sft.losses",
     "distance_cross_entropy": "harmonic_sft.ops",
     "linear_cross_entropy": "harmonic_sft.ops",
     "load_run_config": "harmonic_sft.training.run_config",
@@ -116,9 +126,9 @@ LAZY = {  # where a name of `__all__` is that is not imported above, and not of 
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(LAZY.get(name, "harmonic_sft.losses")), name)
+    return getattr(import_module(LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
