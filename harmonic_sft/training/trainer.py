@@ -225,7 +225,6 @@ class HarmonicTrainer(Trainer):
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
         self._found_empty = is_empty(Path(str(args.output_dir)))
-        self._is_at_work = False
         self.data_seconds = 0.0
         self._memory = MemoryFallback(args)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
@@ -240,37 +239,32 @@ class HarmonicTrainer(Trainer):
         Raises:
             ValueError: It holds something else, or another run; or nodes do not share it.
         """
+        if self.claimed:
+            return
         state = PartialState()
-        if state.is_main_process and not self.claimed:
+        if state.is_main_process:
             config = replace(self.run_config, resume=resume)
             # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
             if not self._found_empty or (config.output_dir / RUN_FILE).exists():
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
-        if state.num_processes > 1 and not self.claimed:
+        if state.num_processes > 1:
             check_shared(Path(str(self.args.output_dir)))
         self.claimed = True
 
     @contextmanager
     def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder and name silent processes, unless a caller does.
+        """Keep others out of the output folder and name silent processes.
 
         Raises:
             ValueError: Another process trains in the folder.
             StoppedError: Another process of this run does not answer.
         """
-        if self._is_at_work:
-            yield
-            return
-        self._is_at_work = True
         is_main = PartialState().is_main_process  # which writes, and locks the folder for all
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
-        try:
-            with lock, naming_silent_peers(self.args):
-                yield
-        finally:
-            self._is_at_work = False
+        with lock, naming_silent_peers(self.args):
+            yield
 
     def train(
         self,
@@ -293,7 +287,12 @@ class HarmonicTrainer(Trainer):
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
-        return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        if trial is None:
+            if self.model_init is not None:  # a search has changed the arguments
+                self.run_config = self._preparation.configure_trial()
+            self.claim_output_folder(resume=checkpoint is not None)
+        with self.at_work():
+            return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def train_from(
         self,
@@ -301,12 +300,11 @@ class HarmonicTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
+        """Train as `train` does, from a whole checkpoint or the start, in a folder that is claimed.
+
+        The caller is `at_work`.
+        """
         self.old_head = None  # as large as the new one
-        if trial is None:
-            if self.model_init is not None:  # a search has changed the arguments
-                self.run_config = self._preparation.configure_trial()
-            self.claim_output_folder(resume=checkpoint is not None)
         if checkpoint is None and self.stream_place is not None:
             self.stream_place.restart()
         if checkpoint is not None:
@@ -321,11 +319,10 @@ class HarmonicTrainer(Trainer):
             load_neighbors_(checkpoint, self.model.loss_fn)
             if self.stream_place is not None:
                 self.stream_place.load(checkpoint)
-        listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         try:
-            with self.at_work(), listening:
+            with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
