@@ -305,8 +305,8 @@ class HarmonicTrainer(Trainer):
         The caller is `at_work`.
         """
         self.old_head = None  # as large as the new one
-        if checkpoint is None and self.stream_place is not None:
-            self.stream_place.restart()
+        if self.stream_place is not None:
+            self.stream_place.load(checkpoint)
         if checkpoint is not None:
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
@@ -317,8 +317,6 @@ class HarmonicTrainer(Trainer):
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             load_neighbors_(checkpoint, self.model.loss_fn)
-            if self.stream_place is not None:
-                self.stream_place.load(checkpoint)
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         try:
@@ -406,7 +404,9 @@ class HarmonicTrainer(Trainer):
         Rows that would be laid out as one, padding-free, are then read one by one: each has metrics
         and predictions of its own.
         """
-        if not is_training and self._collates_with(collate_padding_free):
+        ours = self.data_collator
+        is_joined = isinstance(ours, CountingCollator) and ours.collator is collate_padding_free
+        if is_joined and not is_training:
             kwargs["batch_size"] = 1
         drop_last = self.args.dataloader_drop_last
         self.args.dataloader_drop_last = drop_last and is_training
@@ -427,10 +427,6 @@ class HarmonicTrainer(Trainer):
         rows = self._preparation.test_rows(test_dataset)
         self._take_collator()
         return super().get_test_dataloader(rows)
-
-    def _collates_with(self, collator: Any) -> bool:
-        ours = self.data_collator
-        return isinstance(ours, CountingCollator) and ours.collator is collator
 
     def _take_collator(self) -> None:
         """Collate rows of text as they ask for it, also if they are the first."""
@@ -788,8 +784,6 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if self.stream_place is not None:  # which knows what was left out
-            self.stream_place.load(checkpoint)
         if self._head_callback.h_exp is not None:
             self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
