@@ -320,12 +320,11 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         )
     if task in CLASSIFIERS:
         check_label_settings(data_config)
-    training = _training(settings.get("training") or {}, overrides)
+    keys = {override.split("=")[0] for override in overrides}
+    training = _training(settings.get("training") or {}, keys)
     tokenizer = _tokenizer(folder)
-    keys = [override.split("=")[0] for override in overrides]
-    eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
-        key.startswith("data.eval") for key in keys
-    )
+    gives_sources = any(key == "data" or key.startswith("data.sources") for key in keys)
+    eval_only = gives_sources and not any(key.startswith("data.eval") for key in keys)
     seed = training.get("seed", 42)
     data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     ancestors = check_unseen(folder, data, data_config)
@@ -381,14 +380,13 @@ def _load(
     seed: int = 42,
     eval_only: bool = False,
 ) -> LoadedData:
-    labels = [config.id2label[index] for index in range(config.num_labels)]
     return load_task_data(
         data,
         task,
         config,
         tokenizer=tokenizer,
         seed=seed,
-        labels=labels if task in CLASSIFIERS else None,
+        labels=[config.id2label[index] for index in range(config.num_labels)],
         eval_only=eval_only,
         is_trained=True,
     )
@@ -485,12 +483,11 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     return settings
 
 
-def _training(settings: Any, overrides: Sequence[str]) -> dict[str, Any]:
+def _training(settings: Any, keys: set[str]) -> dict[str, Any]:
     """Read the section training; refuse overrides of what an evaluation does not read."""
-    asked = {override.split("=")[0] for override in overrides}
-    asked = {key for key in asked if key.split(".")[0] == "training"}
-    if asked - READ:
-        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(asked - READ)}")
+    unread = {key for key in keys if key.split(".")[0] == "training"} - READ
+    if unread:
+        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(unread)}")
     training = check_fields(TrainingArguments, settings, "training")
     size = training.setdefault("per_device_eval_batch_size", 8)
     if size < 1:
