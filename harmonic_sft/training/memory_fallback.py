@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,38 +61,34 @@ class MemoryFallback:
             # What dropout draws from, on the CPU and on every GPU.
             self._random_state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         self.batches.append(dict(batch))
-        loss = self._try([batch], backward)
-        while loss is None:
+        batches = [batch]
+        while True:
+            try:
+                for one in batches:
+                    losses = [backward(chunk) for chunk in split_batch(one, self._num_chunks)]
+                return torch.stack(losses).sum()
+            except RuntimeError as error:
+                self._check_memory(error)
+            # Out here the error does not hold the tensors of its frames any more.
             change = self._fall_back(model, is_sum=is_sum)
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
             model.zero_grad()
             torch.set_rng_state(self._random_state[0])
             torch.cuda.set_rng_state_all(self._random_state[1])
-            loss = self._try(self.batches, backward)
-        return loss
+            batches = self.batches
 
-    def _try(
-        self, batches: Sequence[dict[str, Any]], backward: Callable[[dict[str, Any]], Tensor]
-    ) -> Tensor | None:
-        """Return the last batch's loss after all backward passes, None if memory ran out."""
-        loss = None
-        try:
-            for batch in batches:
-                losses = [backward(chunk) for chunk in split_batch(batch, self._num_chunks)]
-                loss = torch.stack(losses).sum()
-        except RuntimeError as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-            if not is_memory or not self._args.oom_fallback:
-                raise
-            if self._args.world_size > 1:
-                raise StoppedError(
-                    "out of memory: oom_fallback works on a single process only, since the others "
-                    "wait for this one. Lower per_device_train_batch_size, raise "
-                    "gradient_accumulation_steps, or set gradient_checkpointing: true"
-                ) from error
-            return None
-        return loss
+    def _check_memory(self, error: RuntimeError) -> None:
+        """Raise what is no lack of memory, or one that cannot be made up for."""
+        is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+        if not is_memory or not self._args.oom_fallback:
+            raise error
+        if self._args.world_size > 1:
+            raise StoppedError(
+                "out of memory: oom_fallback works on a single process only, since the others wait "
+                "for this one. Lower per_device_train_batch_size, raise "
+                "gradient_accumulation_steps, or set gradient_checkpointing: true"
+            ) from error
 
     def _fall_back(self, model: HarmonicHeadModel, *, is_sum: bool) -> str:
         """Turn gradient checkpointing on; if it is on, halve the micro-batch; return which."""
