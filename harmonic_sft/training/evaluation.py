@@ -274,11 +274,7 @@ class Opened:
         )
 
     def _score_text(self, size: str, path: Path) -> Scored:
-        """Score some documents of a text.
-
-        Raises:
-            ValueError: There are fewer than two, or the model was trained on them.
-        """
+        """Score some documents of a text, none of which the model was trained on."""
         with path.open(encoding="utf-8") as file:
             count = sum(1 for line in file if line.strip())
         if count < 2:

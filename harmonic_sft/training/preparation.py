@@ -493,13 +493,13 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
-    counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
+    counts = torch.zeros(len(totals), dtype=torch.int64, device=model.device)  # [V]
     for batch in batches:
         states, labels = labelled_states(model, batch)  # [N, D], [N]
         features = states.double()
         totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
-        counts.index_add_(0, labels, torch.ones_like(counts[labels]))
-    empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()
+        counts += labels.bincount(minlength=len(counts))
+    empty = (counts == 0).nonzero().flatten().tolist()
     if empty:
         labels = model.config.id2label or {}
         names = [labels[index] for index in empty[:3]]
@@ -507,7 +507,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
             f"head.init: expected training rows of every class for class_means, got none of {names}"
             f"{' ...' if len(empty) > 3 else ''}. Add rows, or set head.init: random"
         )
-    return (totals / counts).float()
+    return (totals / counts.unsqueeze(-1)).float()
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:

@@ -104,7 +104,7 @@ from harmonic_sft.training.output_folder import (
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
-from harmonic_sft.training.run_config import HExpConfig, PeftConfig
+from harmonic_sft.training.run_config import PeftConfig
 from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
@@ -190,13 +190,12 @@ class HarmonicTrainer(Trainer):
         _check_batch(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
-        if getattr(built, "is_quantized", False):  # the Trainer would refuse it
-            vars(built)["is_quantized"] = False  # but the head alone trains
+        vars(built)["is_quantized"] = False  # or it is refused; the head alone trains
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
         self.run_config = config = self._preparation.config  # what a YAML file would say
-        self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        self.head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
         takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
         super().__init__(
@@ -208,7 +207,7 @@ class HarmonicTrainer(Trainer):
             processing_class=self._preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self._head_callback, self._termination, *(callbacks or [])],
+            callbacks=[self.head_callback, self._termination, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -385,17 +384,13 @@ class HarmonicTrainer(Trainer):
         """Load the model as the arguments of a trial say."""
         self._hp_search_setup(trial)  # transformers calls it after this
         self.run_config = config = self._preparation.configure_trial()
-        self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
+        self.head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
         self._memory = MemoryFallback(self.args)
         if self.args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return model
-
-    def anneal(self, h_exp: HExpConfig) -> None:
-        """Anneal the exponent in another way than the arguments said, from the next step on."""
-        self._head_callback.h_exp = h_exp
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """Return batches from workers that outlive a SIGTERM to all processes of a job.
@@ -540,15 +535,14 @@ class HarmonicTrainer(Trainer):
             is_packed = quantization_method(self.model.config) is not None
             if self._frozen is None and (is_part or not is_packed):
                 self._frozen = frozen_sha256(self.model)  # once: it takes seconds
-            rows = rows_per_step(self.args)
             write_manifest(
                 folder,
-                rows_per_step=rows,
+                rows_per_step=rows_per_step(self.args),
                 frozen_sha256=self._frozen,
                 rows_sha256=self.rows_sha256,
             )
-            best = self.state.best_model_checkpoint
-            rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
+            best = Path(self.state.best_model_checkpoint or folder)
+            rotate(folder.parent, keep=keep, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Note a new best; with `save_strategy="best"` also save what a callback asked for.
@@ -600,7 +594,7 @@ class HarmonicTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
         if "loss" in logs:
-            h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
+            h_exp = self.head_callback.h_exp_of(self.state.global_step - 1, self.state)
             h_exp = self.model.h_exp if self.run_config.learns_h_exp else h_exp
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
@@ -649,11 +643,7 @@ class HarmonicTrainer(Trainer):
         return loss.nan_to_num(0, 0, 0)  # of a step that may be skipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Look once in every step whether loss and gradients are finite, before they are used.
-
-        Raises:
-            StoppedError: One of them is not, and no more such steps may be skipped.
-        """
+        """Stop before loss or gradients that are not finite are used, or skip the step."""
         norm = super()._get_grad_norm(model, grad_norm)
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
         if self.args.skip_bad_steps:  # every process has to decide alike
@@ -767,7 +757,7 @@ class HarmonicTrainer(Trainer):
         check_whole(folder, is_best=True)
         if not load_part_(self.model, folder):
             super()._load_best_model()
-        if self._head_callback.h_exp is not None:
+        if self.head_callback.h_exp is not None:
             best = HarmonicConfig.from_pretrained(folder)
             assert best.h_exp is not None, "it is annealed"
             self.model.h_exp = best.h_exp
@@ -784,8 +774,8 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if self._head_callback.h_exp is not None:
-            self.model.h_exp = self._head_callback.h_exp.end
+        if self.head_callback.h_exp is not None:
+            self.model.h_exp = self.head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
 
