@@ -307,8 +307,7 @@ class Opened:
 def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     """Load the model of a folder and its data."""
     config, task = _harmonic_config(folder, "eval")
-    settings = _settings(folder, overrides, config)
-    data_config = parse(DataConfig, settings["data"], "data")
+    data_config, training = _settings(folder, overrides, config)
     if data_config.sources[0].path == TRAIN_NAME and not Path(TRAIN_NAME).exists():
         raise ValueError(
             f"eval: expected data, got none, since the run in {str(folder)!r} was given its rows "
@@ -316,9 +315,8 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         )
     if task in CLASSIFIERS:
         check_label_settings(data_config)
-    keys = {override.split("=")[0] for override in overrides}
-    training = _training(settings.get("training") or {}, keys)
     tokenizer = _tokenizer(folder)
+    keys = {override.split("=")[0] for override in overrides}
     gives_sources = any(key == "data" or key.startswith("data.sources") for key in keys)
     eval_only = gives_sources and not any(key.startswith("data.eval") for key in keys)
     seed = training.get("seed", 42)
@@ -460,11 +458,17 @@ def _saved(folder: Path) -> dict[str, Any]:
     return read_run(folder) if (folder / RUN_FILE).is_file() else {}
 
 
-def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the folder's run with these overrides."""
-    unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
+def _settings(
+    folder: Path, overrides: Sequence[str], config: PreTrainedConfig
+) -> tuple[DataConfig, dict[str, Any]]:
+    """Return the sections data and training of the folder's run with these overrides."""
+    keys = {override.split("=")[0] for override in overrides}
+    unused = {key.split(".")[0] for key in keys} - USED
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
+    unread = {key for key in keys if key.split(".")[0] == "training"} - READ
+    if unread:
+        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(unread)}")
     saved = _saved(folder)
     sources = saved["data"]["sources"] if saved else []
     settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
@@ -476,21 +480,14 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     if not saved and isinstance(settings["data"], dict):
         longest = min(CONTEXT_LENGTH, max_positions(config.get_text_config()))
         settings["data"].setdefault("context_length", longest)
-    return settings
-
-
-def _training(settings: Any, keys: set[str]) -> dict[str, Any]:
-    """Read the section training; refuse overrides of what an evaluation does not read."""
-    unread = {key for key in keys if key.split(".")[0] == "training"} - READ
-    if unread:
-        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(unread)}")
-    training = check_fields(TrainingArguments, settings, "training")
+    data = parse(DataConfig, settings["data"], "data")
+    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
     size = training.setdefault("per_device_eval_batch_size", 8)
     if size < 1:
         raise ValueError(
             f"training.per_device_eval_batch_size: expected a number above 0, got {size}"
         )
-    return training
+    return data, training
 
 
 def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
