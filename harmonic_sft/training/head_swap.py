@@ -152,7 +152,7 @@ def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
     trainer.model.h_exp = fit.h_exp
     if h_exp.schedule != "learned":
         end = fit.h_exp * h_exp.end / h_exp.start
-        trainer.head_callback.h_exp = replace(h_exp, start=fit.h_exp, end=end)
+        trainer.anneal(replace(h_exp, start=fit.h_exp, end=end))
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ from harmonic_sft.training.output_folder import (
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
-from harmonic_sft.training.run_config import PeftConfig
+from harmonic_sft.training.run_config import HExpConfig, PeftConfig
 from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class HarmonicTrainer(Trainer):
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
         self.run_config = config = self._preparation.config  # what a YAML file would say
-        self.head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
         takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
         super().__init__(
@@ -207,7 +207,7 @@ class HarmonicTrainer(Trainer):
             processing_class=self._preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self.head_callback, self._termination, *(callbacks or [])],
+            callbacks=[self._head_callback, self._termination, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -384,13 +384,17 @@ class HarmonicTrainer(Trainer):
         """Load the model as the arguments of a trial say."""
         self._hp_search_setup(trial)  # transformers calls it after this
         self.run_config = config = self._preparation.configure_trial()
-        self.head_callback.h_exp = None if config.learns_h_exp else config.h_exp
+        self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
         self._memory = MemoryFallback(self.args)
         if self.args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return model
+
+    def anneal(self, h_exp: HExpConfig) -> None:
+        """Anneal the exponent in another way than the arguments said, from the next step on."""
+        self._head_callback.h_exp = h_exp
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """Return batches from workers that outlive a SIGTERM to all processes of a job.
@@ -594,7 +598,7 @@ class HarmonicTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
         if "loss" in logs:
-            h_exp = self.head_callback.h_exp_of(self.state.global_step - 1, self.state)
+            h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
             h_exp = self.model.h_exp if self.run_config.learns_h_exp else h_exp
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
@@ -677,8 +681,15 @@ class HarmonicTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         reads_again = not prediction_loss_only or self._has_own_loss
-        can_be_empty = description == "Prediction"
-        metrics, num_rows = self._scores(dataloader, can_be_empty, counts=not reads_again)
+        self.model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        inputs = self._head_inputs(dataloader, counts=not reads_again)
+        scores = score(self.model, inputs, self._gather_scores)
+        metrics, num_rows = {}, 0 if scores is None else scores.num_rows
+        # Rows to predict may have no labels.
+        if scores is not None and (len(scores.labels) > 0 or description != "Prediction"):
+            documents = documents_of(dataloader.dataset, num_rows)
+            metrics = summarize(scores, self.model.dist_head, documents)
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
         if num_rows == 0 or reads_again:
             found = super().evaluation_loop(
@@ -690,24 +701,8 @@ class HarmonicTrainer(Trainer):
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)
 
-    def _scores(
-        self, dataloader: DataLoader, can_be_empty: bool, *, counts: bool
-    ) -> tuple[dict[str, float], int]:
-        """Return the metrics of all labelled tokens, and how many rows were scored."""
-        model = self.model
-        model.eval()
-        self.callback_handler.eval_dataloader = dataloader
-        inputs = self._head_inputs(model, dataloader, counts=counts)
-        scores = score(model, inputs, self._gather_scores)
-        if scores is None:
-            return {}, 0
-        if can_be_empty and len(scores.labels) == 0:
-            return {}, scores.num_rows
-        documents = documents_of(dataloader.dataset, scores.num_rows)
-        return summarize(scores, model.dist_head, documents), scores.num_rows
-
     def _head_inputs(
-        self, model: HarmonicHeadModel, dataloader: DataLoader, *, counts: bool
+        self, dataloader: DataLoader, *, counts: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states and labels of every batch whose labels are classes of the head.
 
@@ -715,10 +710,10 @@ class HarmonicTrainer(Trainer):
         """
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            if "labels" not in batch or model.has_free_labels(batch["labels"]):
+            if "labels" not in batch or self.model.has_free_labels(batch["labels"]):
                 continue
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
-                inputs = head_inputs(model, batch)  # [B, S, D], [B, S]
+                inputs = head_inputs(self.model, batch)  # [B, S, D], [B, S]
             yield inputs
             if counts:
                 self.control = self.callback_handler.on_prediction_step(
@@ -757,7 +752,7 @@ class HarmonicTrainer(Trainer):
         check_whole(folder, is_best=True)
         if not load_part_(self.model, folder):
             super()._load_best_model()
-        if self.head_callback.h_exp is not None:
+        if self._head_callback.h_exp is not None:
             best = HarmonicConfig.from_pretrained(folder)
             assert best.h_exp is not None, "it is annealed"
             self.model.h_exp = best.h_exp
@@ -774,8 +769,8 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if self.head_callback.h_exp is not None:
-            self.model.h_exp = self.head_callback.h_exp.end
+        if self._head_callback.h_exp is not None:
+            self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
 
