@@ -225,12 +225,10 @@ class HarmonicTrainer(Trainer):
         self.claimed = False  # the output folder
         self._found_empty = is_empty(Path(str(args.output_dir)))
         self.data_seconds = 0.0
-        self._memory = MemoryFallback(args)
+        self._memory = MemoryFallback(args, built)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
         self._frozen: str | None = None  # checksum of the frozen weights
-        if args.gradient_checkpointing:
-            built.gradient_checkpointing_enable()
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -387,9 +385,7 @@ class HarmonicTrainer(Trainer):
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
-        self._memory = MemoryFallback(self.args)
-        if self.args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+        self._memory = MemoryFallback(self.args, model)
         return model
 
     def anneal(self, h_exp: HExpConfig) -> None:
@@ -403,10 +399,11 @@ class HarmonicTrainer(Trainer):
         Rows that would be laid out as one, padding-free, are then read one by one: each has metrics
         and predictions of its own.
         """
-        ours = self.data_collator
-        is_joined = isinstance(ours, CountingCollator) and ours.collator is collate_padding_free
-        if is_joined and not is_training:
-            kwargs["batch_size"] = 1
+        collator = self._preparation.collator  # known with the first rows of text
+        if collator is not None and isinstance(self.data_collator, CountingCollator):
+            self.data_collator = replace(self.data_collator, collator=collator)
+            if collator is collate_padding_free and not is_training:
+                kwargs["batch_size"] = 1
         drop_last = self.args.dataloader_drop_last
         self.args.dataloader_drop_last = drop_last and is_training
         try:
@@ -417,21 +414,11 @@ class HarmonicTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches to evaluate on; text is tokenized and masked."""
-        rows = self._preparation.eval_rows(eval_dataset)
-        self._take_collator()
-        return super().get_eval_dataloader(rows)
+        return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return batches to predict; text is tokenized and masked. Texts may have no labels."""
-        rows = self._preparation.test_rows(test_dataset)
-        self._take_collator()
-        return super().get_test_dataloader(rows)
-
-    def _take_collator(self) -> None:
-        """Collate rows of text as they ask for it, also if they are the first."""
-        collator = self._preparation.collator
-        if collator is not None and isinstance(self.data_collator, CountingCollator):
-            self.data_collator = replace(self.data_collator, collator=collator)
+        return super().get_test_dataloader(self._preparation.test_rows(test_dataset))
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -637,7 +624,6 @@ class HarmonicTrainer(Trainer):
         loss = self._memory.run(
             lambda batch: run(model, batch, num_items_in_batch),
             inputs,
-            self.model,
             step=self.state.global_step + 1,
             is_sum=num_items_in_batch is not None and not self._has_own_loss,
         )
