@@ -190,7 +190,8 @@ class HarmonicTrainer(Trainer):
         _check_batch(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
-        vars(built)["is_quantized"] = False  # or it is refused; the head alone trains
+        # transformers would refuse a quantized model, of which the head alone trains here.
+        vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
