@@ -225,8 +225,6 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
         for name, module in blocks[index].named_modules()
         if isinstance(module, nn.Linear | Conv1D)  # the latter are GPT-2's, transposed
     ]
-    if not linear:
-        raise ValueError("peft: expected linear layers in the blocks of the base, got none")
     targets = linear
     if peft.target_modules != "all-linear":
         matched = {name for target in peft.target_modules for name in _matches(target, linear)}

@@ -235,11 +235,11 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def _check_ours(self) -> None:
         """Check the arguments for the task; where the model will say it, for any."""
+        tasks = ["masked_lm", "causal_lm", "sequence_classification"]
         if self.task is not None or self.label_column is not None:
-            self.config_for("model", task=self.task or "sequence_classification")
-            return
+            tasks = [self.task or "sequence_classification"]
         errors = {}
-        for task in ("masked_lm", "causal_lm", "sequence_classification"):
+        for task in tasks:
             try:
                 self.config_for("model", task=task)
                 return

@@ -274,11 +274,7 @@ class Opened:
         )
 
     def _score_text(self, size: str, path: Path) -> Scored:
-        """Score some documents of a text.
-
-        Raises:
-            ValueError: There are fewer than two, or the model was trained on them.
-        """
+        """Score some documents of a text, none of which the model was trained on."""
         with path.open(encoding="utf-8") as file:
             count = sum(1 for line in file if line.strip())
         if count < 2:
@@ -311,8 +307,7 @@ class Opened:
 def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     """Load the model of a folder and its data."""
     config, task = _harmonic_config(folder, "eval")
-    settings = _settings(folder, overrides, config)
-    data_config = parse(DataConfig, settings["data"], "data")
+    data_config, training = _settings(folder, overrides, config)
     if data_config.sources[0].path == TRAIN_NAME and not Path(TRAIN_NAME).exists():
         raise ValueError(
             f"eval: expected data, got none, since the run in {str(folder)!r} was given its rows "
@@ -320,12 +315,10 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         )
     if task in CLASSIFIERS:
         check_label_settings(data_config)
-    training = _training(settings.get("training") or {}, overrides)
     tokenizer = _tokenizer(folder)
-    keys = [override.split("=")[0] for override in overrides]
-    eval_only = any(key == "data" or key.startswith("data.sources") for key in keys) and not any(
-        key.startswith("data.eval") for key in keys
-    )
+    keys = {override.split("=")[0] for override in overrides}
+    gives_sources = any(key == "data" or key.startswith("data.sources") for key in keys)
+    eval_only = gives_sources and not any(key.startswith("data.eval") for key in keys)
     seed = training.get("seed", 42)
     data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     ancestors = check_unseen(folder, data, data_config)
@@ -381,14 +374,13 @@ def _load(
     seed: int = 42,
     eval_only: bool = False,
 ) -> LoadedData:
-    labels = [config.id2label[index] for index in range(config.num_labels)]
     return load_task_data(
         data,
         task,
         config,
         tokenizer=tokenizer,
         seed=seed,
-        labels=labels if task in CLASSIFIERS else None,
+        labels=[config.id2label[index] for index in range(config.num_labels)],
         eval_only=eval_only,
         is_trained=True,
     )
@@ -466,11 +458,17 @@ def _saved(folder: Path) -> dict[str, Any]:
     return read_run(folder) if (folder / RUN_FILE).is_file() else {}
 
 
-def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of the folder's run with these overrides."""
-    unused = {override.split("=")[0].split(".")[0] for override in overrides} - USED
+def _settings(
+    folder: Path, overrides: Sequence[str], config: PreTrainedConfig
+) -> tuple[DataConfig, dict[str, Any]]:
+    """Return the sections data and training of the folder's run with these overrides."""
+    keys = {override.split("=")[0] for override in overrides}
+    unused = {key.split(".")[0] for key in keys} - USED
     if unused:
         raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
+    unread = {key for key in keys if key.split(".")[0] == "training"} - READ
+    if unread:
+        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(unread)}")
     saved = _saved(folder)
     sources = saved["data"]["sources"] if saved else []
     settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
@@ -482,22 +480,14 @@ def _settings(folder: Path, overrides: Sequence[str], config: PreTrainedConfig) 
     if not saved and isinstance(settings["data"], dict):
         longest = min(CONTEXT_LENGTH, max_positions(config.get_text_config()))
         settings["data"].setdefault("context_length", longest)
-    return settings
-
-
-def _training(settings: Any, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read the section training; refuse overrides of what an evaluation does not read."""
-    asked = {override.split("=")[0] for override in overrides}
-    asked = {key for key in asked if key.split(".")[0] == "training"}
-    if asked - READ:
-        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(asked - READ)}")
-    training = check_fields(TrainingArguments, settings, "training")
+    data = parse(DataConfig, settings["data"], "data")
+    training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
     size = training.setdefault("per_device_eval_batch_size", 8)
     if size < 1:
         raise ValueError(
             f"training.per_device_eval_batch_size: expected a number above 0, got {size}"
         )
-    return training
+    return data, training
 
 
 def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:

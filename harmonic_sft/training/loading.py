@@ -192,12 +192,8 @@ def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
     return max(num_embeddings, len(tokenizer)) if task == "causal_lm" else num_embeddings
 
 
-def packs(run: RunConfig, config: PreTrainedConfig) -> bool:
-    """Whether the base of a run can keep the documents of a row apart."""
-    return config.get_text_config().model_type in _packable(run)
-
-
-def _packable(run: RunConfig) -> Collection[str]:
+def packable(run: RunConfig) -> Collection[str]:
+    """Return the types of bases that can keep the documents of a row apart."""
     return PACKABLE_DECODERS if run.model.task == "causal_lm" else PACKABLE
 
 
@@ -208,12 +204,12 @@ def check_base_config(run: RunConfig, config: PreTrainedConfig) -> None:
         ValueError: Documents of a row would see each other; or, of a quantized base, something else
             would train, checkpoints would not be whole, or it is quantized in another way.
     """
+    model_type = config.get_text_config().model_type
     for option in ("packing", "padding_free"):
-        if getattr(run.data, option) and not packs(run, config):
+        if getattr(run.data, option) and model_type not in packable(run):
             raise ValueError(
-                f"data.{option}: expected false on a base of type "
-                f"{config.get_text_config().model_type!r}, got true. Leave it out: only "
-                f"{', '.join(_packable(run))} keep the documents of a row apart"
+                f"data.{option}: expected false on a base of type {model_type!r}, got true. Leave "
+                f"it out: only {', '.join(packable(run))} keep the documents of a row apart"
             )
     method = quantization_method(config)
     if method is None or run.model.from_scratch:

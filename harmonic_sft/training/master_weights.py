@@ -109,8 +109,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, *, is_given: bool) -> None
     if optimizer is None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise ValueError(
             "optimizers: expected one that holds all that trains, got one without "

@@ -89,9 +89,7 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
 
     How many classes a classifier has only its data would tell: it gets two.
     """
-    if config.model_type == "harmonic":
-        config = config.text_config
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config.get_text_config())
     config.dtype = getattr(torch, run.model.dtype)  # transformers builds what it says
     # No values, at which the initialization of ModernBERT, for one, would look.
     with local_torch_dtype(config.dtype), no_init_weights():

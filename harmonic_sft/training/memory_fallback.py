@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ class MemoryFallback:
 
     Args:
         args: Of the trainer.
+        model: What trains; checkpointed from the start if `args` say so.
     """
 
-    def __init__(self, args: HarmonicTrainingArguments):
-        self._args = args
+    def __init__(self, args: HarmonicTrainingArguments, model: HarmonicHeadModel):
+        self._args, self._model = args, model
         # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
         self.checkpoints_blocks = args.gradient_checkpointing
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
         self.batches: list[dict[str, Any]] = []  # of this step, so far
         self._num_chunks = 1
 
@@ -39,7 +42,6 @@ class MemoryFallback:
         self,
         backward: Callable[[dict[str, Any]], Tensor],
         batch: dict[str, Any],
-        model: HarmonicHeadModel,
         *,
         step: int,
         is_sum: bool,
@@ -49,7 +51,6 @@ class MemoryFallback:
         Args:
             backward: Runs a micro-batch, or some of its rows, and returns their loss.
             batch: The micro-batch.
-            model: What trains.
             step: Its number.
             is_sum: Losses of some rows add up to that of all; otherwise they are means, and a
                 micro-batch stays whole.
@@ -61,46 +62,42 @@ class MemoryFallback:
             # What dropout draws from, on the CPU and on every GPU.
             self._random_state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         self.batches.append(dict(batch))
-        loss = self._try([batch], backward)
-        while loss is None:
-            change = self._fall_back(model, is_sum=is_sum)
+        batches = [batch]
+        while True:
+            try:
+                for one in batches:
+                    losses = [backward(chunk) for chunk in split_batch(one, self._num_chunks)]
+                return torch.stack(losses).sum()
+            except RuntimeError as error:
+                self._check_memory(error)
+            # Out here the error does not hold the tensors of its frames any more.
+            change = self._fall_back(is_sum=is_sum)
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
-            model.zero_grad()
+            self._model.zero_grad()
             torch.set_rng_state(self._random_state[0])
             torch.cuda.set_rng_state_all(self._random_state[1])
-            loss = self._try(self.batches, backward)
-        return loss
+            batches = self.batches
 
-    def _try(
-        self, batches: Sequence[dict[str, Any]], backward: Callable[[dict[str, Any]], Tensor]
-    ) -> Tensor | None:
-        """Return the last batch's loss after all backward passes, None if memory ran out."""
-        loss = None
-        try:
-            for batch in batches:
-                losses = [backward(chunk) for chunk in split_batch(batch, self._num_chunks)]
-                loss = torch.stack(losses).sum()
-        except RuntimeError as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-            if not is_memory or not self._args.oom_fallback:
-                raise
-            if self._args.world_size > 1:
-                raise StoppedError(
-                    "out of memory: oom_fallback works on a single process only, since the others "
-                    "wait for this one. Lower per_device_train_batch_size, raise "
-                    "gradient_accumulation_steps, or set gradient_checkpointing: true"
-                ) from error
-            return None
-        return loss
+    def _check_memory(self, error: RuntimeError) -> None:
+        """Raise what is no lack of memory, or one that cannot be made up for."""
+        is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+        if not is_memory or not self._args.oom_fallback:
+            raise error
+        if self._args.world_size > 1:
+            raise StoppedError(
+                "out of memory: oom_fallback works on a single process only, since the others wait "
+                "for this one. Lower per_device_train_batch_size, raise "
+                "gradient_accumulation_steps, or set gradient_checkpointing: true"
+            ) from error
 
-    def _fall_back(self, model: HarmonicHeadModel, *, is_sum: bool) -> str:
+    def _fall_back(self, *, is_sum: bool) -> str:
         """Turn gradient checkpointing on; if it is on, halve the micro-batch; return which."""
         release_memory()
         rows = num_rows(self.batches[-1])
         if not self.checkpoints_blocks:
             self.checkpoints_blocks = True
-            model.gradient_checkpointing_enable()
+            self._model.gradient_checkpointing_enable()
             return "gradient checkpointing turned on"
         if not is_sum:
             raise StoppedError(

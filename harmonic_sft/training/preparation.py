@@ -218,8 +218,6 @@ class Preparation:
                 f"data[{next(iter(data))!r}]"
             )
         if is_raw:
-            if isinstance(data, datasets.IterableDataset):
-                _check_stream(data)
             data = self._loaded(data, TRAIN_NAME).train
         if isinstance(data, MaskedRows) and data.class_names is not None:
             self._labels = data.class_names
@@ -322,6 +320,8 @@ class Preparation:
             if is_table:
                 data._fingerprint = rows_sha256(data)
         streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
+        if streaming:
+            _check_stream(data)
         source = GivenSource(
             path=name, column=column, format=row_format, streaming=streaming, documents=data
         )
@@ -355,16 +355,11 @@ class Preparation:
                 if self.args.loss is None:
                     self.model.loss_fn = loss_fn
             return self.model, None
-        if task in CLASSIFIERS and self._labels is None:
-            raise ValueError(
-                "train_dataset: expected a data set with a column of labels, which name the "
-                "classes of a new head, got none. To bring rows and a collator of your own, make "
-                f"the model first: {MODELS[task].__name__}.from_base(...)"
-            )
-        base, old_head = self._load_base(), None
+        old_head = None
         if task in CLASSIFIERS:
-            built: HarmonicHeadModel = self._classifier(base, train)
+            built: HarmonicHeadModel = self._classifier(train)
         else:
+            base = self._load_base()
             built = LANGUAGE_MODELS[task].on_base(
                 base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
             )
@@ -406,13 +401,18 @@ class Preparation:
             dropout=dropout,
         )
 
-    def _classifier(self, base: Base, train: MaskedRows) -> HarmonicClassifier:
-        """Put a head over the classes, its prototypes where the run says."""
-        run = self.config
-        assert self._labels is not None, "build has looked"
+    def _classifier(self, train: MaskedRows) -> HarmonicClassifier:
+        """Put a head over the classes on the base, its prototypes where the run says."""
+        run, model_class = self.config, CLASSIFIERS[self.config.model.task]
+        if self._labels is None:
+            raise ValueError(
+                "train_dataset: expected a data set with a column of labels, which name the "
+                "classes of a new head, got none. To bring rows and a collator of your own, make "
+                f"the model first: {model_class.__name__}.from_base(...)"
+            )
         from_means = run.head.init == "class_means"
-        model = CLASSIFIERS[run.model.task].on_base(
-            base,
+        model = model_class.on_base(
+            self._load_base(),
             labels=self._labels,
             head=run.head_settings(),
             init="random" if from_means else run.head.init,
@@ -493,21 +493,20 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
-    counts = torch.zeros(len(totals), 1, dtype=torch.float64, device=model.device)
+    counts = torch.zeros(len(totals), dtype=torch.int64, device=model.device)  # [V]
     for batch in batches:
         states, labels = labelled_states(model, batch)  # [N, D], [N]
         features = states.double()
         totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
-        counts.index_add_(0, labels, torch.ones_like(counts[labels]))
-    empty = (counts.squeeze(-1) == 0).nonzero().flatten().tolist()
+        counts += labels.bincount(minlength=len(counts))
+    empty = (counts == 0).nonzero().flatten().tolist()
     if empty:
-        labels = model.config.id2label or {}
-        names = [labels[index] for index in empty[:3]]
+        names = [(model.config.id2label or {})[index] for index in empty[:3]]
         raise ValueError(
             f"head.init: expected training rows of every class for class_means, got none of {names}"
             f"{' ...' if len(empty) > 3 else ''}. Add rows, or set head.init: random"
         )
-    return (totals / counts).float()
+    return (totals / counts.unsqueeze(-1)).float()
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:

@@ -46,10 +46,6 @@ class StreamPlace:
             generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
         )
 
-    def restart(self) -> None:
-        """Read from the first row, as a training does that does not continue."""
-        self._rows.state = self.state = StreamState(rows=0, streams={})
-
     def take(self, batches: Sequence[dict[str, Any]]) -> None:
         """Take the places of their rows out of the batches of a step, and note them."""
         places = [place for batch in batches for place in batch.pop("places")]
@@ -61,9 +57,9 @@ class StreamPlace:
         path = checkpoint / STREAM_FILES.format(self._args.process_index)
         path.write_text(json.dumps(self.state))
 
-    def load(self, checkpoint: Path) -> None:
-        """Continue where the run of a checkpoint stood."""
-        paths = sorted(checkpoint.glob(STREAM_FILES.format("*")))
+    def load(self, checkpoint: Path | None) -> None:
+        """Continue where the run of a checkpoint stood, without one from the first row."""
+        paths = [] if checkpoint is None else sorted(checkpoint.glob(STREAM_FILES.format("*")))
         states: list[Any] = [json.loads(path.read_text()) for path in paths]
         for state in states:
             # Until 2026-11-24 the counts of a window stood beside its snapshot.

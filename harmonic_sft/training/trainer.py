@@ -190,8 +190,8 @@ class HarmonicTrainer(Trainer):
         _check_batch(train_dataset, args)
         eval_dataset = self._preparation.eval_rows(eval_dataset)
         built, self.old_head = self._preparation.build(train_dataset)
-        if getattr(built, "is_quantized", False):  # the Trainer would refuse it
-            vars(built)["is_quantized"] = False  # but the head alone trains
+        # transformers would refuse a quantized model, of which the head alone trains here.
+        vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
@@ -225,14 +225,11 @@ class HarmonicTrainer(Trainer):
             self.add_callback(PushCallback(destination_of(config.hub)))
         self.claimed = False  # the output folder
         self._found_empty = is_empty(Path(str(args.output_dir)))
-        self._is_at_work = False
         self.data_seconds = 0.0
-        self._memory = MemoryFallback(args)
+        self._memory = MemoryFallback(args, built)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._num_bad_steps = 0
         self._frozen: str | None = None  # checksum of the frozen weights
-        if args.gradient_checkpointing:
-            built.gradient_checkpointing_enable()
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -240,37 +237,32 @@ class HarmonicTrainer(Trainer):
         Raises:
             ValueError: It holds something else, or another run; or nodes do not share it.
         """
+        if self.claimed:
+            return
         state = PartialState()
-        if state.is_main_process and not self.claimed:
+        if state.is_main_process:
             config = replace(self.run_config, resume=resume)
             # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
             if not self._found_empty or (config.output_dir / RUN_FILE).exists():
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
-        if state.num_processes > 1 and not self.claimed:
+        if state.num_processes > 1:
             check_shared(Path(str(self.args.output_dir)))
         self.claimed = True
 
     @contextmanager
     def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder and name silent processes, unless a caller does.
+        """Keep others out of the output folder and name silent processes.
 
         Raises:
             ValueError: Another process trains in the folder.
             StoppedError: Another process of this run does not answer.
         """
-        if self._is_at_work:
-            yield
-            return
-        self._is_at_work = True
         is_main = PartialState().is_main_process  # which writes, and locks the folder for all
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
-        try:
-            with lock, naming_silent_peers(self.args):
-                yield
-        finally:
-            self._is_at_work = False
+        with lock, naming_silent_peers(self.args):
+            yield
 
     def train(
         self,
@@ -293,7 +285,12 @@ class HarmonicTrainer(Trainer):
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
-        return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        if trial is None:
+            if self.model_init is not None:  # a search has changed the arguments
+                self.run_config = self._preparation.configure_trial()
+            self.claim_output_folder(resume=checkpoint is not None)
+        with self.at_work():
+            return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def train_from(
         self,
@@ -301,14 +298,13 @@ class HarmonicTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `train` does, from a checkpoint that is known to be whole, or from the start."""
+        """Train as `train` does, from a whole checkpoint or the start, in a folder that is claimed.
+
+        The caller is `at_work`.
+        """
         self.old_head = None  # as large as the new one
-        if trial is None:
-            if self.model_init is not None:  # a search has changed the arguments
-                self.run_config = self._preparation.configure_trial()
-            self.claim_output_folder(resume=checkpoint is not None)
-        if checkpoint is None and self.stream_place is not None:
-            self.stream_place.restart()
+        if self.stream_place is not None:
+            self.stream_place.load(checkpoint)
         if checkpoint is not None:
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
@@ -319,13 +315,10 @@ class HarmonicTrainer(Trainer):
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             load_neighbors_(checkpoint, self.model.loss_fn)
-            if self.stream_place is not None:
-                self.stream_place.load(checkpoint)
-        listening = self._termination.listening(is_asked=self.args.enable_jit_checkpoint)
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         try:
-            with self.at_work(), listening:
+            with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
@@ -393,9 +386,7 @@ class HarmonicTrainer(Trainer):
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
-        self._memory = MemoryFallback(self.args)
-        if self.args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+        self._memory = MemoryFallback(self.args, model)
         return model
 
     def anneal(self, h_exp: HExpConfig) -> None:
@@ -409,8 +400,11 @@ class HarmonicTrainer(Trainer):
         Rows that would be laid out as one, padding-free, are then read one by one: each has metrics
         and predictions of its own.
         """
-        if not is_training and self._collates_with(collate_padding_free):
-            kwargs["batch_size"] = 1
+        collator = self._preparation.collator  # known with the first rows of text
+        if collator is not None and isinstance(self.data_collator, CountingCollator):
+            self.data_collator = replace(self.data_collator, collator=collator)
+            if collator is collate_padding_free and not is_training:
+                kwargs["batch_size"] = 1
         drop_last = self.args.dataloader_drop_last
         self.args.dataloader_drop_last = drop_last and is_training
         try:
@@ -421,25 +415,11 @@ class HarmonicTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches to evaluate on; text is tokenized and masked."""
-        rows = self._preparation.eval_rows(eval_dataset)
-        self._take_collator()
-        return super().get_eval_dataloader(rows)
+        return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return batches to predict; text is tokenized and masked. Texts may have no labels."""
-        rows = self._preparation.test_rows(test_dataset)
-        self._take_collator()
-        return super().get_test_dataloader(rows)
-
-    def _collates_with(self, collator: Any) -> bool:
-        ours = self.data_collator
-        return isinstance(ours, CountingCollator) and ours.collator is collator
-
-    def _take_collator(self) -> None:
-        """Collate rows of text as they ask for it, also if they are the first."""
-        collator = self._preparation.collator
-        if collator is not None and isinstance(self.data_collator, CountingCollator):
-            self.data_collator = replace(self.data_collator, collator=collator)
+        return super().get_test_dataloader(self._preparation.test_rows(test_dataset))
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -547,15 +527,14 @@ class HarmonicTrainer(Trainer):
             is_packed = quantization_method(self.model.config) is not None
             if self._frozen is None and (is_part or not is_packed):
                 self._frozen = frozen_sha256(self.model)  # once: it takes seconds
-            rows = rows_per_step(self.args)
             write_manifest(
                 folder,
-                rows_per_step=rows,
+                rows_per_step=rows_per_step(self.args),
                 frozen_sha256=self._frozen,
                 rows_sha256=self.rows_sha256,
             )
-            best = self.state.best_model_checkpoint
-            rotate(folder.parent, keep=keep, protected=[folder, *([Path(best)] if best else [])])
+            best = Path(self.state.best_model_checkpoint or folder)
+            rotate(folder.parent, keep=keep, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Note a new best; with `save_strategy="best"` also save what a callback asked for.
@@ -646,7 +625,6 @@ class HarmonicTrainer(Trainer):
         loss = self._memory.run(
             lambda batch: run(model, batch, num_items_in_batch),
             inputs,
-            self.model,
             step=self.state.global_step + 1,
             is_sum=num_items_in_batch is not None and not self._has_own_loss,
         )
@@ -656,11 +634,7 @@ class HarmonicTrainer(Trainer):
         return loss.nan_to_num(0, 0, 0)  # of a step that may be skipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Look once in every step whether loss and gradients are finite, before they are used.
-
-        Raises:
-            StoppedError: One of them is not, and no more such steps may be skipped.
-        """
+        """Stop before loss or gradients that are not finite are used, or skip the step."""
         norm = super()._get_grad_norm(model, grad_norm)
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
         if self.args.skip_bad_steps:  # every process has to decide alike
@@ -694,8 +668,15 @@ class HarmonicTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         reads_again = not prediction_loss_only or self._has_own_loss
-        can_be_empty = description == "Prediction"
-        metrics, num_rows = self._scores(dataloader, can_be_empty, counts=not reads_again)
+        self.model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        inputs = self._head_inputs(dataloader, counts=not reads_again)
+        scores = score(self.model, inputs, self._gather_scores)
+        metrics, num_rows = {}, 0 if scores is None else scores.num_rows
+        # Rows to predict may have no labels.
+        if scores is not None and (len(scores.labels) > 0 or description != "Prediction"):
+            documents = documents_of(dataloader.dataset, num_rows)
+            metrics = summarize(scores, self.model.dist_head, documents)
         found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
         if num_rows == 0 or reads_again:
             found = super().evaluation_loop(
@@ -707,24 +688,8 @@ class HarmonicTrainer(Trainer):
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)
 
-    def _scores(
-        self, dataloader: DataLoader, can_be_empty: bool, *, counts: bool
-    ) -> tuple[dict[str, float], int]:
-        """Return the metrics of all labelled tokens, and how many rows were scored."""
-        model = self.model
-        model.eval()
-        self.callback_handler.eval_dataloader = dataloader
-        inputs = self._head_inputs(model, dataloader, counts=counts)
-        scores = score(model, inputs, self._gather_scores)
-        if scores is None:
-            return {}, 0
-        if can_be_empty and len(scores.labels) == 0:
-            return {}, scores.num_rows
-        documents = documents_of(dataloader.dataset, scores.num_rows)
-        return summarize(scores, model.dist_head, documents), scores.num_rows
-
     def _head_inputs(
-        self, model: HarmonicHeadModel, dataloader: DataLoader, *, counts: bool
+        self, dataloader: DataLoader, *, counts: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states and labels of every batch whose labels are classes of the head.
 
@@ -732,10 +697,10 @@ class HarmonicTrainer(Trainer):
         """
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
-            if "labels" not in batch or model.has_free_labels(batch["labels"]):
+            if "labels" not in batch or self.model.has_free_labels(batch["labels"]):
                 continue
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
-                inputs = head_inputs(model, batch)  # [B, S, D], [B, S]
+                inputs = head_inputs(self.model, batch)  # [B, S, D], [B, S]
             yield inputs
             if counts:
                 self.control = self.callback_handler.on_prediction_step(
@@ -791,8 +756,6 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if self.stream_place is not None:  # which knows what was left out
-            self.stream_place.load(checkpoint)
         if self._head_callback.h_exp is not None:
             self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:

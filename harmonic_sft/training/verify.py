@@ -32,7 +32,7 @@ from harmonic_sft.models.backbones import set_dropout_
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
-from harmonic_sft.training.loading import load_base_config, load_run_data, packs
+from harmonic_sft.training.loading import load_base_config, load_run_data, packable
 from harmonic_sft.training.output_folder import note_verdicts, verify_path
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -283,7 +283,8 @@ def _why_not(run: RunConfig, way: Way, material: Material, *, on_cpu: bool) -> s
     """Say why a way cannot be taken here."""
     if (way.packing or way.streaming) and isinstance(material.rows, MaskedRows):
         return "a classifier's rows are neither packed nor streamed"
-    if way.packing and not packs(run, load_base_config(run.model)):
+    model_type = load_base_config(run.model).get_text_config().model_type
+    if way.packing and model_type not in packable(run):
         return "the base cannot keep the documents of a row apart"
     if way.num_processes > 1 and not on_cpu:
         return "two processes need two GPUs; training.use_cpu=true compares them"
