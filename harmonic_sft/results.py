@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -175,7 +176,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
-    widths = _widths(columns, cells, console.width if console.is_terminal else None)
+    widths = _widths(columns, cells, console.width if console.is_terminal else math.inf)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
@@ -188,29 +189,23 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     console.print(table)
 
 
-def _widths(
-    columns: Sequence[str], cells: Sequence[Sequence[str]], available: int | None
-) -> list[int]:
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], available: float) -> list[int]:
     """Return the width of every column: what fits its cells and the longest word of its head.
 
     Where that is too wide, the widest columns give way, down to their longest words, and the widest
     of all down to `LEAST_WIDTH`. What is still too wide stays so.
     """
-    texts = [[row[index] for row in cells] for index in range(len(columns))]
-    heads = [max(map(len, column.split()), default=0) for column in columns]
-    widths = [max([head, *map(len, column)]) for head, column in zip(heads, texts, strict=True)]
-    least = [
-        max([head, *(len(word) for text in column for word in text.split())])
-        for head, column in zip(heads, texts, strict=True)
+    texts = [
+        [*column.split(), *(row[index] for row in cells)] for index, column in enumerate(columns)
     ]
-    room = None if available is None else available - BORDER - GAP * len(columns)
-    while room is not None and sum(widths) > room:
+    widths = [max(map(len, column), default=0) for column in texts]
+    least = [max(map(len, " ".join(column).split()), default=0) for column in texts]
+    room = available - BORDER - GAP * len(columns)
+    if sum(least) > room:  # a single word is wider than the terminal: it has to be folded
+        most = max(least)
+        least[least.index(most)] = max(min(most, LEAST_WIDTH), int(most - (sum(least) - room)))
+    while sum(widths) > max(room, sum(least)):
         spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
-        if not any(spare):  # a single word is wider than the terminal: it has to be folded
-            widest = widths.index(max(widths))
-            least_width = min(widths[widest], LEAST_WIDTH)
-            widths[widest] = max(least_width, widths[widest] - (sum(widths) - room))
-            break
         widths[spare.index(max(spare))] -= 1
     return widths
 

@@ -165,13 +165,14 @@ def out_of_scope(
     from scipy.special import logsumexp
     from sklearn.covariance import LedoitWolf
     from sklearn.metrics import roc_auc_score
+    from sklearn.preprocessing import normalize
 
-    features, labels = _unit(train[0]), np.asarray(train[1])
+    features, labels = normalize(train[0]), np.asarray(train[1])
     names = np.unique(labels)
     means = np.stack([features[labels == name].mean(0) for name in names])
     residuals = features - means[np.searchsorted(names, labels)]
     covariance = LedoitWolf(assume_centered=True).fit(residuals)
-    queries = _unit(np.concatenate([inside, outside]))
+    queries = normalize(np.concatenate([inside, outside]))
     whiten = np.linalg.cholesky(covariance.precision_)
     white, centers = queries @ whiten, means @ whiten
     distances = np.stack([np.square(white - center).sum(-1) for center in centers]).min(0)
@@ -181,7 +182,7 @@ def out_of_scope(
     scores = {
         "max_probability": logits.max(1) - energy,
         "energy": energy,
-        "class_mean_cosine": (queries @ _unit(means).T).max(-1),
+        "class_mean_cosine": (queries @ normalize(means).T).max(-1),
         "nearest": (queries @ features.T).max(-1),
         "mahalanobis": -distances,
     }
@@ -200,10 +201,6 @@ def typos(texts: Sequence[str]) -> list[str]:
                 words[index] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
         changed.append(" ".join(words))
     return changed
-
-
-def _unit(vectors: np.ndarray) -> np.ndarray:
-    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True).clip(min=1e-12)
 
 
 def repetition(continuations: Tensor) -> dict[str, float]:

@@ -59,9 +59,7 @@ def verdict(difference: dict[str, Any], p: float | None) -> str:
 
     A p of None, of a single seed, decides nothing.
     """
-    half_width = difference["half_width"]
-    inside = half_width is None or abs(difference["mean"]) <= half_width
-    if inside or p is None or p > 1 - LEVEL:
+    if p is None or p > 1 - LEVEL:
         return UNDECIDED
     return "higher" if difference["mean"] > 0 else "lower"
 

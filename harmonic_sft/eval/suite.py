@@ -126,6 +126,9 @@ def _tried(group: str, name: str, rows: Rows) -> Rows:
         yield _missing(group, name, f"a column {error} in --data")
     except ValueError as error:
         yield _missing(group, name, f"other data: {error}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        path = Path(error.filename)
+        yield _missing(group, name, f"{path.parent.name}/{path.name} in --data")
     except OSError as error:
         yield _missing(group, name, f"a file that can be read: {error}")
     except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
@@ -221,11 +224,6 @@ def _missing(group: str, name: str, needed: str, **more: Any) -> dict[str, Any]:
     return {"group": group, "set": name, "missing": needed, **more}
 
 
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise Unmeasured(f"{path.parent.name}/{path.name} in --data")
-
-
 def _other_text(subject: Subject, path: Path) -> Rows:
     yield from _text(subject, path.stem, subject.score_text(path))
 
@@ -254,8 +252,7 @@ def _text(subject: Subject, name: str, scored: Scored) -> Rows:
         title = f"loss of labels that occur {part['least']}+ times, nats"
         yield _row("language", name, title, part["loss"], better="lower", n=part["tokens"])
     report = calibration_report(scores.at(1.0)[1], scores.ranks == 0)
-    perfect = {"ECE of a perfect model": report["ece_floor"]}
-    yield from _rows("calibration", HELD_OUT, perfect, n=count)
+    yield _row("calibration", HELD_OUT, "ECE of a perfect model", report["ece_floor"], n=count)
     errors = {
         "ECE": report["ece"],
         "ECE, debiased": report["ece_debiased"],
@@ -297,7 +294,6 @@ def _drift(subject: Subject) -> Rows:
 
 def _word_ratings(subject: Subject, path: Path) -> Rows:
     """Yield correlations with human ratings, of single tokens and of all words."""
-    _check_file(path)
     pairs = read_word_pairs(path)
     for key, title in (("single", "single tokens"), ("mean", "mean of sub-words")):
         table, ids, ratings, unknown = word_table(
@@ -317,7 +313,6 @@ def _word_ratings(subject: Subject, path: Path) -> Rows:
 
 def _relation(subject: Subject, path: Path) -> Rows:
     """Yield parallelogram losses of a relation: of prototypes, and of words that are read alone."""
-    _check_file(path)
     items = json.loads(path.read_text(encoding="utf-8"))
     pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
     table, ids, _, _ = word_table(
@@ -343,7 +338,6 @@ def _parallelograms(
 
 
 def _minimal_pairs(subject: Subject, path: Path, limit: int) -> Rows:
-    _check_file(path)
     assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
     lines = path.read_text(encoding="utf-8").splitlines()[:limit]
     items = [json.loads(line) for line in lines]
@@ -362,7 +356,6 @@ def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
 
 def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
-    _check_file(path)
     rows = [row for row in _table(path) if row.get("sentence2")][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
@@ -383,8 +376,6 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
 def _classes(subject: Subject, name: str, folder: Path, limit: int) -> Rows:
     """Yield probes of frozen features, also with typos, few examples and wrong labels."""
     files, columns = CLASSES[name]
-    for file in files:
-        _check_file(folder / file)
     train, test = (
         _sample(_table(folder / file), columns, count)
         for file, count in zip(files, (limit, limit // 2), strict=True)

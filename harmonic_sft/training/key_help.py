@@ -22,19 +22,12 @@ WIDTH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of the file.
+    """One key of the file."""
 
-    Attributes:
-        text: What it means.
-        kind: What values it takes.
-        default: The value of a file without it; empty if it has to be given.
-        below: The keys in this section.
-    """
-
-    text: str
-    kind: str = ""
-    default: str = ""
-    below: "dict[str, Key]" = field(default_factory=dict)
+    text: str  # what it means
+    kind: str = ""  # what values it takes
+    default: str = ""  # the value of a file without it; empty if it has to be given
+    below: "dict[str, Key]" = field(default_factory=dict)  # the keys in this section
 
 
 def explain(name: str | None = None) -> str:

@@ -110,7 +110,7 @@ def check_output_folder(run: RunConfig) -> None:
     if checkpoint is not None and read_manifest(checkpoint):
         different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
     is_longer = different == [MAX_STEPS]
-    if is_longer and (last_step := _last_step(old, folder)) < run.training["max_steps"]:
+    if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
         _check_longer(run, last_step)
     elif different:
         raise ValueError(

@@ -1,7 +1,6 @@
 """What a run would train, on what and in how much memory, without training it."""
 
 import logging
-import os
 
 from transformers import PreTrainedConfig
 
@@ -11,6 +10,7 @@ from harmonic_sft.data.row_maker import check_length
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss, HarmonicLoss
 from harmonic_sft.models import NeoBERTConfig, max_positions
 from harmonic_sft.results import without_secrets
+from harmonic_sft.training.checkpoints import rows_per_step
 from harmonic_sft.training.loading import check_base_config, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
 from harmonic_sft.training.report import show_classes, show_estimate, show_parts
@@ -38,7 +38,7 @@ def dry_run(run: RunConfig) -> None:
     batch_size = run.training_arguments().per_device_train_batch_size
     rows, estimate = estimate_step(run, config, batch_size=batch_size)
     logger.info("%s", without_secrets(to_yaml(run)))
-    show_parts(rows, title=f"{run.model.base} + {run.head.name} head")
+    show_parts(run, rows)
     show_estimate(estimate, batch=f"{batch_size} x {run.data.context_length} tokens")
     is_known = isinstance(run.loss, CrossEntropyLoss | HarmonicLoss | DistillLoss)
     if not is_known or getattr(run.loss, "impl", "") == "reference":
@@ -67,12 +67,10 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
         show_classes(data)
         return
     args = run.training_arguments()
-    batch_size = args.per_device_train_batch_size
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     inspect_data(
         data,
         tokenizer=tokenizer,
-        rows_per_step=batch_size * args.gradient_accumulation_steps * processes,
-        batch_size=batch_size,
+        rows_per_step=rows_per_step(args),
+        batch_size=args.per_device_train_batch_size,
         seed_row=row,
     )

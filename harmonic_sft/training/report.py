@@ -23,6 +23,7 @@ from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB, MemoryEstimate
+from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 PREDICTED = {
@@ -105,14 +106,15 @@ def log_data(data: LoadedData) -> None:
         logger.warning("Left out: %d bad rows, such as %s", count, "; ".join(first))
 
 
-def show_parts(rows: Sequence[Part], *, title: str) -> None:
-    """Print part, dtype, parameters, trainable and memory of the model."""
+def show_parts(run: RunConfig, rows: Sequence[Part]) -> None:
+    """Print part, dtype, parameters, trainable and memory of the model of a run."""
     total = Part("total", "", *map(sum, zip(*(row[2:] for row in rows), strict=True)))
     table = [
         (*part[:4], f"{(part.bytes + part.training_bytes) / MIB:,.1f}") for part in (*rows, total)
     ]
     columns = ["part", "dtype", "parameters", "trainable", "memory, MiB (*)"]
-    show_table(f"{title}; (*) weights, gradients, optimizer", columns, table)
+    title = f"{run.model.base} + {run.head.name} head; (*) weights, gradients, optimizer"
+    show_table(title, columns, table)
 
 
 def show_estimate(estimate: MemoryEstimate, *, batch: str) -> None:

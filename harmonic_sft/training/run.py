@@ -199,7 +199,7 @@ def _claim(trainer: HarmonicTrainer) -> None:
     if PartialState().is_main_process:
         if run.hub.push:
             check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
-        show_parts(parts(trainer.model), title=f"{run.model.base} + {run.head.name} head")
+        show_parts(run, parts(trainer.model))
     trainer.claim_output_folder(resume=run.resume)
 
 
