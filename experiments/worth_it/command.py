@@ -19,7 +19,6 @@ from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.evaluation import evaluate_suite
 
 logger = logging.getLogger(__name__)
-RATIO = 1.15  # of the share of the gradient, below which the claim counts as negative
 QUICK_STEPS = 3
 
 

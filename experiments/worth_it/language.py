@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from experiments.evidence import paired_difference, reject
+from experiments.evidence import paired_difference, reject, tokens_to_reach
 from experiments.harmonic_loss.gpt import cut_rows, states_of
 from experiments.worth_it.bottleneck import probe
 from experiments.worth_it.classes import (
@@ -227,13 +226,9 @@ def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
 
     A curve that starts below the level has its first value, one that ends above it its last.
     """
-    if curve[0]["loss"] <= loss:
-        return curve[0][key]
-    for one, two in pairwise(curve):
-        if two["loss"] <= loss <= one["loss"]:
-            part = (one["loss"] - loss) / max(one["loss"] - two["loss"], 1e-12)
-            return one[key] + part * (two[key] - one[key])
-    return curve[-1][key]
+    values = [point[key] for point in curve]
+    found = tokens_to_reach(values, [point["loss"] for point in curve], loss)
+    return values[-1] if found is None else found
 
 
 def needed_cosine(h_exp: float, vocab_size: int, probability: float) -> float:
