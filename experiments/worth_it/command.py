@@ -168,7 +168,7 @@ def _bottleneck(options: argparse.Namespace) -> None:
 def _language(options: argparse.Namespace) -> None:
     store = _store(options, "language", language.KEYS)
     num_steps = QUICK_STEPS if options.quick else language.NUM_STEPS
-    rates = language.run_arms(store, options.data, tuple(language.ARMS), options.seeds, num_steps)
+    rates = language.run_arms(store, options.data, options.seeds, num_steps)
     runs = {arm: store.of_seeds(options.seeds, arm=arm, rate=rate) for arm, rate in rates.items()}
     found = {arm: rows for arm, rows in runs.items() if rows}
     rows, ceiling = language.compare(found), language.ceiling()

@@ -141,7 +141,7 @@ def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
 
 
 def run_once(
-    arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int = NUM_STEPS
+    arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int
 ) -> dict[str, Any]:
     """Train one arm and probe it on the way.
 
@@ -196,10 +196,8 @@ def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
     }
 
 
-def run_arms(
-    store: Store, folder: Path, arms: Sequence[str], num_seeds: int, num_steps: int = NUM_STEPS
-) -> dict[str, float]:
-    """Train arms, as far as the time goes, and return their learning rates.
+def run_arms(store: Store, folder: Path, num_seeds: int, num_steps: int) -> dict[str, float]:
+    """Train all arms, as far as the time goes, and return their learning rates.
 
     A rate is the best on the first half of the held-out rows, with a seed of its own.
     """
@@ -210,7 +208,7 @@ def run_arms(
         key = {"arm": arm, "rate": rate, "seed": seed}
         return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
 
-    for arm in arms:
+    for arm in ARMS:
         owner = ARMS[arm].rate_of or arm
         tried = [kept(owner, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
         rate = best_rate(tried, "validation_loss")
