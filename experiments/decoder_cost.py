@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace, vocab_size: int) -> dict[str, dict[str,
     with tempfile.TemporaryDirectory() as folder:
         make_base(options, folder, vocab_size)
         models = build_models(options, folder)
-    sizes = {name: _num_bytes(model) for name, model in models.items()}
+    sizes = {name: sum(one.nbytes for one in model.parameters()) for name, model in models.items()}
     arms = {name: stepper(model.to(device), lora=options.lora) for name, model in models.items()}
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch_size, options.length)
@@ -168,8 +168,3 @@ def unfreeze(model: Any, *, lora: bool = False) -> list[nn.Parameter]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in trained))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _num_bytes(model: nn.Module) -> int:
-    """Return the size of the weights, as they are stored."""
-    return sum(one.numel() * one.element_size() for one in model.parameters())

@@ -42,10 +42,10 @@ def decide(differences: Sequence[dict[str, Any]]) -> None:
         difference["verdict"] = verdict(difference, p)
 
 
-def correct(rows: Sequence[dict[str, Any]]) -> None:
-    """Give rows `p_holm`, that of their `difference` corrected for all of them, and `verdict`."""
-    for row, p in zip(rows, holm([row["difference"]["p"] for row in rows]), strict=True):
-        row |= {"p_holm": p, "verdict": verdict(row["difference"], p)}
+def correct(rows: Sequence[dict[str, Any]], key: str = "difference") -> None:
+    """Give rows `p_holm`, that of row[key] corrected for all of them, and `verdict`."""
+    for row, p in zip(rows, holm([row[key]["p"] for row in rows]), strict=True):
+        row |= {"p_holm": p, "verdict": verdict(row[key], p)}
 
 
 def reject(rows: Sequence[dict[str, Any]], key: str = "gain") -> None:

@@ -114,7 +114,7 @@ def describe_setting(setting: Row) -> str:
 
 def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     """Draw the variance in two components over the number of heads, and one seed's tokens."""
-    from experiments.harmonic_loss.bench import chance_variance  # which imports this module
+    from experiments.harmonic_loss.bench import chance_cumulative  # which imports this module
 
     settings, shown = payload["settings"], payload["chosen"] or 0
     figure = new_figure(width=12.0, height=8.4)
@@ -130,9 +130,10 @@ def draw_multi_head_toy(payload: Payload, out_png: Path) -> Path:
     blog = payload["blog_percent"]
     label = "blog: one run, settings unknown"
     panels[0].plot(list(map(int, blog)), blog.values(), "D", color=POST_HOC, ms=6, label=label)
-    shape = len(rows[0]["x"]), settings[shown]["hidden_size"]
-    label = "random numbers, {} x {}".format(*shape)
-    panels[0].axhline(100 * chance_variance(*shape), color=REFERENCE, linestyle="--", label=label)
+    num_tokens, hidden_size = len(rows[0]["x"]), settings[shown]["hidden_size"]
+    chance = 100 * chance_cumulative(num_tokens, hidden_size)[1]
+    label = f"random numbers, {num_tokens} x {hidden_size}"
+    panels[0].axhline(chance, color=REFERENCE, linestyle="--", label=label)
     panels[0].set_ylabel("variance in two components (%)")
     panels[0].set_title("hollow: Bayes loss not reached", loc="left", fontsize="medium")
     figure.legend(
@@ -394,8 +395,7 @@ def _difference(row: Row, key: str, scale: float) -> tuple[float, float] | None:
     """Return the difference of a row and half of its interval; 0 of the row compared with."""
     if row["name"] == row.get("compared_with"):
         return 0.0, 0.0
-    found = row.get("difference", {}).get(key)
-    return found and (scale * found["mean"], scale * (found["half_width"] or 0.0))
+    return scaled(row.get("difference", {}).get(key), scale)
 
 
 def scaled(value: dict[str, Any] | None, scale: float = 1) -> tuple[float, float] | None:

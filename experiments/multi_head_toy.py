@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
-from experiments.evidence import paired_difference
+from experiments.evidence import correct, paired_difference
 from experiments.figures import describe_setting
 from experiments.stacked import (
     StackedMLP,
@@ -20,7 +20,7 @@ from experiments.stacked import (
     reproduce,
     seeded_generators,
 )
-from harmonic_sft.eval.statistics import holm, show_interval, verdict
+from harmonic_sft.eval.statistics import show_interval
 from harmonic_sft.results import show_table
 
 NUM_EPOCHS = 2000
@@ -158,16 +158,14 @@ def compare_silhouettes(settings: Sequence[dict[str, Any]]) -> list[dict[str, An
 
     Returns:
         For each setting `num_classes`, `gain` (see `t_interval`) and, after Holm's correction over
-        the settings, `verdict`: "higher" is tighter.
+        the settings, `p_holm` and `verdict`: "higher" is tighter.
     """
-    gains = [
-        paired_difference(*(setting["rows"][place]["silhouette"] for place in (-1, 0)))
-        for setting in settings
-    ]
-    return [
-        {"num_classes": setting["num_classes"], "gain": gain, "verdict": verdict(gain, p)}
-        for setting, gain, p in zip(settings, gains, holm([g["p"] for g in gains]), strict=True)
-    ]
+    found: list[dict[str, Any]] = []
+    for setting in settings:
+        most, one = (setting["rows"][place]["silhouette"] for place in (-1, 0))
+        found.append({"num_classes": setting["num_classes"], "gain": paired_difference(most, one)})
+    correct(found, "gain")
+    return found
 
 
 def show(payload: dict[str, Any]) -> None:

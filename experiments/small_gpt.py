@@ -321,11 +321,8 @@ def _language_model(body: GPT2Model) -> GPT2LMHeadModel:
     return model.eval()
 
 
-@torch.no_grad()
 def _loss(model: GPT2LMHeadModel, rows: Tensor) -> float:
-    losses = [model(input_ids=part[:, :-1]).logits for part in rows.split(gpt.ROWS)]
-    labels = rows[:, 1:].flatten()
-    return float(nn.functional.cross_entropy(torch.cat(losses).flatten(0, 1), labels))
+    return gpt.evaluate(model.transformer, model.lm_head, rows)["loss"]
 
 
 def compare(

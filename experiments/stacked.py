@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from experiments.figures import keep
 
+WIDTH = 100  # of an MLP's layer in between
+
 
 class StackedMLP(nn.Module):
     """One embedding and two-layer MLP per seed: Linear, SiLU, Linear.
@@ -27,7 +29,6 @@ class StackedMLP(nn.Module):
         vocab_size: V, rows of the embedding.
         num_inputs: Tokens that are embedded and concatenated.
         hidden_size: D, of an embedding and of the output.
-        width: Of the layer in between.
 
     Attributes:
         embedding: `[S, V, D]`, also the prototypes of the output layer.
@@ -43,15 +44,14 @@ class StackedMLP(nn.Module):
         vocab_size: int,
         num_inputs: int,
         hidden_size: int,
-        width: int = 100,
     ):
         super().__init__()
         draw, features = partial(draw_uniform, generators), num_inputs * hidden_size
         self.embedding = draw(vocab_size, hidden_size, bound=hidden_size**-0.5)
-        self.weight_in = draw(features, width, bound=features**-0.5)
-        self.bias_in = draw(1, width, bound=features**-0.5)
-        self.weight_out = draw(width, hidden_size, bound=width**-0.5)
-        self.bias_out = draw(1, hidden_size, bound=width**-0.5)
+        self.weight_in = draw(features, WIDTH, bound=features**-0.5)
+        self.bias_in = draw(1, WIDTH, bound=features**-0.5)
+        self.weight_out = draw(WIDTH, hidden_size, bound=WIDTH**-0.5)
+        self.bias_out = draw(1, hidden_size, bound=WIDTH**-0.5)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states `[S, N, D]` for input ids `[S, N, num_inputs]`."""

@@ -19,7 +19,6 @@ with tiny shapes, on the CPU if there is no GPU: a rehearsal.
 """
 
 import argparse
-import gc
 import hashlib
 import os
 import shutil
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import release_memory
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -334,9 +334,8 @@ def _digest(path: Path) -> str:
 
 def _forget() -> None:
     """Let the next run's peak be its own."""
-    gc.collect()
+    release_memory()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 

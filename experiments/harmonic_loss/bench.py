@@ -295,7 +295,7 @@ def run(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "test_accuracy_without_dropout": _rounded(without_dropout[1]),
         "share_seen": share_seen(examples),
         "embedding": _rounded(embedding),
-        "chance_variance": chance_variance(*embedding.shape[1:]),
+        "chance_variance": chance_cumulative(*embedding.shape[1:])[1],
         "chance_accuracy": round(commonest / examples.labels.numel(), 4),
         "cpu_seconds": round(time.process_time() - start, 1),
     }
@@ -307,15 +307,9 @@ def explained_variance(rows: np.ndarray) -> list[float]:
     return np.round(shares[:NUM_COMPONENTS], 4).tolist()
 
 
-def chance_variance(num_rows: int, hidden_size: int, num_draws: int = 100) -> float:
-    """Return the share in two components of normal random numbers, the mean of 100 draws."""
-    return chance_cumulative(num_rows, hidden_size, num_draws)[1]
-
-
-def chance_cumulative(num_rows: int, hidden_size: int, num_draws: int = 100) -> list[float]:
+def chance_cumulative(num_rows: int, hidden_size: int) -> list[float]:
     """Return what `explained_variance` is of normal random numbers, the mean of 100 draws."""
-    rng = np.random.default_rng(0)
-    draws = rng.standard_normal((num_draws, num_rows, hidden_size))
+    draws = np.random.default_rng(0).standard_normal((100, num_rows, hidden_size))
     shares = np.mean([explained_variance(rows) for rows in draws], axis=0)
     return shares.round(4).tolist()
 

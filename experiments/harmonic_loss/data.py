@@ -1,11 +1,12 @@
 """The five algorithmic tasks of the harmonic-loss paper, and two ways to split their examples."""
 
 from collections.abc import Callable, Sequence
-from itertools import permutations, product
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from experiments.harmonic_loss.cosets import GROUP, PRODUCT
 
 Split = Literal["released", "clean"]
 NUM_EXAMPLES = 1000
@@ -83,11 +84,10 @@ def genealogy() -> Task:
 
 def permutation() -> Task:
     """Return the composition of two permutations of four things, x after y."""
-    group = list(permutations(range(4)))
-    labels = [group.index(tuple(x[place] for place in y)) for x, y in product(group, repeat=2)]
-    pairs = torch.cartesian_prod(*[torch.arange(len(group))] * 2)
-    tokens = range(len(group))
-    return Task(pairs, torch.tensor(labels), len(group), tokens, replacement=False)
+    size = len(GROUP)
+    pairs = torch.cartesian_prod(*[torch.arange(size)] * 2)
+    labels = torch.from_numpy(PRODUCT).flatten()
+    return Task(pairs, labels, size, range(size), replacement=False)
 
 
 TASKS: dict[str, Callable[[], Task]] = {

@@ -187,7 +187,7 @@ def states_of(body: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(
-    body: nn.Module, head: Head, rows: Tensor, factors: Sequence[float] = (1.0,)
+    body: nn.Module, head: nn.Module, rows: Tensor, factors: Sequence[float] = (1.0,)
 ) -> dict[str, Any]:
     """Return `loss` (nats a token), `accuracy` and `losses` with logits times each factor."""
     hits, totals, count = 0.0, torch.zeros(len(factors), dtype=torch.float64), 0

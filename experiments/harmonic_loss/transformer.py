@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from experiments.stacked import draw_uniform, embed
 
 DROPOUT = 0.1
-NUM_BLOCKS = 2
+NUM_BLOCKS, NUM_HEADS, WIDTH = 2, 2, 64
 
 
 class StackedTransformer(nn.Module):
@@ -68,24 +68,18 @@ class StackedTransformer(nn.Module):
 class StackedBlock(nn.Module):
     """One post-norm encoder block per seed; see `StackedTransformer`."""
 
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator],
-        hidden_size: int,
-        num_heads: int = 2,
-        width: int = 64,
-    ):
+    def __init__(self, generators: Sequence[torch.Generator], hidden_size: int):
         super().__init__()
-        draw, self.num_heads = partial(draw_uniform, generators), num_heads
-        inner, outer = hidden_size**-0.5, width**-0.5
+        draw = partial(draw_uniform, generators)
+        inner, outer = hidden_size**-0.5, WIDTH**-0.5
         xavier = (6 / (hidden_size + 3 * hidden_size)) ** 0.5
         self.weight_qkv = draw(hidden_size, 3 * hidden_size, bound=xavier)
         self.bias_qkv = draw(1, 3 * hidden_size, bound=0)
         self.weight_attention = draw(hidden_size, hidden_size, bound=inner)
         self.bias_attention = draw(1, hidden_size, bound=0)
-        self.weight_in = draw(hidden_size, width, bound=inner)
-        self.bias_in = draw(1, width, bound=inner)
-        self.weight_out = draw(width, hidden_size, bound=outer)
+        self.weight_in = draw(hidden_size, WIDTH, bound=inner)
+        self.bias_in = draw(1, WIDTH, bound=inner)
+        self.weight_out = draw(WIDTH, hidden_size, bound=outer)
         self.bias_out = draw(1, hidden_size, bound=outer)
         ones = torch.ones(len(generators), 2, 1, hidden_size)
         self.norm_weight = nn.Parameter(ones)
@@ -95,12 +89,12 @@ class StackedBlock(nn.Module):
         """Return states `[S, N, T, D]` for states of that shape."""
         shape = states.shape
         num_seeds, num_rows, length, hidden_size = shape
-        sizes = [num_rows * length * n for n in (self.num_heads * length, hidden_size)]
-        sizes += [num_rows * length * n for n in (self.weight_in.shape[-1], hidden_size)]
+        sizes = [num_rows * length * n for n in (NUM_HEADS * length, hidden_size)]
+        sizes += [num_rows * length * n for n in (WIDTH, hidden_size)]
         masks = _dropout_masks(sizes, generators)
         states = states.flatten(1, 2)  # [S, N T, D]
         qkv = torch.baddbmm(self.bias_qkv, states, self.weight_qkv)
-        qkv = qkv.view(num_seeds * num_rows, length, 3, self.num_heads, -1)
+        qkv = qkv.view(num_seeds * num_rows, length, 3, NUM_HEADS, -1)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # [S N, H, T, D / H] each
         scores = queries @ keys.mT * values.shape[-1] ** -0.5
         mixed = _drop(scores.softmax(-1), masks) @ values

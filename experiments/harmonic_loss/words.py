@@ -7,6 +7,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 
+from experiments.stacked import principal_components
 from harmonic_sft.eval.geometry import parallelograms
 
 TASKS = (  # of the paper
@@ -40,20 +41,11 @@ def read_pairs(items: Sequence[dict[str, str]], tokenizer: ByteLevelBPETokenizer
     return [pair for pair in dict.fromkeys(single) if pair[0] != pair[1]]
 
 
-@torch.no_grad()
-def two_components(table: Tensor) -> Tensor:
-    """Return the rows of `[V, D]`, centered, on their first two principal components, `[V, 2]`."""
-    rows = table.detach().double()
-    rows = rows - rows.mean(0)
-    return rows @ torch.linalg.svd(rows, full_matrices=False).Vh[:2].T
-
-
-@torch.no_grad()
 def two_component_scores(plane: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Return how far quadruples of words are from parallelograms in two principal components.
 
     Args:
-        plane: `[V, 2]`, of `two_components`.
+        plane: `[V, 2]`, the words on two components, see `principal_components`.
         pairs: Token ids of input and output, at least 2 pairs.
 
     Returns:
@@ -92,7 +84,7 @@ def measure(table: Tensor, tasks: dict[str, Pairs]) -> dict[str, dict[str, Any]]
         `harmonic_sft.eval.geometry.parallelograms`, and `full_ratio`; `quantiles` and
         `quantiles_shuffled` of the scores from 0 to 1.
     """
-    plane = two_components(table)
+    _, (plane,) = principal_components(table.detach().unsqueeze(0))
     return {name: _measure_task(table, plane, pairs) for name, pairs in tasks.items()}
 
 

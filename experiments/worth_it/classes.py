@@ -190,7 +190,7 @@ def frozen_rows(rows: Sequence[tuple[str, int]], encoder: PreTrainedModel, token
     return Rows(torch.tensor([label for _, label in rows]), pooled, states, starts)
 
 
-def load_parts(folder: Path, task: str, output: Path, base: str = ENCODER) -> tuple[Parts, Any]:
+def load_parts(folder: Path, task: str, output: Path, base: str) -> tuple[Parts, Any]:
     """Return the parts of a data set and the encoder's last block; the states are kept on disk."""
     check_package(base)
     encoder = AutoModel.from_pretrained(locate_base(base)).eval()
@@ -401,12 +401,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def run_cells(
-    store: Store,
-    data: Path,
-    regime: Regime,
-    cells: Sequence[Cell],
-    num_seeds: int,
-    base: str = ENCODER,
+    store: Store, data: Path, regime: Regime, cells: Sequence[Cell], num_seeds: int, base: str
 ) -> dict[str, dict[str, float]]:
     """Train the arms of the cells of a regime in the protocol's order, as far as the time goes.
 

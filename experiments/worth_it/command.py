@@ -19,7 +19,6 @@ from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.evaluation import evaluate_suite
 
 logger = logging.getLogger(__name__)
-RATIO = 1.15  # of the share of the gradient, below which the claim counts as negative
 QUICK_STEPS = 3
 
 
@@ -169,7 +168,7 @@ def _bottleneck(options: argparse.Namespace) -> None:
 def _language(options: argparse.Namespace) -> None:
     store = _store(options, "language", language.KEYS)
     num_steps = QUICK_STEPS if options.quick else language.NUM_STEPS
-    rates = language.run_arms(store, options.data, tuple(language.ARMS), options.seeds, num_steps)
+    rates = language.run_arms(store, options.data, options.seeds, num_steps)
     runs = {arm: store.of_seeds(options.seeds, arm=arm, rate=rate) for arm, rate in rates.items()}
     found = {arm: rows for arm, rows in runs.items() if rows}
     rows, ceiling = language.compare(found), language.ceiling()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from experiments.evidence import paired_difference, reject
+from experiments.evidence import paired_difference, reject, tokens_to_reach
 from experiments.harmonic_loss.gpt import cut_rows, states_of
 from experiments.worth_it.bottleneck import probe
 from experiments.worth_it.classes import (
@@ -142,7 +141,7 @@ def build(arm: str, seed: int, vocab_size: int) -> tuple[nn.Module, Head]:
 
 
 def run_once(
-    arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int = NUM_STEPS
+    arm: str, rate: float, seed: int, train: Tensor, held_out: Tensor, num_steps: int
 ) -> dict[str, Any]:
     """Train one arm and probe it on the way.
 
@@ -197,10 +196,8 @@ def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
     }
 
 
-def run_arms(
-    store: Store, folder: Path, arms: Sequence[str], num_seeds: int, num_steps: int = NUM_STEPS
-) -> dict[str, float]:
-    """Train arms, as far as the time goes, and return their learning rates.
+def run_arms(store: Store, folder: Path, num_seeds: int, num_steps: int) -> dict[str, float]:
+    """Train all arms, as far as the time goes, and return their learning rates.
 
     A rate is the best on the first half of the held-out rows, with a seed of its own.
     """
@@ -211,7 +208,7 @@ def run_arms(
         key = {"arm": arm, "rate": rate, "seed": seed}
         return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
 
-    for arm in arms:
+    for arm in ARMS:
         owner = ARMS[arm].rate_of or arm
         tried = [kept(owner, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
         rate = best_rate(tried, "validation_loss")
@@ -227,13 +224,9 @@ def at_loss(curve: list[dict[str, float]], key: str, loss: float) -> float:
 
     A curve that starts below the level has its first value, one that ends above it its last.
     """
-    if curve[0]["loss"] <= loss:
-        return curve[0][key]
-    for one, two in pairwise(curve):
-        if two["loss"] <= loss <= one["loss"]:
-            part = (one["loss"] - loss) / max(one["loss"] - two["loss"], 1e-12)
-            return one[key] + part * (two[key] - one[key])
-    return curve[-1][key]
+    values = [point[key] for point in curve]
+    found = tokens_to_reach(values, [point["loss"] for point in curve], loss)
+    return values[-1] if found is None else found
 
 
 def needed_cosine(h_exp: float, vocab_size: int, probability: float) -> float:

@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertLayer
 
 from experiments.evidence import reject
-from experiments.worth_it.classes import ENCODER, TUNING_SEED, rate_factor
+from experiments.worth_it.classes import TUNING_SEED, rate_factor
 from experiments.worth_it.language import EUCLID, SPHERE, Arm, BiasedDistLayer
 from experiments.worth_it.store import Store, best_rate
 from harmonic_sft.data.keyed_random import random_bits
@@ -251,13 +250,7 @@ def make_base(data: Path, made_with: str, encoder_name: str, num_steps: int) -> 
     }
 
 
-def load_base(
-    data: Path,
-    output: Path,
-    made_with: str,
-    encoder_name: str = ENCODER,
-    num_steps: int = BASE_STEPS,
-) -> Base:
+def load_base(data: Path, output: Path, made_with: str, encoder_name: str, num_steps: int) -> Base:
     """Return a base, made if it was not; it is kept on disk."""
     path = output / f"masked_{made_with}.pt"
     if not path.is_file():
@@ -436,8 +429,8 @@ def run_arms(
     bases: Sequence[str],
     num_seeds: int,
     num_steps: int,
-    names: Sequence[str] = tuple(ARMS),
-    known: Mapping[str, float] = types.MappingProxyType({}),
+    names: Sequence[str],
+    known: Mapping[str, float],
 ) -> dict[str, dict[str, float]]:
     """Train all arms in the protocol's order, as far as the time goes.
 

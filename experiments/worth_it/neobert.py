@@ -30,11 +30,6 @@ KEPT = (
 )
 
 
-def read_arms() -> Family:
-    """Return the runs: the recipe with held exponent, and what each arm changes in it."""
-    return read_family(FILE, "neobert")
-
-
 def run_arms(
     store: Store, folder: Path, num_seeds: int, overrides: Sequence[str]
 ) -> dict[str, dict[str, float]]:
@@ -52,7 +47,7 @@ def run_arms(
     Raises:
         ValueError: Not all runs hold out the same documents.
     """
-    family = read_arms()
+    family = read_family(FILE, "neobert")
 
     def kept(arm: str, rate: float, seed: int) -> dict[str, Any] | None:
         key = {"base": BASE, "arm": arm, "rate": rate, "seed": seed}

@@ -6,6 +6,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from experiments.harmonic_loss import gpt, words
+from experiments.stacked import principal_components
 from harmonic_sft.eval.geometry import parallelograms
 
 
@@ -20,7 +21,8 @@ def table_and_pairs(noise):
 def test_scores_are_those_of_loops_over_quadruples(monkeypatch):
     monkeypatch.setattr(words, "NUM_QUADRUPLES", 40)
     table, pairs = table_and_pairs(noise=0.5)
-    scores, shuffled = words.two_component_scores(words.two_components(table), pairs)
+    _, (places,) = principal_components(table.unsqueeze(0))
+    scores, shuffled = words.two_component_scores(places, pairs)
     plane = PCA(2).fit_transform(table.double().numpy())
     scale = (plane**2).sum(1).mean()
     generator = torch.Generator().manual_seed(0)

@@ -111,9 +111,9 @@ def test_neobert_trains_every_arm_on_a_stream_and_writes_its_report(
 ):
     make_neobert(["--small", str(tmp_path / "base")])
     monkeypatch.setattr(masked, "FACTORS", (0.3, 1))
-    few = neobert.read_arms()
+    few = neobert.read_family(neobert.FILE, "neobert")
     rows = {arm: few.rows[arm] for arm in ("linear", "dist -12", "euclid")}
-    monkeypatch.setattr(neobert, "read_arms", lambda: replace(few, rows=rows))
+    monkeypatch.setattr(neobert, "read_family", lambda *_: replace(few, rows=rows))
     settings = [
         f"model.base={tmp_path / 'base'}",
         "model.revision=null",
