@@ -15,18 +15,6 @@ METRICS = {
     "low_rank": {"metric": "mahalanobis", "rank": 3},
 }
 metrics = pytest.mark.parametrize("metric", METRICS)
-spheres = pytest.mark.parametrize("unit_sphere", [True, False])
-
-
-def make(
-    metric: str, *, unit_sphere: bool, h_exp: float = -3.0, num_classes: int = V
-) -> tuple[DistLayer, Tensor, Tensor]:
-    torch.manual_seed(0)
-    fields = {"h_exp": h_exp, "unit_sphere": unit_sphere, **METRICS[metric]}
-    head = DistLayer(D, num_classes, **fields)
-    if head.diagonal is not None:
-        torch.nn.init.uniform_(head.diagonal, 0.5, 1.5)
-    return head, torch.randn(N, D), torch.randint(num_classes, (N,))
 
 
 def distance(head: DistLayer, x: Tensor, w: Tensor) -> Tensor:
@@ -41,9 +29,12 @@ def distance(head: DistLayer, x: Tensor, w: Tensor) -> Tensor:
 
 
 @metrics
-@spheres
+@pytest.mark.parametrize("unit_sphere", [True, False])
 def test_probabilities_are_powers_of_squared_distances(metric, unit_sphere):
-    head, states, labels = make(metric, unit_sphere=unit_sphere)
+    torch.manual_seed(0)
+    head = DistLayer(D, V, h_exp=-3.0, unit_sphere=unit_sphere, **METRICS[metric])
+    torch.nn.init.uniform_(head.diagonal, 0.5, 1.5)
+    states, labels = torch.randn(N, D), torch.randint(V, (N,))
     rows = [
         [(distance(head, x, w) ** 2 + EPS) ** head.h_exp for w in head.weight.detach().double()]
         for x in states.double()
