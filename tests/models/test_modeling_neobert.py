@@ -1,10 +1,8 @@
 import math
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
@@ -18,28 +16,19 @@ from harmonic_sft.models.modeling_neobert import (
     apply_rotary_embedding,
     rotary_embedding,
 )
+from tests.conftest import NEOBERT
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "neobert_tiny"
 both_attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
 
 
 def tensors(name: str) -> dict[str, Tensor]:
-    return load_file(FIXTURE / f"{name}.safetensors")
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory) -> Path:
-    """A folder in the layout of the published checkpoint."""
-    folder = tmp_path_factory.mktemp("published")
-    shutil.copy(FIXTURE / "config.json", folder)
-    save_file(tensors("weights"), folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return load_file(NEOBERT / f"{name}.safetensors")
 
 
 @pytest.fixture
-def load(published):
+def load(neobert_base):
     def load(attention: str = "sdpa") -> NeoBERTForMaskedLM:
-        return NeoBERTForMaskedLM.from_pretrained(published, attn_implementation=attention)
+        return NeoBERTForMaskedLM.from_pretrained(neobert_base, attn_implementation=attention)
 
     return load
 
@@ -77,23 +66,19 @@ def test_every_hidden_state_is_that_of_the_published_code(load, attention):
 
 
 @torch.no_grad()
-def test_auto_classes_load_the_published_layout_without_remote_code(published):
+def test_auto_classes_load_the_published_layout_without_remote_code(neobert_base):
     import harmonic_sft  # noqa: F401, registers the classes
 
-    assert type(AutoConfig.from_pretrained(published)) is NeoBERTConfig
-    classes = {AutoModelForMaskedLM: NeoBERTForMaskedLM, AutoModel: NeoBERTModel}
-    loaded = []
-    for auto, model_class in classes.items():
-        model, report = auto.from_pretrained(published, output_loading_info=True)
+    assert type(AutoConfig.from_pretrained(neobert_base)) is NeoBERTConfig
+    inputs, expected = tensors("inputs"), tensors("outputs")
+    for auto, model_class, key in (
+        (AutoModelForMaskedLM, NeoBERTForMaskedLM, "logits"),
+        (AutoModel, NeoBERTModel, "last_hidden_state"),
+    ):
+        model, report = auto.from_pretrained(neobert_base, output_loading_info=True)
         assert type(model) is model_class
         assert not any(report.values()), report
-        loaded.append(model)
-    model, backbone = loaded
-    assert model.state_dict().keys() == tensors("weights").keys()
-    inputs, expected = tensors("inputs"), tensors("outputs")
-    assert difference(model(**inputs).logits, expected["logits"]) < 1e-4
-    hidden_states = backbone(**inputs).last_hidden_state
-    assert difference(hidden_states, expected["last_hidden_state"]) < 1e-4
+        assert difference(model(**inputs)[key], expected[key]) < 1e-4
 
 
 READER = """
@@ -116,7 +101,7 @@ def test_a_process_without_the_package_gives_the_same_logits(
     monkeypatch.setattr(NeoBERTForMaskedLM, "_auto_class", "AutoModelForMaskedLM")
     model = load()
     model.save_pretrained(tmp_path)
-    elsewhere(READER, tmp_path, FIXTURE / "inputs.safetensors")
+    elsewhere(READER, tmp_path, NEOBERT / "inputs.safetensors")
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert difference(logits, tensors("outputs")["logits"]) < 1e-4
     assert torch.equal(logits, model(**tensors("inputs")).logits)
