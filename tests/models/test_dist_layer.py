@@ -57,16 +57,6 @@ def test_a_fresh_mahalanobis_head_of_a_diagonal_is_the_euclidean_one():
     assert 0 < low_rank.factor.norm() < 1
 
 
-def test_the_cosine_metric_was_the_sphere_at_twice_the_exponent():
-    torch.manual_seed(0)
-    head, states = DistLayer(D, V, h_exp=-6.0), torch.randn(N, D, dtype=torch.float64)
-    cosines = torch.nn.functional.cosine_similarity(
-        states.unsqueeze(1), head.weight.double().unsqueeze(0), dim=-1
-    )
-    expected = (-3.0 * (1 - cosines).square().log()).softmax(-1)
-    torch.testing.assert_close(head(states).softmax(-1), expected, rtol=1e-4, atol=0)
-
-
 @metrics
 def test_logits_are_proportional_to_a_learned_exponent(metric):
     head = DistLayer(D, V, h_exp=-2.0, learn_h_exp=True, **METRICS[metric])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
-from harmonic_sft.ops.options import Impl
+from harmonic_sft.ops.options import Impl, Reduction
 
 N, V, D = 4, 5, 3
 
@@ -18,7 +18,7 @@ def call(*, hidden_states=None, prototypes=None, labels=None, linear=False, **se
     hidden_states = torch.ones(N, D) if hidden_states is None else hidden_states
     prototypes = torch.eye(V, D) if prototypes is None else prototypes
     labels = torch.zeros(N, dtype=torch.int64) if labels is None else labels
-    names = ("h_exp", "eps", "impl", "unit_sphere")
+    names = ("h_exp", "eps", "impl", "unit_sphere", "reduction")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     options = LossOptions(**settings)
     if linear:
@@ -44,11 +44,18 @@ def refused(message):
 
 
 LEARNED, SOFT = half(N, 2).requires_grad_(), "labels, target_weights: expected both [4, K], got"
+EMPTY = "prototypes: expected at least one class and one dimension, got"
 REFUSED = [  # what is given, and the whole message
+    (
+        {"reduction": "average"},
+        f"reduction: expected one of {list(get_args(Reduction))}, got 'average'",
+    ),
     ({"impl": "cuda"}, f"impl: expected one of {list(get_args(Impl))}, got 'cuda'"),
     ({"hidden_states": half(2, 2, D)}, "hidden_states: expected [N, D], got [2, 2, 3]"),
     ({"prototypes": half(D)}, "prototypes: expected [V, 3], got [3]"),
     ({"prototypes": half(V, D + 1)}, "prototypes: expected [V, 3], got [5, 4]"),
+    ({"prototypes": half(0, D)}, f"{EMPTY} [0, 3]"),
+    ({"hidden_states": half(N, 0), "prototypes": half(V, 0)}, f"{EMPTY} [5, 0]"),
     ({"hidden_states": zeros(N, D)}, "hidden_states: expected a floating dtype, got torch.int64"),
     ({"prototypes": half(V, D) > 0}, "prototypes: expected a floating dtype, got torch.bool"),
     ({"labels": zeros(N).int()}, "labels: expected torch.int64, got torch.int32"),
