@@ -302,23 +302,6 @@ def test_masks_of_any_dtype_mean_the_same(load):
 
 
 @both_attentions
-@torch.no_grad()
-def test_padding_changes_nothing_but_itself(load, attention):
-    model, inputs = load(attention), tensors("inputs")
-    padded = model(**inputs).logits
-    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
-        alone = model(inputs["input_ids"][row : row + 1, :length]).logits[0]
-        assert difference(padded[row, :length], alone) < 1e-5
-
-
-@torch.no_grad()
-def test_only_differences_of_positions_matter(load):
-    model, inputs = load(), tensors("inputs")
-    shifted = model(**inputs, position_ids=torch.arange(23)[None] + 40).logits
-    assert difference(shifted, model(**inputs).logits) < 1e-4
-
-
-@both_attentions
 def test_packed_documents_see_neither_each_other_nor_padding(load, attention):
     """Under a mask, which our other models make a part of the positions."""
     model, inputs = load(attention), tensors("inputs")
