@@ -97,14 +97,11 @@ class Handler(BaseHTTPRequestHandler):
     def handle_call(self) -> None:
         hub, self.url = self.server, urlsplit(self.path)
         fault = hub.next_fault(self.command, self.path)
-        drop = fault is not None and fault[2] is None
-        length = int(self.headers.get("Content-Length", 0))
-        self.body = self.rfile.read(length // 2 if drop else length)
-        hub.received.append((f"{self.command} {self.path}", self.body))
-        if drop or len(self.body) < length:
-            hub.requests.append((self.command, self.url.path, 0))
+        if fault is not None and fault[2] is None:
             self.close_connection = True
             return
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        hub.received.append((f"{self.command} {self.path}", self.body))
         try:
             if fault is not None:
                 phrase = self.responses[fault[2]][0]
@@ -286,9 +283,9 @@ class HubServer(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.users = dict(users)
         self.repos: dict[str, Repo] = {}
-        self.requests: list[tuple[str, str, int]] = []  # method, path, status; 0 if dropped
+        self.requests: list[tuple[str, str, int]] = []  # method, path, status
         self.received: list[tuple[str, bytes]] = []
-        self.faults: list[tuple[str, str, int | None]] = []  # without a status: a drop
+        self.faults: list[tuple[str, str, int | None]] = []  # without a status: hangs up
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -322,7 +319,7 @@ class HubServer(ThreadingHTTPServer):
         status: int | None,
         times: int = 1,
     ) -> None:
-        """Answer the next requests with an error, or with None hang up halfway through them."""
+        """Answer the next requests with an error, or with None hang up."""
         self.faults += [(method, path_part, status)] * times
 
     def next_fault(self, method: str, target: str) -> tuple[str, str, int | None] | None:
@@ -336,8 +333,8 @@ class HubServer(ThreadingHTTPServer):
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         return {path: entry.data for path, entry in self.repos[repo_id].at(revision).files.items()}
 
-    def commits(self, repo_id: str, revision: str = "main") -> list[str]:
-        return list(self.repos[repo_id].at(revision).shas)  # oldest first
+    def commits(self, repo_id: str) -> list[str]:
+        return list(self.repos[repo_id].at("main").shas)  # oldest first
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
         """Every byte received, with where it came from; base64 is decoded, headers left out."""

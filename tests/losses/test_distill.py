@@ -76,20 +76,19 @@ def test_the_teacher_is_a_copy(parts):
     assert torch.equal(loss(head, hidden_states, labels), before)
 
 
-def large_parts(settings, *, tokens=300, dtype=torch.float64):
+def large_parts(settings):
     """Chunks and tiles enough, raw prototypes off the sphere, a captured and a confident token."""
     torch.manual_seed(0)
-    old = build_head({"name": "linear"}, hidden_size=8, vocab_size=1700).to(dtype)
-    head = build_head(settings, hidden_size=8, vocab_size=1700).to(dtype)
-    hidden_states = torch.randn(tokens, 8, dtype=dtype)
-    labels = torch.randint(1700, (tokens,))
+    old = build_head({"name": "linear"}, hidden_size=8, vocab_size=1700).double()
+    head = build_head(settings, hidden_size=8, vocab_size=1700).double()
+    hidden_states = torch.randn(300, 8, dtype=torch.float64)
+    labels = torch.randint(1700, (300,))
     with torch.no_grad():
         for parameter in (*old.parameters(), *head.parameters()):
             if parameter.dim():
                 parameter.normal_()
-        if tokens:
-            hidden_states[0] = head.weight[labels[0]] + 1e-4
-            hidden_states[1] = head.weight[(labels[1] + 1) % 1700] + 1e-3
+        hidden_states[0] = head.weight[labels[0]] + 1e-4
+        hidden_states[1] = head.weight[(labels[1] + 1) % 1700] + 1e-3
     return old, head, hidden_states.requires_grad_(), labels
 
 

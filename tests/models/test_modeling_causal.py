@@ -60,15 +60,15 @@ def make(bases, family="llama", **options):
     return HarmonicForCausalLM.from_base(str(bases[family]), **options)
 
 
-def train(model, steps=3):
-    """Train the last block and the head."""
+def train(model):
+    """Train the last block and the head for three steps."""
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".1." in name or name.startswith("dist_head"))
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         loss = model(input_ids=ROWS, attention_mask=torch.ones_like(ROWS), labels=ROWS).loss
         loss.backward()
         optimizer.step()

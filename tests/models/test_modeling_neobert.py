@@ -117,11 +117,11 @@ def test_the_default_config_has_the_size_of_the_published_model(model_class, cou
     assert not list(model.buffers())
 
 
-def rotate(vector: Tensor, position: int, theta: float = 10000.0) -> Tensor:
+def rotate(vector: Tensor, position: int) -> Tensor:
     """RoPE of one vector of float64, one complex number at a time."""
     rotated = []
     for i in range(0, len(vector), 2):
-        angle = position * theta ** (-i / len(vector))
+        angle = position * 10000.0 ** (-i / len(vector))
         number = complex(vector[i], vector[i + 1]) * complex(math.cos(angle), math.sin(angle))
         rotated += [number.real, number.imag]
     return torch.tensor(rotated, dtype=torch.float64)
