@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import EllipsisType
 from urllib.parse import unquote, urlsplit
 
 USERS = {"hf_test_token_alice": "alice"}
@@ -57,7 +56,7 @@ class Repo:
     repo_id: str
     owner: str
     private: bool
-    gated: bool = False
+    gated: bool = False  # its files are for its owner only
     branches: dict[str, Commit] = field(default_factory=dict)
     fixed: dict[str, Commit] = field(default_factory=dict)  # by sha
     objects: dict[str, bytes] = field(default_factory=dict)  # LFS, by sha256
@@ -293,23 +292,19 @@ class HubServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def environment(self, home: Path, token: str | EllipsisType | None = ...) -> dict[str, str]:
-        """All a client process needs, with the first user's token; None for nobody's."""
+    def environment(self, home: Path) -> dict[str, str]:
+        """All a client process needs, with the first user's token."""
         foreign = re.compile("(HF_|HUGGING|TRANSFORMERS_).*|.*_proxy", re.IGNORECASE)
         env = {key: text for key, text in os.environ.items() if not foreign.fullmatch(key)}
         env |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home)}
         env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        chosen = next(iter(self.users)) if token is ... else token
-        return env if chosen is None else env | {"HF_TOKEN": chosen}
+        return env | {"HF_TOKEN": next(iter(self.users))}
 
     def add_repo(self, repo_id: str, files: dict[str, bytes], *, private: bool = False) -> str:
         repo = self.repos[repo_id] = Repo(repo_id, repo_id.split("/")[0], private)
         entries = {p: Entry(data, goes_to_lfs(p, len(data), data)) for p, data in files.items()}
         repo.objects |= {entry.oid: entry.data for entry in entries.values() if entry.lfs}
         return repo.commit("main", entries, "initial commit")
-
-    def gate(self, repo_id: str) -> None:
-        self.repos[repo_id].gated = True  # its files are now for its owner only
 
     def fail(
         self,

@@ -60,12 +60,14 @@ def test_errors_are_the_right_exceptions_of_the_client(tmp_path):
     with HubServer(USERS) as hub:
         for repo_id in ("alice/secret", "alice/model", "bob/secret", "bob/model", "bob/gated"):
             hub.add_repo(repo_id, {"config.json": b"{}"}, private=repo_id.endswith("secret"))
-        hub.gate("bob/gated")
+        hub.repos["bob/gated"].gated = True
         hub.fail("POST", "/api/models/alice/model/commit/main", status=500)
-        for token, expected in ((TOKEN, ERRORS_OF_ALICE), (None, ERRORS_OF_NOBODY)):
+        env = hub.environment(tmp_path)
+        for expected in (ERRORS_OF_ALICE, ERRORS_OF_NOBODY):
             calls = ", ".join(f"{call!r}: outcome(lambda: {call})" for call in expected)
             command = [sys.executable, "-c", f"{ERRORS}\nprint(json.dumps({{{calls}}}))"]
-            env = hub.environment(tmp_path / str(token), token)
             printed = subprocess.check_output(command, env=env, cwd=tmp_path, text=True)
             assert json.loads(printed.splitlines()[-1]) == expected
+            env |= {"HF_HOME": str(tmp_path / "nobody")}
+            env.pop("HF_TOKEN", None)
         assert len(hub.commits("alice/model")) == 1

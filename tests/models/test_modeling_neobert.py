@@ -27,10 +27,9 @@ def tensors(name: str) -> dict[str, Tensor]:
 
 @pytest.fixture
 def load(neobert_base):
-    def load(attention: str = "sdpa") -> NeoBERTForMaskedLM:
-        return NeoBERTForMaskedLM.from_pretrained(neobert_base, attn_implementation=attention)
-
-    return load
+    return lambda attention="sdpa": NeoBERTForMaskedLM.from_pretrained(
+        neobert_base, attn_implementation=attention
+    )
 
 
 def difference(a: Tensor, b: Tensor) -> float:
