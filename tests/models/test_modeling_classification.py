@@ -102,12 +102,6 @@ def test_the_first_token_is_the_first_attended_one(base):
     assert model.config.pooling == "cls"
 
 
-def test_padding_changes_nothing(base):
-    model, inputs = make(base).eval(), batch()
-    alone = {key: value[1:2, :5] for key, value in inputs.items()}
-    torch.testing.assert_close(model(**inputs).logits[1:2], model(**alone).logits)
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_loss_is_the_cross_entropy_of_the_logits(base, task, head):
