@@ -1,9 +1,8 @@
 """A fresh virtual environment with a few of the installed distributions, linked, not copied."""
 
-import subprocess
 import sysconfig
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 
-def clean_environment(
-    folder: Path, packages: Sequence[str] = ("torch", "transformers", "safetensors")
-) -> Path:
+def clean_environment(folder: Path, packages: Sequence[str]) -> Path:
     """Make a virtual environment that holds `packages` and what they require, nothing else.
 
     Args:
@@ -23,17 +20,17 @@ def clean_environment(
     Returns:
         The path of its python. Call it with `-I`, which keeps PYTHONPATH and the working folder
         out.
-
-    Raises:
-        ValueError: The folder exists, or a requirement is not installed here.
     """
-    if folder.exists():
-        raise ValueError(f"folder: expected a new one, got {str(folder)!r}, which exists")
     installed: dict[str, Distribution] = {}
     for distribution in distributions():  # the first on sys.path is the one that is imported
         installed.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution)
     wanted = closure(packages, installed)
-    files = [(name, file) for name in installed for file in _files(name, installed[name])]
+    files = [  # inside site-packages; scripts lie outside
+        (name, file)
+        for name, distribution in installed.items()
+        for file in distribution.files
+        if ".." not in file.parts
+    ]
     venv.create(folder, with_pip=False, symlinks=True)
     variables = {"base": str(folder), "platbase": str(folder)}
     site_packages = Path(sysconfig.get_path("purelib", "venv", variables))
@@ -48,8 +45,6 @@ def closure(packages: Sequence[str], installed: dict[str, Distribution]) -> set[
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name not in installed:
-            raise ValueError(f"packages: expected installed ones, got {str(requirement)!r}")
         for extra in {"", *requirement.extras}:
             if (name, extra) in seen:
                 continue
@@ -57,13 +52,6 @@ def closure(packages: Sequence[str], installed: dict[str, Distribution]) -> set[
             needed = map(Requirement, installed[name].requires or [])
             waiting += [n for n in needed if not n.marker or n.marker.evaluate({"extra": extra})]
     return {name for name, _ in seen}
-
-
-def _files(name: str, distribution: Distribution) -> Iterator[PackagePath]:
-    """Yield a distribution's files inside site-packages; scripts lie outside."""
-    if distribution.files is None:
-        raise ValueError(f"distribution {name}: expected a RECORD of its files, got none")
-    yield from (file for file in distribution.files if ".." not in file.parts)
 
 
 def _link(
@@ -91,21 +79,3 @@ def _link(
             (site_packages / path).symlink_to(sources[0])
         else:
             _link(site_packages, path, inside, wanted)
-
-
-def run_python(python: Path, code: str, *arguments: str, cwd: Path) -> str:
-    """Run `code` in an isolated process and return what it printed.
-
-    Args:
-        python: As `clean_environment` returns it.
-        code: The program.
-        arguments: Its `sys.argv[1:]`.
-        cwd: The working folder.
-
-    Raises:
-        AssertionError: It failed; the text is what it wrote to standard error.
-    """
-    command = [str(python), "-I", "-c", code, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout

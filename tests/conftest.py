@@ -32,12 +32,14 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from filelock import FileLock  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer  # noqa: E402
 
 from tests import decoders, encoders  # noqa: E402
 from tests.elsewhere import Elsewhere  # noqa: E402
 from tests.saved_models import SavedModels  # noqa: E402
 
+NEOBERT = Path(__file__).parent / "fixtures" / "neobert_tiny"
 MERGED = ("training", "data", "model")  # sections that tests change one field of
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -138,6 +140,18 @@ def bases(shared):
             encoders.save_encoder(family, folder / family)
 
     return shared("bases", make)
+
+
+@pytest.fixture(scope="session")
+def neobert_base(shared):
+    """A tiny NeoBERT in the layout of the published checkpoint."""
+
+    def make(folder: Path) -> None:
+        shutil.copy(NEOBERT / "config.json", folder)
+        weights = load_file(NEOBERT / "weights.safetensors")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return shared("neobert_base", make)
 
 
 @pytest.fixture(scope="session")

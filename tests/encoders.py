@@ -35,7 +35,5 @@ def save_encoder(family: str, folder: Path, **changes) -> Path:
 
 def save_bert_tokenizer(folder: Path) -> None:
     """Save one whose words are w0, w1 and so on."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocab = folder / "vocab.txt"
-    vocab.write_text("\n".join(words + [f"w{i}" for i in range(V - len(words))]))
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
+    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -91,25 +90,18 @@ CANNOT_RUN = {  # beginning of a command: why
 }
 
 
-class Block(NamedTuple):
-    """A Python program, or one command."""
-
-    language: str
-    code: str
-
-
-def blocks(page: Path) -> list[Block]:
-    """Fenced Python, lines of fenced shell and indented commands, in the order of the page."""
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Fenced Python, lines of fenced shell and indented commands: languages and codes, in order."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
     pattern = rf"{FENCE.pattern}|^    ((?:{PROGRAMS}) [^\n]*)$"
     found = []
     for language, fenced, indented in re.findall(pattern, text, re.MULTILINE | re.DOTALL):
         if language == "python":
-            found.append(Block("python", fenced))
+            found.append(("python", fenced))
         elif language in ("", "sh", "bash"):
             lines = [indented, *fenced.splitlines()]
             commands = [line.partition("  #")[0].strip() for line in lines]
-            found += [Block("sh", line) for line in commands if re.match(rf"({PROGRAMS}) ", line)]
+            found += [("sh", line) for line in commands if re.match(rf"({PROGRAMS}) ", line)]
     return found
 
 
@@ -238,6 +230,6 @@ def test_every_block_runs(page, site):
 
 
 def test_what_cannot_run_stands_on_a_page():
-    commands = [block.code for page in PAGES for block in blocks(page) if block.language == "sh"]
+    commands = [code for page in PAGES for language, code in blocks(page) if language == "sh"]
     for beginning in CANNOT_RUN:
         assert any(command.startswith(beginning) for command in commands), beginning

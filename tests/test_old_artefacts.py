@@ -18,28 +18,14 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from harmonic_sft.models import (
-    HarmonicConfig,
-    HarmonicForCausalLM,
-    HarmonicForMaskedLM,
-    HarmonicForSequenceClassification,
-    HarmonicForTokenClassification,
-)
+from harmonic_sft import models
+from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.training import load_run_config
 from tests.hub_server import HubServer
 
 RELEASE = Path(__file__).parent / "fixtures" / "release_30993ac"
 FORMS = ("full", "head")
 MODELS = sorted(path.name for path in (RELEASE / "models").iterdir())
-CLASSES = {
-    model_class.__name__: model_class
-    for model_class in (
-        HarmonicForCausalLM,
-        HarmonicForMaskedLM,
-        HarmonicForSequenceClassification,
-        HarmonicForTokenClassification,
-    )
-}
 # What keeps to these computes the same bits on every x86 processor.
 PORTABLE = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -178,7 +164,7 @@ def same_bits(found, expected):
 
 def load(folder):
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return CLASSES[architecture].from_pretrained(folder)
+    return getattr(models, architecture).from_pretrained(folder)
 
 
 def assert_same_weights(found, folder):

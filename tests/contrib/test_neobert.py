@@ -8,14 +8,14 @@ from types import ModuleType
 import pytest
 import torch
 import transformers.models
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from harmonic_sft import NeoBERTForMaskedLM
+from tests.conftest import NEOBERT
 
 ROOT = Path(__file__).parents[2]
 CONTRIB = ROOT / "contrib" / "transformers"
-FIXTURE = ROOT / "tests" / "fixtures" / "neobert_tiny"
-BATCHES = {"padded": "inputs", "unpadded": "inputs_nopad"}
+BATCHES = ("inputs", "inputs_nopad")  # with padding and without
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +29,18 @@ def contributed() -> ModuleType:
         transformers.models.__path__.remove(folder)
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
-    shutil.copy(FIXTURE / "config.json", folder)
-    save_file(
-        load_file(FIXTURE / "weights.safetensors"), folder / "model.safetensors", {"format": "pt"}
-    )
-    return folder
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_outputs_are_ours_to_the_bit(contributed, published, attention):
+def test_outputs_are_ours_to_the_bit(contributed, neobert_base, attention):
     theirs, report = contributed.NeoBertForMaskedLM.from_pretrained(
-        published, attn_implementation=attention, output_loading_info=True
+        neobert_base, attn_implementation=attention, output_loading_info=True
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    ours = NeoBERTForMaskedLM.from_pretrained(published, attn_implementation=attention)
-    backbone = contributed.NeoBertModel.from_pretrained(published, attn_implementation=attention)
-    for name in BATCHES.values():
-        batch = load_file(FIXTURE / f"{name}.safetensors")
+    ours = NeoBERTForMaskedLM.from_pretrained(neobert_base, attn_implementation=attention)
+    backbone = contributed.NeoBertModel.from_pretrained(neobert_base, attn_implementation=attention)
+    for name in BATCHES:
+        batch = load_file(NEOBERT / f"{name}.safetensors")
         expected = ours(**batch, labels=batch["input_ids"], output_hidden_states=True)
         got = theirs(**batch, labels=batch["input_ids"], output_hidden_states=True)
         assert torch.equal(got.loss, expected.loss)
@@ -61,13 +51,13 @@ def test_outputs_are_ours_to_the_bit(contributed, published, attention):
 
 
 @torch.no_grad()
-def test_the_classifier_is_the_published_one(contributed, published):
+def test_the_classifier_is_the_published_one(contributed, neobert_base):
     torch.manual_seed(0)
-    model = contributed.NeoBertForSequenceClassification.from_pretrained(published, num_labels=3)
-    ours = NeoBERTForMaskedLM.from_pretrained(published).model
+    model = contributed.NeoBertForSequenceClassification.from_pretrained(neobert_base, num_labels=3)
+    ours = NeoBERTForMaskedLM.from_pretrained(neobert_base).model
     weights = model.state_dict()
-    for name in BATCHES.values():
-        batch = load_file(FIXTURE / f"{name}.safetensors")
+    for name in BATCHES:
+        batch = load_file(NEOBERT / f"{name}.safetensors")
         first = ours(**batch).last_hidden_state[:, 0]
         hidden = torch.tanh(first @ weights["dense.weight"].T + weights["dense.bias"])
         expected = hidden @ weights["classifier.weight"].T + weights["classifier.bias"]

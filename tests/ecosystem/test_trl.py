@@ -60,6 +60,8 @@ ROWS = {
     ],
     "prompt": [{"prompt": text(words[:4])} for words in WORDS],
 }
+# One step on all rows, so that its loss compares.
+ONE = {"max_steps": 1, "per_device_train_batch_size": 16}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["dist_head"])
 
 
@@ -174,14 +176,13 @@ def test_every_trainer_trains_a_harmonic_model(make, folder, kind, how):
 
 
 def test_the_first_loss_is_that_of_our_own_trainer(make, folder, tmp_path):
-    theirs = make("SFT", options={"max_steps": 1, "per_device_train_batch_size": 16})
+    theirs = make("SFT", options=ONE)
     theirs.train()
     own = HarmonicTrainer(
         HarmonicForCausalLM.from_pretrained(folder),
         HarmonicTrainingArguments(
             str(tmp_path / "own"),
-            max_steps=1,
-            per_device_train_batch_size=16,
+            **ONE,
             h_exp=-6.0,
             unfreeze=["*"],
             context_length=16,
@@ -205,7 +206,7 @@ def test_every_loss_of_the_sft_trainer_is_one_of_the_head(make, folder, loss_typ
         pytest.skip("TRL before 1.4 has no chunked_nll")
     trainer = make(
         "SFT",
-        options={"max_steps": 1, "per_device_train_batch_size": 16, "loss_type": loss_type},
+        options={**ONE, "loss_type": loss_type},
         eval_dataset=Dataset.from_list(ROWS["tokens"]),
     )
     probs = label_probs(HarmonicForCausalLM.from_pretrained(folder), WORDS)
@@ -217,13 +218,8 @@ def test_every_loss_of_the_sft_trainer_is_one_of_the_head(make, folder, loss_typ
 
 
 def test_packed_rows_are_kept_apart(make, folder):
-    options = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 8,
-        "packing": True,
-        "max_length": 24,
-    }
-    trainer = make("SFT", options=options)
+    options = {"per_device_train_batch_size": 8, "packing": True, "max_length": 24}
+    trainer = make("SFT", options={**ONE, **options})
     assert len(trainer.train_dataset) == 8  # of two rows each
     trainer.train()
     expected = harmonic_loss(HarmonicForCausalLM.from_pretrained(folder), WORDS)
@@ -231,12 +227,7 @@ def test_packed_rows_are_kept_apart(make, folder):
 
 
 def test_only_the_assistant_is_scored(make, folder):
-    options = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 16,
-        "assistant_only_loss": True,
-    }
-    trainer = make("SFT", rows="chat", options=options)
+    trainer = make("SFT", rows="chat", options={**ONE, "assistant_only_loss": True})
     trainer.train()
     rows = [[*words, 119] for words in WORDS]
     expected = harmonic_loss(HarmonicForCausalLM.from_pretrained(folder), rows, first=4)
@@ -244,7 +235,7 @@ def test_only_the_assistant_is_scored(make, folder):
 
 
 def test_the_metrics_are_those_of_the_head(make, folder):
-    trainer = make("SFT", options={"max_steps": 1, "per_device_train_batch_size": 16})
+    trainer = make("SFT", options=ONE)
     trainer.train()
     ids = torch.tensor(WORDS)
     with torch.no_grad():

@@ -18,12 +18,12 @@ from harmonic_sft.eval.features import (
 from harmonic_sft.models import HarmonicForMaskedLM
 
 
-def clusters(num_classes=4, count=30, seed=0):
+def clusters(num_classes=4, seed=0):
     generator = np.random.default_rng(seed)
     centers = np.eye(num_classes, 16)
-    labels = np.repeat([f"class {index}" for index in range(num_classes)], count)
+    labels = np.repeat([f"class {index}" for index in range(num_classes)], 30)
     noise = 0.1 * generator.normal(size=(len(labels), 16))
-    return np.repeat(centers, count, axis=0) + noise, labels.tolist()
+    return np.repeat(centers, 30, axis=0) + noise, labels.tolist()
 
 
 def test_features_do_not_depend_on_batches_and_order(tiny_base, tokenizer):

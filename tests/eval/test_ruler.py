@@ -15,10 +15,11 @@ from harmonic_sft.models import DistLayer, HarmonicForMaskedLM
 N, D, V, WIDTH = 60, 8, 20, 5
 
 
-def scored(head, states, labels):
-    """Scores of `[N]` tokens, each a row of its own."""
+def judged(ruler, head, states, labels):
+    """What the ruler says of the predictions of `[N]` tokens, each a row of its own."""
     model = SimpleNamespace(dist_head=head, class_embeddings=lambda: head.weight)
-    return score(model, [(states[:, None], labels[:, None])])
+    scores = score(model, [(states[:, None], labels[:, None])])
+    return judge(ruler, head, (states, labels), scores)
 
 
 def cosine(one, other):
@@ -32,12 +33,11 @@ def test_what_all_models_get_wrong_is_judged_by_the_ruler_alone():
     documents = np.arange(N) // 10
     models = [DistLayer(D, V, h_exp=-8.0), DistLayer(D, V, h_exp=-8.0)]
     states = [F.normalize(m.weight.detach()[labels] + 0.5 * torch.randn(N, D)) for m in models]
-    judged, logits = [], []
-    for head, some in zip(models, states, strict=True):
-        scores = scored(head, some, labels)
-        judged.append(judge(ruler, head, (some, labels), scores))
-        logits.append(head(some).detach())
-    found = semantic_errors(ruler, judged, documents)
+    pairs = list(zip(models, states, strict=True))
+    logits = [head(some).detach() for head, some in pairs]
+    found = semantic_errors(
+        ruler, [judged(ruler, head, some, labels) for head, some in pairs], documents
+    )
     guesses = [one.argmax(-1) for one in logits]
     items = [
         n
@@ -69,8 +69,7 @@ def test_guesses_that_are_near_are_told_from_the_shuffled_ones():
     labels = torch.arange(V)
     states = F.normalize(head.weight.detach()[labels ^ 1], dim=-1)
     ruler = Ruler(vectors, np.ones(V, bool))
-    scores = scored(head, states, labels)
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.arange(V))
+    (found,) = semantic_errors(ruler, [judged(ruler, head, states, labels)], np.arange(V))
     assert found["guess"] == pytest.approx(1.0)
     assert found["guess_shuffled"] < 0.5
     assert found["expected"] > found["expected_shuffled"] + 0.5
@@ -81,8 +80,7 @@ def test_nothing_wrong_is_no_number():
     labels = torch.arange(V)
     ruler = Ruler(F.normalize(torch.randn(V, WIDTH), dim=-1), np.ones(V, bool))
     states = head.weight.detach()
-    scores = scored(head, states, labels)
-    (found,) = semantic_errors(ruler, [judge(ruler, head, (states, labels), scores)], np.zeros(V))
+    (found,) = semantic_errors(ruler, [judged(ruler, head, states, labels)], np.zeros(V))
     assert found["tokens"] == 0
     assert np.isnan(found["guess"])
     assert found["interval"] is None

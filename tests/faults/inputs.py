@@ -1,6 +1,5 @@
 """Damaged and random input: whatever it is, an error is one of ours, and comes in time."""
 
-import functools
 import gzip
 import itertools
 import json
@@ -11,6 +10,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import yaml
 from hypothesis import HealthCheck, given, seed, settings
@@ -75,7 +76,8 @@ ROWS = {  # of every format, and the first row of the file, which says the forma
     ),
 }
 TASKS = {"labeled_text": "sequence_classification", "labeled_words": "token_classification"}
-# Copied from the plain file: which byte, what becomes of it, and how much is cut off.
+# Copied from the plain file: which byte, what becomes of it, and how much is cut off. The simplest
+# damage, which is tried first, is none.
 DAMAGE = st.tuples(
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
     st.floats(0, 1),
@@ -89,12 +91,13 @@ class Hung(BaseException):
 
 def damaged(content, damage):
     """Return bytes with some of them replaced, the end cut off, and others put behind it."""
-    changes, kept, more = damage
+    changes, lost, more = damage
     content = bytearray(content)
     for place, value in changes:
         if content:
             content[int(place * len(content))] = value
-    return bytes(content[: int(kept * len(content)) if kept < 0.5 else None]) + more
+    kept = int((1 - lost) * len(content)) if lost > 0.5 else None
+    return bytes(content[:kept]) + more
 
 
 class Feeder:
@@ -111,29 +114,16 @@ class Feeder:
         )
         self.run_yaml = self.world.yaml_of("table", folder / "run").read_text()
         self.checkpoint = self.make_checkpoint()
-        lines = "".join(f'{{"text": "{a} {b}"}}\n' for a, b in itertools.pairwise(WORDS))
+        texts = [f"{a} {b}" for a, b in itertools.pairwise(WORDS)]
+        lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
         self.files = {"a.jsonl": lines.encode(), "a.txt": lines.encode()}
         self.files["a.jsonl.gz"] = gzip.compress(lines.encode(), mtime=0)
-        self.files["a.csv"] = b"text,n\n" + b"aa ab,1\n" * 20
+        self.files["a.csv"] = "\n".join(["text,n", *(f"{text},1" for text in texts)]).encode()
         self.files["a.json"] = json.dumps([json.loads(x) for x in lines.splitlines()]).encode()
-        self.files["a.parquet"] = self.parquet(lines)
-        self.files["a.jsonl.zst"] = self.zstd(lines)
-
-    def parquet(self, lines):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = self.folder / "plain.parquet"
-        pq.write_table(pa.Table.from_pylist([json.loads(x) for x in lines.splitlines()]), path)
-        return path.read_bytes()
-
-    def zstd(self, lines):
-        import pyarrow as pa
-
         sink = pa.BufferOutputStream()
-        with pa.CompressedOutputStream(sink, "zstd") as stream:
-            stream.write(lines.encode())
-        return sink.getvalue().to_pybytes()
+        pq.write_table(pa.Table.from_pylist(json.loads(self.files["a.json"])), sink)
+        self.files["a.parquet"] = sink.getvalue().to_pybytes()
+        self.files["a.jsonl.zst"] = pa.compress(lines.encode(), "zstd", asbytes=True)
 
     def make_checkpoint(self):
         """A folder as a run leaves it, with small files."""
@@ -272,48 +262,43 @@ def feed(count, number, folder):
     signal.signal(signal.SIGALRM, stopped)
     for name, (read, arguments) in kinds.items():
         counts: Counter[str] = Counter()
-        take = functools.partial(one_input, name, read, counts, wrong, feeder.folder)
+        take = taker(name, read, counts, wrong, feeder.folder)
         options = settings(
             max_examples=-(-count // len(kinds)),
             database=None,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )
-        seed(number)(options(given(arguments)(tried(take))))()
+        seed(number)(options(given(arguments)(take)))()
         sys.stdout.write(f"{counts['inputs']:6} {name}, of which {counts['taken']} were valid\n")
         sys.stdout.flush()
     return wrong
-
-
-def tried(take):
-    """Return a function with the one argument that hypothesis fills."""
-
-    def attempt(words):
-        take(words)
-
-    return attempt
 
 
 def stopped(*_):
     raise Hung
 
 
-def one_input(name, read, counts, wrong, folder, words):
-    """Feed one input; an error has to be one of ours, of a few lines."""
-    counts["inputs"] += 1
-    signal.alarm(LIMIT)
-    try:
-        read(*words)
-        counts["taken"] += 1
-    except Hung:
-        note(folder, name, words, "hang", wrong)
-    except (ValueError, OSError) as error:
-        if not str(error).strip():
+def taker(name, read, counts, wrong, folder):
+    """Return what feeds one input; an error has to be one of ours, of a few lines."""
+
+    def take(words):
+        counts["inputs"] += 1
+        signal.alarm(LIMIT)
+        try:
+            read(*words)
+            counts["taken"] += 1
+        except Hung:
+            note(folder, name, words, "hang", wrong)
+        except (ValueError, OSError) as error:
+            if not str(error).strip():
+                note(folder, name, words, "traceback", wrong)
+        except Exception:
             note(folder, name, words, "traceback", wrong)
-    except Exception:
-        note(folder, name, words, "traceback", wrong)
-    finally:
-        signal.alarm(0)
+        finally:
+            signal.alarm(0)
+
+    return take
 
 
 def note(folder: Path, name, words, kind, wrong):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
@@ -17,7 +17,7 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     find_blocks,
 )
-from tests.encoders import SIZES, V
+from tests.encoders import SIZES, V, save_bert_tokenizer
 from tests.head_variants import VARIANTS, moved_head
 from tests.saved_models import change_weights, spoil_embeddings
 
@@ -164,9 +164,7 @@ def test_both_load_as_the_readme_says_where_only_transformers_is(bases, tmp_path
 
 def test_the_tokenizer_goes_with_it_and_nothing_private(bases, tmp_path):
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(V - 5))]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(folder)
+    save_bert_tokenizer(folder)
     (folder / "training_args.bin").write_bytes(b"secret")
     (folder / "optimizer.pt").write_bytes(b"state")
     target = export_linear(folder, tmp_path / "linear")

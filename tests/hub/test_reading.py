@@ -134,7 +134,7 @@ def test_token_revision_and_local_files_reach_the_base_too(hub, client, pushed, 
 
 
 def test_a_gated_base_is_one_clear_error(hub, client, pushed, tmp_path):
-    hub.gate("alice/base")
+    hub.repos["alice/base"].gated = True
     try:
         error = client.program(WITHOUT_BASE.format(cache=str(tmp_path)))
     finally:

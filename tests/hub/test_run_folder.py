@@ -31,11 +31,6 @@ def test_a_checkpoint_is_read_without_the_results_of_the_end(finished_run):
     assert trained.figure is None
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="RUN: expected the output folder of a run"):
-        read_trained(tmp_path)
-
-
 def test_an_unfinished_run_names_its_last_checkpoint(run_copy):
     (run_copy / "config.json").unlink()
     (run_copy / "checkpoint-7-copy").mkdir()

@@ -47,6 +47,8 @@ def test_the_formula(parts, progress):
     weight = max(0.0, 1 - progress / 0.6)
     found = loss(head, hidden_states, labels)
     torch.testing.assert_close(found, loop(old, head, hidden_states, labels, weight))
+    if weight == 0:  # to the bit
+        assert torch.equal(found, CrossEntropyLoss()(head, hidden_states, labels))
 
 
 def test_gradients_go_to_the_new_head_and_not_through_the_teacher(parts):
@@ -74,28 +76,19 @@ def test_the_teacher_is_a_copy(parts):
     assert torch.equal(loss(head, hidden_states, labels), before)
 
 
-def test_after_its_share_it_is_the_cross_entropy(parts):
-    old, head, hidden_states, labels = parts
-    loss = DistillLoss(until=0.5).prepare(old)
-    loss.anneal(0.5)
-    expected = CrossEntropyLoss()(head, hidden_states, labels)
-    assert torch.equal(loss(head, hidden_states, labels), expected)
-
-
-def large_parts(settings, *, tokens=300, dtype=torch.float64):
+def large_parts(settings):
     """Chunks and tiles enough, raw prototypes off the sphere, a captured and a confident token."""
     torch.manual_seed(0)
-    old = build_head({"name": "linear"}, hidden_size=8, vocab_size=1700).to(dtype)
-    head = build_head(settings, hidden_size=8, vocab_size=1700).to(dtype)
-    hidden_states = torch.randn(tokens, 8, dtype=dtype)
-    labels = torch.randint(1700, (tokens,))
+    old = build_head({"name": "linear"}, hidden_size=8, vocab_size=1700).double()
+    head = build_head(settings, hidden_size=8, vocab_size=1700).double()
+    hidden_states = torch.randn(300, 8, dtype=torch.float64)
+    labels = torch.randint(1700, (300,))
     with torch.no_grad():
         for parameter in (*old.parameters(), *head.parameters()):
             if parameter.dim():
                 parameter.normal_()
-        if tokens:
-            hidden_states[0] = head.weight[labels[0]] + 1e-4
-            hidden_states[1] = head.weight[(labels[1] + 1) % 1700] + 1e-3
+        hidden_states[0] = head.weight[labels[0]] + 1e-4
+        hidden_states[1] = head.weight[(labels[1] + 1) % 1700] + 1e-3
     return old, head, hidden_states.requires_grad_(), labels
 
 
@@ -197,11 +190,3 @@ def test_a_failed_transform_of_torch_func_leaves_the_teacher_as_it_was(parts):
     assert loss.teacher.weight is weight
     assert type(weight.data) is torch.Tensor
     assert torch.equal(loss(head, hidden_states, labels), before)
-
-
-def test_a_second_backward_pass_gives_the_same():
-    old, head, hidden_states, labels = large_parts(HEADS["sphere"])
-    loss = DistillLoss().prepare(old)
-    total = loss(head, hidden_states, labels).mean()
-    first = torch.autograd.grad(total, hidden_states, retain_graph=True)
-    torch.testing.assert_close(*first, *torch.autograd.grad(total, hidden_states))

@@ -56,16 +56,17 @@ def test_no_token_is_its_own_neighbor_even_among_equals():
 
 
 @pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
-def test_it_is_the_cross_entropy_with_the_smoothed_target(settings):
+@pytest.mark.parametrize("epsilon", [0.3, 0.0])
+def test_it_is_the_cross_entropy_with_the_smoothed_target(settings, epsilon):
     head = build(settings)
     states, labels = torch.randn(6, D, requires_grad=True), torch.randint(V, (6,))
-    loss = KNNLabelSmoothingLoss(epsilon=0.3, num_neighbors=4, scale=5.0).prepare(head)
+    loss = KNNLabelSmoothingLoss(epsilon=epsilon, num_neighbors=4, scale=5.0).prepare(head)
     table = table_by_loops(head.prototypes.detach(), 4, 5.0)
     log_probs = head(states).log_softmax(-1)
     expected = []
     for row, y in zip(log_probs, labels.tolist(), strict=True):
-        terms = [0.7 * row[y], *(0.3 * weight * row[j] for j, weight in table[y].items())]
-        expected.append(-sum(terms))
+        others = sum(weight * row[j] for j, weight in table[y].items())
+        expected.append((epsilon - 1) * row[y] - epsilon * others)
     expected = torch.stack(expected)
     found = loss(head, states, labels)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
@@ -73,13 +74,6 @@ def test_it_is_the_cross_entropy_with_the_smoothed_target(settings):
     gradients = [torch.autograd.grad(value.sum(), inputs) for value in (found, expected)]
     for mine, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
-
-
-def test_without_epsilon_it_is_the_cross_entropy():
-    head = build({"name": "dist"})
-    states, labels = torch.randn(6, D), torch.randint(V, (6,))
-    found = KNNLabelSmoothingLoss(epsilon=0.0).prepare(head)(head, states, labels)
-    torch.testing.assert_close(found, head.nll(states, labels), rtol=1e-5, atol=1e-5)
 
 
 def test_the_table_changes_only_when_it_is_refreshed():

@@ -118,7 +118,7 @@ def test_the_head_of_every_term_is_checked():
     head, _, _ = problem({"name": "linear"})
     with pytest.raises(ValueError, match="loss harmonic: expected a dist head, got linear"):
         make(FAMILY["alone"]).check(head)
-    with pytest.raises(ValueError, match="loss arcface: expected a cosine head"):
+    with pytest.raises(ValueError, match="loss arcface: expected a cosine head, got linear"):
         make([("cross_entropy", 1.0, {}), ("arcface", 1.0, {})]).prepare(head)
 
 

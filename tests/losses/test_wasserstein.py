@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from harmonic_sft.losses import WassersteinLoss
 from harmonic_sft.losses.wasserstein import logits_at
 from harmonic_sft.models import build_head
 from harmonic_sft.ops import engine
-from tests.head_variants import VARIANTS, D, V
+from tests.head_variants import D, V, moved_head
 
 HEADS = (
     "linear",
@@ -21,9 +22,7 @@ HEADS = (
 )
 
 
-def build(name):
-    torch.manual_seed(0)
-    return build_head(VARIANTS[name], hidden_size=D, vocab_size=V).double()
+build = functools.partial(moved_head, dtype=torch.float64)
 
 
 def problem(num_tokens=5):

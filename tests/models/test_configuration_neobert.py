@@ -1,15 +1,13 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from harmonic_sft.models.configuration_neobert import NeoBERTConfig
-
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "neobert_tiny"
+from tests.conftest import NEOBERT
 
 
 def test_the_published_config_becomes_ours_and_round_trips(tmp_path):
-    config = NeoBERTConfig.from_pretrained(FIXTURE)
+    config = NeoBERTConfig.from_pretrained(NEOBERT)
     assert config.max_position_embeddings == 64
     assert (config.norm_eps, config.rope_theta, config.tie_word_embeddings) == (1e-5, 1e4, False)
     config.save_pretrained(tmp_path)
@@ -21,7 +19,7 @@ def test_the_published_config_becomes_ours_and_round_trips(tmp_path):
 
 
 def test_the_default_config_is_the_published_one():
-    published = json.loads((FIXTURE / "config.json").read_text())
+    published = json.loads((NEOBERT / "config.json").read_text())
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "max_length": 4096}
     sizes |= {"num_attention_heads": 12, "num_hidden_layers": 28, "vocab_size": 30522}
     full_size = NeoBERTConfig.from_dict({**published, **sizes, "dim_head": 64})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import CosineHead, Head, PowerHead, VonMisesFisherHead, build_head
+from harmonic_sft.models import CosineHead, Head, VonMisesFisherHead, build_head
 from harmonic_sft.models.linear_heads import DEBYE, log_normalizer
 
 D, V, N = 18, 30, 5
@@ -73,22 +73,6 @@ def test_probabilities_equal_their_definition(name):
     torch.testing.assert_close(fused.double(), losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("power", [1.0, -2.0])
-def test_the_sign_of_the_dot_product_is_lost(power):
-    head = PowerHead(D, V, power=power)
-    states = torch.randn(N, D)
-    torch.testing.assert_close(head(-states), head(states), rtol=0, atol=0)
-
-
-def test_below_zero_the_most_orthogonal_class_wins():
-    head = PowerHead(D, D, power=-1.0)
-    with torch.no_grad():
-        head.weight.copy_(torch.eye(D))
-    states = torch.ones(1, D)
-    states[0, 4] = 0
-    assert head(states).argmax() == 4
-
-
 @pytest.mark.parametrize("size", [16, 17, 64, 768])
 def test_the_constant_equals_that_of_exact_bessel_functions(size):
     kappas = torch.logspace(-3, 4, 29, dtype=torch.float64)
@@ -126,13 +110,6 @@ def test_the_polynomials_follow_their_recurrence():
         polynomial = {key: value for key, value in following.items() if value}
         table = {power + 2 * i: Fraction(c, denominator) for i, c in enumerate(coefficients)}
         assert table == polynomial
-
-
-def test_one_concentration_for_all_is_the_cosine_head():
-    head, states, _ = make("vmf")
-    cosine = CosineHead(D, V, scale=7.0)
-    cosine.load_state_dict(head.state_dict())
-    torch.testing.assert_close(head(states), cosine(states), rtol=0, atol=0)
 
 
 def test_settings_have_the_scale_that_was_learned():

@@ -8,7 +8,6 @@ from harmonic_sft.models import (
     AffineLogits,
     DistanceLogits,
     MultiHead,
-    RotationHead,
 )
 
 D, V, N = 24, 30, 5
@@ -143,16 +142,3 @@ def test_the_exponent_is_that_of_all_slices():
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
     assert not head.scaled_by_h_exp
     assert make("sphere", 1)[0].scaled_by_h_exp
-
-
-def test_the_order_of_columns_matters_so_that_a_rotation_does():
-    """A single linear or Euclidean head ranks the same after a rotation of both sides."""
-    torch.manual_seed(0)
-    multi = {"name": "multi_head", "num_heads": 3, "inner": INNER["sphere"]}
-    head = RotationHead(D, V, inner=multi)
-    states = torch.randn(N, D)
-    before = head(states)
-    with torch.no_grad():
-        head.skew.normal_()
-        head.weight.copy_(head.weight @ head.rotation.T)
-    assert (head(states) - before).abs().max() > 0.1

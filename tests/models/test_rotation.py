@@ -1,7 +1,5 @@
 """A learned rotation before any head."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +15,8 @@ from harmonic_sft.models import (
 D, V, N = 8, 20, 5
 
 
-def make(inner=None, *, turned=True, seed=0):
-    torch.manual_seed(seed)
+def make(inner=None, *, turned=True):
+    torch.manual_seed(0)
     head = RotationHead(D, V, inner=inner)
     if turned:
         with torch.no_grad():
@@ -68,32 +66,6 @@ def test_it_starts_as_the_inner_head(inner):
     assert torch.equal(head.rotation, torch.eye(D))
     assert torch.equal(head(states), head.inner(states))
     assert torch.equal(head.nll(states, labels), head.inner.nll(states, labels))
-
-
-def test_a_rotation_is_the_transposed_one_on_the_prototypes():
-    head, states, _ = make()
-    other = copy.deepcopy(head.inner)
-    with torch.no_grad():
-        other.weight.copy_(head.weight @ head.rotation)
-    torch.testing.assert_close(head(states), other(states), rtol=1e-4, atol=1e-4)
-
-
-def test_with_frozen_prototypes_it_learns_a_rotation_it_was_not_given():
-    head, _, _ = make({"name": "cosine", "scale": 20.0}, turned=False)
-    secret, _, _ = make(seed=3)
-    head.inner.requires_grad_(False)
-    states = F.normalize(head.weight.detach(), dim=-1) @ secret.rotation.detach()
-    labels = torch.arange(V)
-    optimizer = torch.optim.Adam([head.skew], lr=0.1)
-    before = head.nll(states, labels).mean()
-    for _ in range(60):
-        optimizer.zero_grad()
-        head.nll(states, labels).mean().backward()
-        optimizer.step()
-    assert torch.equal(head(states).argmax(-1), labels)
-    assert head.nll(states, labels).mean() < before / 10
-    aligned = (head.rotate(states) * F.normalize(head.weight, dim=-1)).sum(-1)
-    assert aligned.mean() > 0.9
 
 
 def test_everything_else_is_the_inner_heads():

@@ -28,11 +28,11 @@ SETTINGS = {
 }
 
 
-def make_inputs(num_tokens, dtype="float32", vocab_size=V, hidden_size=D):
+def make_inputs(num_tokens, dtype):
     generator = torch.Generator().manual_seed(num_tokens)
-    labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
-    prototypes = torch.randn(vocab_size, hidden_size, generator=generator)
-    states = prototypes[labels] + torch.randn(num_tokens, hidden_size, generator=generator)
+    labels = torch.randint(V, (num_tokens,), generator=generator)
+    prototypes = torch.randn(V, D, generator=generator)
+    states = prototypes[labels] + torch.randn(num_tokens, D, generator=generator)
     return states.to(DTYPES[dtype][0]), prototypes.to(DTYPES[dtype][1]), labels
 
 

@@ -16,7 +16,6 @@ from harmonic_sft.ops import (
     cross_entropy,
     distance_cross_entropy,
     engine,
-    linear_cross_entropy,
     operator,
     workspace_bytes,
 )
@@ -113,11 +112,6 @@ def test_a_reduction_costs_no_second_pass(name, monkeypatch):
         torch.testing.assert_close(*pair)
 
 
-def test_another_reduction_is_refused():
-    with pytest.raises(ValueError, match=r"^reduction: expected one of .* got 'average'"):
-        linear_cross_entropy(*make_inputs(), reduction="average")
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
 @pytest.mark.parametrize("learned", ["hidden_states", "h_exp"])
 def test_forward_mode_is_refused_and_the_reference_has_it(learned):
@@ -132,14 +126,6 @@ def test_forward_mode_is_refused_and_the_reference_has_it(learned):
             distance_cross_entropy(states, prototypes, labels, h_exp=h_exp)
         loss = distance_cross_entropy(states, prototypes, labels, h_exp=h_exp, impl="reference")
         assert forward_ad.unpack_dual(loss).tangent.abs().sum() > 0
-
-
-@pytest.mark.parametrize(("rows", "size"), [(0, 3), (3, 0)])
-def test_no_class_or_no_dimension_is_refused(rows, size):
-    labels = torch.zeros(2, dtype=torch.int64)
-    message = r"^prototypes: expected at least one class and one dimension, got \["
-    with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(torch.zeros(2, size), torch.zeros(rows, size), labels)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -54,7 +54,7 @@ def make_inputs(case="random", gap=1e-3):
     return states, prototypes, labels
 
 
-def run(kind, h_exp, settings, impl, dtype, inputs, prototype_dtype=None):
+def run(kind, h_exp, settings, inputs, impl="triton", dtype=torch.float32, prototype_dtype=None):
     states, prototypes, labels = inputs
     states = states.to(dtype).requires_grad_()
     prototypes = prototypes.to(prototype_dtype or dtype).requires_grad_()
@@ -78,15 +78,15 @@ def check(actual, expected, tolerance):
 @pytest.mark.parametrize(("kind", "h_exp"), KINDS)
 def test_the_kernels_agree_with_the_definition(kind, h_exp, name):
     inputs, settings = make_inputs(), SETTINGS[name]
-    expected = run(kind, h_exp, settings, "reference", torch.float64, inputs)
-    check(run(kind, h_exp, settings, "triton", torch.float32, inputs), expected, 1e-5)
+    expected = run(kind, h_exp, settings, inputs, "reference", torch.float64)
+    check(run(kind, h_exp, settings, inputs), expected, 1e-5)
 
 
 @pytest.mark.parametrize("case", ["about a mean", "near wrong ones"])
 @pytest.mark.parametrize("kind", ["euclidean", "sphere"])
 def test_distances_keep_their_digits(kind, case):
     inputs = make_inputs(case, gap=1e-1 if kind == "sphere" else 1e-3)
-    loss, *gradients = run(kind, -14.0, {}, "triton", torch.float32, inputs)[:3]
+    loss, *gradients = run(kind, -14.0, {}, inputs)[:3]
     expected = harmonic_float64(*inputs, -14.0, kind == "sphere")
     check([loss], expected[:1], 1e-5)
     for found, wanted in zip(gradients, expected[1:], strict=True):
@@ -100,8 +100,8 @@ def test_distances_keep_their_digits(kind, case):
 def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
     states, prototypes, labels = make_inputs()
     inputs = states.bfloat16(), prototypes.to(prototype_dtype), labels
-    found = run(kind, h_exp, {}, "triton", torch.bfloat16, inputs, prototype_dtype)
-    expected = run(kind, h_exp, {}, "reference", torch.float64, inputs)
+    found = run(kind, h_exp, {}, inputs, "triton", torch.bfloat16, prototype_dtype)
+    expected = run(kind, h_exp, {}, inputs, "reference", torch.float64)
     check(found[:1], expected[:1], 2e-5)  # of what the rounded states say
     check(found[3:6], expected[3:6], 1e-4)
     for gradient, wanted in zip(found[1:3], expected[1:3], strict=True):
@@ -134,16 +134,14 @@ def test_a_second_loss_has_no_kernels():
 
 
 def test_two_runs_are_equal_to_the_last_bit():
-    runs = [run("sphere", -7.3, {}, "triton", torch.float32, make_inputs()) for _ in range(2)]
+    runs = [run("sphere", -7.3, {}, make_inputs()) for _ in range(2)]
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
 def test_a_token_that_is_not_a_number_spoils_itself_alone():
     states, prototypes, labels = make_inputs()
     states[2] = torch.nan
-    loss, gradient = run("sphere", -7.3, {}, "triton", torch.float32, (states, prototypes, labels))[
-        :2
-    ]
+    loss, gradient = run("sphere", -7.3, {}, (states, prototypes, labels))[:2]
     others = torch.arange(N) != 2
     assert loss[2].isnan()
     assert loss[others].isfinite().all()
@@ -151,12 +149,10 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone():
 
 
 def test_chunks_add_up(monkeypatch):
-    whole = run("euclidean", -7.3, SETTINGS["all"], "triton", torch.float32, make_inputs())
+    whole = run("euclidean", -7.3, SETTINGS["all"], make_inputs())
     monkeypatch.setattr(engine, "KEPT_ROWS", 8)
     monkeypatch.setattr(engine, "MIN_ROWS", 8)
-    check(
-        run("euclidean", -7.3, SETTINGS["all"], "triton", torch.float32, make_inputs()), whole, 1e-5
-    )
+    check(run("euclidean", -7.3, SETTINGS["all"], make_inputs()), whole, 1e-5)
 
 
 @pytest.mark.slow
@@ -179,5 +175,5 @@ def test_the_kernels_are_what_runs(monkeypatch):
 
     made, begin = [], TritonTiles.__init__
     monkeypatch.setattr(TritonTiles, "__init__", lambda self, *a: made.append(1) or begin(self, *a))
-    run("sphere", -7.3, {}, "triton", torch.float32, make_inputs())
+    run("sphere", -7.3, {}, make_inputs())
     assert made == [1]

@@ -12,16 +12,15 @@ from harmonic_sft.ops.workers import cpu_workers
 from tests.ops import fused
 from tests.ops.fused import KINDS
 
-SHAPE = (20, 1600, 8)  # four tiles
+N, V, D = 20, 1600, 8  # four tiles
 loss_of = functools.partial(fused.loss_of, h_exp=-3.5)
 
 
-def make_inputs(dtype=torch.float32):
-    num_tokens, num_classes, hidden_size = SHAPE
+def make_inputs():
     generator = torch.Generator().manual_seed(0)
-    hidden_states = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
-    prototypes = torch.randn(num_classes, hidden_size, generator=generator).to(dtype)
-    return hidden_states, prototypes, torch.randint(num_classes, (num_tokens,), generator=generator)
+    hidden_states = torch.randn(N, D, generator=generator)
+    prototypes = torch.randn(V, D, generator=generator)
+    return hidden_states, prototypes, torch.randint(V, (N,), generator=generator)
 
 
 def run(kind="sphere", **settings):
