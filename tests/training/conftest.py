@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 from datasets import load_dataset
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.elsewhere import run_python
@@ -22,7 +23,7 @@ def undrawn(monkeypatch):
 
 
 class StopAt(TrainerCallback):
-    """Ends a run before a step, as Ctrl-C does; None does not."""
+    """Ends a run before a step, as Ctrl-C does."""
 
     def __init__(self, step):
         self.step = step
@@ -32,15 +33,33 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+def start(path, *overrides):
+    """The results of a whole run."""
+    return train(load_run_config(path, overrides))
+
+
+def prepared(path, *overrides):
+    return prepare(load_run_config(path, overrides))
+
+
 def trained(path, *overrides):
-    trainer = prepare(load_run_config(path, overrides)).trainer
+    trainer = prepared(path, *overrides).trainer
     trainer.claimed = True  # several of one test share the folder
     trainer.train()
     return trainer
 
 
+def logged(history, key="loss"):
+    return [entry[key] for entry in history if "loss" in entry]
+
+
 def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer.state.log_history)
+
+
+def weights_in(folder):
+    """The file of a model, byte by byte."""
+    return (folder / "model.safetensors").read_bytes()
 
 
 # Imports once, then forks the processes of one job after the other.
@@ -110,6 +129,17 @@ def add_callbacks(monkeypatch):
     return context
 
 
+@pytest.fixture
+def interrupt(add_callbacks):
+    """Return a function that starts a run, which is interrupted before a step."""
+
+    def until(step, path, *overrides):
+        with add_callbacks(StopAt(step)), pytest.raises(KeyboardInterrupt):
+            start(path, *overrides)
+
+    return until
+
+
 @pytest.fixture(scope="session")
 def finished_results(finished_run):
     return json.loads((finished_run / "results" / "train.json").read_text())
@@ -134,8 +164,12 @@ def arguments(tmp_path):
 
 
 @pytest.fixture
-def make(tiny_base, texts, arguments):
+def make(tiny_base, texts, arguments, tokenizer):
+    """Make a trainer on texts; a model that is loaded gets the tokenizer that reads them."""
+
     def trainer(args=None, model=tiny_base, trainer_class=HarmonicTrainer, **options):
+        if not isinstance(model, str | Path) and "data_collator" not in options:
+            options = {"processing_class": tokenizer, **options}
         return trainer_class(model, args or arguments(), **{"train_dataset": texts, **options})
 
     return trainer

@@ -15,9 +15,8 @@ from harmonic_sft.training.batches import (
     last_batch_rows,
     take_out_repeated_,
 )
-from harmonic_sft.training.run import prepare
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training.conftest import prepared
 
 ROWS = [[-100, 3, 4, -100], [5, -100, -100, 6]]
 BATCH = {
@@ -99,7 +98,7 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
 
     monkeypatch.setattr(HarmonicTrainer, "training_step", counted_step)
     monkeypatch.setattr(HarmonicTrainer, "_track_num_input_tokens", counted_track)
-    trainer = prepare(load_run_config(make_yaml(training={"max_steps": 2}))).trainer
+    trainer = prepared(make_yaml(training={"max_steps": 2})).trainer
     trainer.train()
     assert (whole.seen == body.seen) == counted, whole.seen
     assert trainer.state.num_input_tokens_seen > 0

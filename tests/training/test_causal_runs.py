@@ -16,6 +16,7 @@ from harmonic_sft.training.loading import load_run_data, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import SIZES, V, save_decoder, save_tokenizer
+from tests.training.conftest import prepared, start
 
 RECIPES = {
     "plan": {},
@@ -26,7 +27,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_learns_and_can_be_loaded(make_causal_yaml, tmp_path, recipe):
-    results = train(load_run_config(make_causal_yaml(**RECIPES[recipe], h_exp=-8.0)))
+    results = start(make_causal_yaml(**RECIPES[recipe], h_exp=-8.0))
     assert results["final"]["loss"] < results["before"]["loss"]
     assert ("old_head" in results["swap"]) == (recipe != "scratch")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
@@ -43,7 +44,7 @@ def test_lora_of_gpt2_has_transposed_layers(tmp_path, make_causal_yaml):
     folder = save_decoder("gpt2", tmp_path / "gpt2")
     save_tokenizer(folder)
     section = {"base": str(folder), "unfreeze": {"last_blocks": 0}}
-    results = train(load_run_config(make_causal_yaml(model=section, peft={"r": 2}, h_exp=-8.0)))
+    results = start(make_causal_yaml(model=section, peft={"r": 2}, h_exp=-8.0))
     assert results["final"]["loss"] < results["before"]["loss"]
     evaluated = evaluate_folder(tmp_path / "run")  # of the merged weights
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
@@ -66,7 +67,7 @@ def test_the_old_head_is_measured_as_transformers_measures_it(causal_base, make_
 def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_causal_yaml, tmp_path):
     head = {"name": "dist", "unit_sphere": False}
     path = make_causal_yaml(h_exp={"start": -12.0, "end": -4.0, "calibrate": True}, head=head)
-    results = train(load_run_config(path))
+    results = start(path)
     swap, before = results["swap"], results["before"]
     assert set(swap) == {"old_head", "swapped"}
     assert swap["swapped"]["post_hoc_loss"] == pytest.approx(before["post_hoc_loss"], rel=0.05)
@@ -81,7 +82,7 @@ def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_cau
     shutil.rmtree(folder / "checkpoint-6")
     for name in ("model.safetensors", "results/train.json"):
         (folder / name).unlink()
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert again["final"] == results["final"]
     assert again["calibration"] == results["calibration"]
 
@@ -93,7 +94,7 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
         head={"name": "dist", "unit_sphere": False},
         loss={"name": name} | ({"ground": "fixed"} if name == "wasserstein" else {}),
     )
-    ready = prepare(load_run_config(path))
+    ready = prepared(path)
     model = ready.trainer.model
     before = model.loss_fn
     _, fit = measure_swap(ready.trainer, ready.data)
@@ -124,7 +125,7 @@ def test_distillation_is_annealed_over_its_share(make_causal_yaml):
 @pytest.mark.parametrize("recipe", ["plan", "lora"])
 def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
     loss = {"name": "distill", "until": 1.0}
-    trainer = prepare(load_run_config(make_causal_yaml(**RECIPES[recipe], loss=loss))).trainer
+    trainer = prepared(make_causal_yaml(**RECIPES[recipe], loss=loss)).trainer
     model = trainer.model
     trainer.train()
     input_ids = torch.tensor([[5, 6, 7, 8]])
@@ -144,7 +145,7 @@ def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
 
 def test_a_frozen_body_is_not_read_twice(make_causal_yaml):
     section = {"unfreeze": {"last_blocks": 0}}
-    ready = prepare(load_run_config(make_causal_yaml(model=section, loss={"name": "distill"})))
+    ready = prepared(make_causal_yaml(model=section, loss={"name": "distill"}))
     assert ready.trainer.model.loss_fn.body is None
     assert ready.trainer.train().global_step == 6
 
@@ -159,7 +160,7 @@ def test_tokens_that_only_the_tokenizer_has(make_causal_yaml, tmp_path):
     assert results["swap"] == {}  # another vocabulary
     distill = make_causal_yaml("distill", model={"base": str(folder)}, loss={"name": "distill"})
     with pytest.raises(ValueError, match=f"tokenizer with the base's own {V} tokens, got one"):
-        train(load_run_config(distill))
+        start(distill)
     with pytest.raises(ValueError, match=r"--form head: expected the base's vocabulary"):
         check_form(model.config, "head", False)
 

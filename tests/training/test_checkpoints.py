@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCallback
 
 from harmonic_sft.config import to_yaml
@@ -31,7 +31,8 @@ from harmonic_sft.training.checkpoints import (
 from harmonic_sft.training.loading import check_base_config
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
-from tests.training.conftest import StopAt
+from tests.saved_models import change_json, change_weights
+from tests.training.conftest import logged, start, weights_in
 
 
 @pytest.fixture
@@ -54,17 +55,13 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def remove(path):
-    path.unlink()
-
-
 class SetBack(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_every_damaged_file_of_a_checkpoint_is_found(finished_run, tmp_path, damage):
     whole = finished_run / "checkpoint-6"
     assert find_damage(whole) is None
@@ -89,12 +86,11 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     path = stopped_run / "checkpoint-6" / "rng_state.pth"
     path.unlink()
     path.symlink_to(path.name)
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert f"Skipped {stopped_run}/checkpoint-6: rng_state.pth is missing" in caplog.text
     assert f"Continuing from {stopped_run}/checkpoint-3" in caplog.text
     assert again["final"] == finished_results["final"]
-    weights = [f / "model.safetensors" for f in (stopped_run, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(stopped_run) == weights_in(finished_run)
     assert find_damage(stopped_run / "checkpoint-6") is None  # it was saved again
 
 
@@ -103,11 +99,10 @@ def test_a_run_stopped_after_its_last_step_ends_like_a_whole_one(
 ):
     """Nothing is left but to evaluate."""
     (stopped_run / "model.safetensors").unlink()
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert again["steps"] == 6
     assert again["final"] == finished_results["final"]
-    weights = [folder / "model.safetensors" for folder in (stopped_run, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(stopped_run) == weights_in(finished_run)
 
 
 def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
@@ -115,7 +110,7 @@ def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
 ):
     for step in (3, 6):
         cut(stopped_run / f"checkpoint-{step}" / "optimizer.pt")
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert "No checkpoint is whole: the run starts again from its first step." in caplog.text
     assert again["final"] == finished_results["final"]
 
@@ -149,7 +144,7 @@ def test_a_checkpoint_whose_manifest_was_not_written_is_none(stopped_run, finish
     shutil.rmtree(stopped_run / "checkpoint-3")
     (stopped_run / "checkpoint-6" / MANIFEST_NAME).unlink()
     assert find_damage(stopped_run / "checkpoint-6", is_best=True).startswith("it has no manifest")
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert "No checkpoint is whole" in caplog.text
     assert again["final"] == finished_results["final"]
 
@@ -178,7 +173,7 @@ def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
     make_yaml, tmp_path, add_callbacks
 ):
     with add_callbacks(SetBack()):
-        train(load_run_config(make_yaml(training={"save_steps": 1, "save_total_limit": 2})))
+        start(make_yaml(training={"save_steps": 1, "save_total_limit": 2}))
     kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert kept == ["checkpoint-5", "checkpoint-6"]
 
@@ -216,16 +211,15 @@ def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, capl
     shutil.rmtree(stopped_run / "checkpoint-6")
     before = json.loads((stopped_run / "trainer_state.json").read_text())["log_history"]
     words = ["resume=true", "training.per_device_train_batch_size=4"]
-    again = train(load_run_config(stopped_run / "run.yaml", words))
+    again = start(stopped_run / "run.yaml", *words)
     assert "4 rows each accumulate over 2 micro-batches" in caplog.text
-    rows = [[r["loss"] for r in run if "loss" in r] for run in (before, again["history"])]
-    assert rows[1] == pytest.approx(rows[0], rel=1e-5)
+    assert logged(again["history"]) == pytest.approx(logged(before), rel=1e-5)
 
 
 def test_workers_may_change_when_a_run_is_resumed(stopped_run, finished_results):
     shutil.rmtree(stopped_run / "checkpoint-6")
     words = ["resume=true", "training.dataloader_num_workers=1"]
-    again = train(load_run_config(stopped_run / "run.yaml", words))
+    again = start(stopped_run / "run.yaml", *words)
     assert again["final"] == finished_results["final"]
 
 
@@ -246,16 +240,15 @@ PARTS = {
 
 @pytest.mark.parametrize("sections", PARTS.values(), ids=PARTS)
 def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
-    make_yaml, tmp_path, sections, add_callbacks
+    make_yaml, tmp_path, sections, interrupt
 ):
     """Killed and resumed as a run that saves whole models and is left alone."""
     training = {"save_steps": 2, **sections.get("training", {})}
     path = make_yaml(**{**sections, "training": training})
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     words = [f"training.output_dir={tmp_path / 'cut'}", "save=trainable"]
-    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path, words))
-    again = train(load_run_config(path, [*words, "resume=true"]))
+    interrupt(5, path, *words)
+    again = start(path, *words, "resume=true")
     assert again["final"] == whole["final"]
     files, saved = (
         {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.*") if p.name != "run.yaml"}
@@ -276,7 +269,7 @@ def best_results(tmp_path_factory, tiny_base, run_settings):
     settings["training"] |= {**BEST, "save_steps": 2, "max_steps": 8}
     path = Path(settings["training"]["output_dir"]).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(settings))
-    return path, train(load_run_config(path))
+    return path, start(path)
 
 
 @pytest.fixture
@@ -328,7 +321,7 @@ def trainable_run(tmp_path_factory, tiny_base, run_settings):
     folder = tmp_path_factory.mktemp("trainable") / "run"
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump({**run_settings(tiny_base, folder), "save": "trainable"}))
-    train(load_run_config(path))
+    start(path)
     return folder
 
 
@@ -356,7 +349,7 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
         AutoModelForMaskedLM.from_pretrained(run, subfolder=name)
     words = [f"model.base={run / name}", "head.init=base_head"]
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(make_yaml(), words))
+        start(make_yaml(), *words)
     with pytest.raises(ValueError, match=message):
         read_trained(run / name)
     AutoModelForMaskedLM.from_pretrained(run)
@@ -364,19 +357,16 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
 
 @pytest.mark.parametrize("sections", [{}, {"save": "trainable"}, {"peft": LORA}], ids=str)
 def test_another_base_than_a_checkpoint_was_trained_on_is_refused(
-    make_yaml, tmp_path, tiny_base, add_callbacks, sections
+    make_yaml, tmp_path, tiny_base, interrupt, sections
 ):
     base = shutil.copytree(tiny_base, tmp_path / "base")
     path = make_yaml(model={"base": str(base)}, **sections)
-    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path))
-    weights = load_file(base / "model.safetensors")
+    interrupt(4, path)
     name = "bert.encoder.layer.0.output.dense.bias"
-    weights[name][0] += 1e-6
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    change_weights(base / "model.safetensors", lambda weights: weights[name][0].add_(1e-6))
     message = "resume: expected the frozen weights that .*checkpoint-3' was trained on, .*got other"
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(path, ["resume=true"]))
+        start(path, "resume=true")
 
 
 @pytest.mark.parametrize("save", ["full", "trainable"])
@@ -389,11 +379,10 @@ def test_a_resumed_run_may_save_in_the_other_way(
     (folder / "run.yaml").write_text(to_yaml(load_run_config(make_yaml())))
     (folder / "results" / "train.json").unlink()
     (folder / "checkpoint-6" / "rng_state.pth").unlink()
-    train(load_run_config(make_yaml(), [f"save={save}", "resume=true"]))
+    start(make_yaml(), f"save={save}", "resume=true")
     name = "model.safetensors" if save == "full" else RESUME_FILE
     assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [name]
-    weights = [run / "model.safetensors" for run in (folder, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(folder) == weights_in(finished_run)
 
 
 def test_buffers_are_saved_with_what_trains_and_other_tensors_are_refused(tiny_base, tmp_path):
@@ -423,10 +412,9 @@ def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):
 
 def test_another_commit_of_the_base_is_refused(run_copy):
     """A branch that was not pinned has moved on; a base without a commit is not compared."""
-    path = run_copy / "config.json"
     config = HarmonicConfig.from_pretrained(run_copy)
     check_continues(run_copy, config, rows_sha256=None)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_revision": 40 * "a"}))
+    change_json(run_copy / "config.json", base_revision=40 * "a")
     check_continues(run_copy, config, rows_sha256=None)
     config.base_revision = 40 * "b"
     with pytest.raises(ValueError, match=f"expected the base at commit {40 * 'a'}, got {40 * 'b'}"):

@@ -12,9 +12,9 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.preview import dry_run, show_data
-from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS, write_run
+from tests.training.conftest import prepared, start
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}
 
@@ -50,10 +50,6 @@ def make(tmp_path, labelled_settings):
         return write_run(tmp_path / "run.yaml", settings, sections)
 
     return make
-
-
-def start(path, *overrides):
-    return train(load_run_config(path, overrides))
 
 
 @pytest.mark.parametrize("task", ROWS)
@@ -110,7 +106,7 @@ def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
 
 def test_class_means_start_better_than_random_prototypes(make):
     means, at_random = (
-        prepare(load_run_config(make(head={"name": "dist", **init}))).trainer.evaluate()
+        prepared(make(head={"name": "dist", **init})).trainer.evaluate()
         for init in ({}, {"init": "random"})
     )
     assert means["eval_accuracy"] > 0.7 > at_random["eval_accuracy"]

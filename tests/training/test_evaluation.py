@@ -16,9 +16,9 @@ from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import evaluation
 from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
 from harmonic_sft.training.output_folder import read_run
-from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft_cli import main
+from tests.training.conftest import start
 
 CPU = "training.use_cpu=true"
 
@@ -421,7 +421,7 @@ def run_copy_of(run_settings, tmp_path):
         settings["check_base"] = False
         path = tmp_path / "second.yaml"
         path.write_text(yaml.safe_dump(settings))
-        return train(load_run_config(path)), tmp_path / "second"
+        return start(path), tmp_path / "second"
 
     return make
 

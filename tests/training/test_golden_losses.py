@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import BertTokenizer
 
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
+from tests.training.conftest import logged, start
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -51,11 +50,10 @@ def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, published_
         model={"base": str(published_neobert), **model},
         training={"learning_rate": 2e-3, **training},
     )
-    results = train(load_run_config(path))
+    results = start(path)
     golden = json.loads((FIXTURES / "golden_losses.json").read_text())
     golden = golden if name == "float32" else golden[name]
-    logged = [entry["loss"] for entry in results["history"] if "loss" in entry]
-    assert logged == pytest.approx(golden["loss"], rel=tolerance)
+    assert logged(results["history"]) == pytest.approx(golden["loss"], rel=tolerance)
     for key in ("loss", "accuracy", "post_hoc_loss", "tokens"):
         value = golden["final"][key]
         assert results["final"][key] == pytest.approx(

@@ -17,7 +17,7 @@ from harmonic_sft.training.output_folder import (
 )
 from harmonic_sft.training.run import check_run, train
 from harmonic_sft.training.run_config import load_run_config
-from tests.training.conftest import StopAt
+from tests.training.conftest import start
 
 EVENTS = "runs/Nov24_09-00-00_host/1764/events.out.tfevents.1764.host"
 
@@ -33,11 +33,10 @@ def test_a_run_that_was_killed_while_it_claimed_its_folder_starts(make_yaml, wor
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
-    finished_results, make_yaml, tmp_path, add_callbacks, caplog
+    finished_results, make_yaml, tmp_path, interrupt, caplog
 ):
     path, folder = make_yaml(), tmp_path / "run"
-    with add_callbacks(StopAt(2)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path))
+    interrupt(2, path)
     (folder / "checkpoint-3").mkdir()
     for name in ("optimizer.pt", "trainer_state.json", "running_loss_0.json"):
         (folder / "checkpoint-3" / name).write_text("half")
@@ -46,9 +45,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         (folder / name).write_text("ha")
     (folder / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
-        train(load_run_config(path))
+        start(path)
     (folder / "thesis.txt").unlink()
-    again = train(load_run_config(path, ["data.eval.documents=20"]))
+    again = start(path, "data.eval.documents=20")
     assert "ended before its first checkpoint. It starts again; deleted: results/before.json, " in (
         caplog.text
     )
@@ -107,8 +106,8 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
     with locked(run.output_dir):
         for words in ([], ["resume=true"]):
             with pytest.raises(ValueError, match=message):
-                train(load_run_config(make_yaml(), words))
-    assert train(load_run_config(make_yaml(), ["resume=true"]))["steps"] == 6
+                start(make_yaml(), *words)
+    assert start(make_yaml(), "resume=true")["steps"] == 6
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkeypatch):
@@ -180,10 +179,7 @@ def test_a_lost_list_of_held_out_documents_is_made_again(run_copy, finished_resu
     before = path.read_text()
     path.unlink()
     overrides = [f"training.output_dir={run_copy}", "resume=true"]
-    assert (
-        train(load_run_config(run_copy / "run.yaml", overrides))["final"]
-        == (finished_results["final"])
-    )
+    assert start(run_copy / "run.yaml", *overrides)["final"] == (finished_results["final"])
     lists = [json.loads(text)["fingerprints"] for text in (before, path.read_text())]
     assert lists[0] == lists[1]
 

@@ -11,10 +11,8 @@ from transformers import TrainerCallback, default_data_collator
 
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import load_running_loss
-from harmonic_sft.training.run import prepare, train
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-from tests.training.conftest import StopAt, losses, trained
+from tests.training.conftest import logged, losses, prepared, start, trained
 
 
 def weights(folder):
@@ -52,7 +50,7 @@ def test_accumulation_equals_a_big_batch(make_yaml):
 
 def test_only_the_last_block_and_the_head_move_and_prototypes_keep_norm_one(make_yaml):
     path = make_yaml(training={"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
-    trainer = prepare(load_run_config(path)).trainer
+    trainer = prepared(path).trainer
     norms = NormsCallback()
     trainer.add_callback(norms)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -83,7 +81,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("sections", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    make_yaml, tmp_path, text_file, sections, add_callbacks
+    make_yaml, tmp_path, text_file, sections, interrupt
 ):
     """Weights, adapters and exponent bit for bit, across an epoch's end.
 
@@ -97,16 +95,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     shared = {"max_steps": 6, "save_steps": 4, "gradient_accumulation_steps": 2}
     shared["save_total_limit"] = 1
     path = make_yaml(**{**sections, "data": data | sections.get("data", {})}, training=shared)
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     cut = f"training.output_dir={tmp_path / 'cut'}"
-    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):  # 1 after the checkpoint
-        train(load_run_config(path, [cut]))
-    again = train(load_run_config(path, [cut, "resume=true"]))
+    interrupt(5, path, cut)  # 1 after the checkpoint
+    again = start(path, cut, "resume=true")
     assert again["head"] == whole["head"]
     assert again["final"] == whole["final"]
-    rows = [[e for e in r["history"] if "loss" in e] for r in (whole, again)]
-    assert [e["loss"] for e in rows[0]] == [e["loss"] for e in rows[1]]
-    assert streaming or rows[0][-1]["epoch"] > 1
+    assert logged(again["history"]) == logged(whole["history"])
+    assert streaming or logged(whole["history"], "epoch")[-1] > 1
     files = [
         file.relative_to(tmp_path / "whole") for file in tmp_path.glob("whole/**/*.safetensors")
     ]
@@ -116,13 +112,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
-    make_yaml, tmp_path, add_callbacks
+    make_yaml, tmp_path, interrupt
 ):
     path = make_yaml(training={"max_steps": 5, "save_steps": 3, "logging_steps": 5})
     whole = trained(path, f"training.output_dir={tmp_path / 'whole'}")
-    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        trained(path)
-    again = prepare(load_run_config(path)).trainer
+    interrupt(4, path)
+    again = prepared(path).trainer
     again.claimed = True
     output = again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole)
@@ -143,16 +138,6 @@ def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, tmp_path, 
     assert not warned
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(
-    finished_run, finished_results, make_yaml, tmp_path
-):
-    again = train(load_run_config(make_yaml()))
-    assert again["final"] == finished_results["final"]
-    names = ("model.safetensors", "checkpoint-3/model.safetensors")
-    runs = (finished_run, tmp_path / "run")
-    assert all(len({(run / name).read_bytes() for run in runs}) == 1 for name in names)
-
-
 def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
     """Training goes wrong on purpose: the first checkpoint is the best one."""
     path = make_yaml(
@@ -168,7 +153,7 @@ def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
         },
         schedule={"warmup_ratio": 0.9, "decay_ratio": 0.1},
     )
-    results = train(load_run_config(path))
+    results = start(path)
     evaluated = {
         entry["step"]: entry["eval_post_hoc_loss"]
         for entry in results["history"]
@@ -225,17 +210,17 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
         patch.setattr(HarmonicTrainer, "training_step", training_step)
         message = r"gradient norm: expected a finite number, got inf at step 5. .* names the rows"
         with pytest.raises(StoppedError, match=message):
-            train(load_run_config(make_yaml()))
+            start(make_yaml())
     model, before, input_ids = seen
     assert torch.equal(model.dist_head.weight, before)
     saved = json.loads((tmp_path / "run" / "bad_step_5_0.json").read_text())
     assert saved["gradient_norm"] == "inf"
-    rows = prepare(load_run_config(make_yaml(), ["resume=true"])).data.train.rows
+    rows = prepared(make_yaml(), "resume=true").data.train.rows
     lengths = [len(rows[example["row"]]["input_ids"]) for example in saved["examples"]]
     assert lengths == (input_ids != 0).sum(1).tolist()  # 0 is padding
     with monkeypatch.context() as patch:  # the cause is still there
         patch.setattr(HarmonicTrainer, "training_step", training_step)
-        resumed = train(load_run_config(make_yaml(), ["resume=true", "skip_bad_steps=1"]))
+        resumed = start(make_yaml(), "resume=true", "skip_bad_steps=1")
     assert resumed["steps"] == 6
     assert [e["grad_norm"] > 0 for e in resumed["history"] if "grad_norm" in e] == (
         [True] * 4 + [False] + [True]
@@ -276,7 +261,7 @@ def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
     model = {"unfreeze": {"patterns": ["*"]}} if tie else {}
     head = {"name": "dist", "tie": tie}
     path = make_yaml(head=head, model=model, training={"weight_decay": 0.1})
-    trainer = prepare(load_run_config(path)).trainer
+    trainer = prepared(path).trainer
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     table = trainer.model.dist_head.weight
     assert (table is trainer.model.get_input_embeddings().weight) == tie
