@@ -1,5 +1,7 @@
 """Small tokenizers, and a cache that leaves the user's alone."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -62,6 +64,17 @@ def datasets_cache(tmp_path, monkeypatch):
     folder = tmp_path / "datasets_cache"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
     return folder
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows as lines of JSON, and return the path."""
+
+    def lines(rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        return str(tmp_path / name)
+
+    return lines
 
 
 @pytest.fixture(scope="session")

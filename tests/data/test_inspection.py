@@ -27,15 +27,6 @@ SEED = 3
 MASKED = {"mask": MaskConfig(probability=0.5)}
 
 
-def make_masker(tokenizer):
-    return RowMasker(
-        config=MASKED["mask"],
-        seed=SEED,
-        mask_token_id=tokenizer.mask_token_id,
-        special_tokens=special_tokens(tokenizer, len(tokenizer)),
-    )
-
-
 @pytest.fixture
 def data(tokenizer, tmp_path):
     """40 documents of 1 to 40 words in rows of up to 6 words."""
@@ -105,7 +96,7 @@ def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
     data = dataclasses.replace(data, bad_rows=BadRows())
     data.bad_rows.report("s", "file.jsonl, line 7", "no JSON", rows=3)
     output = show(data, tokenizer, capsys)
-    lengths = sorted(len(data.train[index]["input_ids"]) for index in range(len(data.train)))
+    lengths = sorted(len(row["input_ids"]) for row in data.train)
     expected = [NUM_DOCUMENTS - 5, len(data.train), sum(lengths), data.num_tokens]
     assert cells(output, "train")[1:] == [f"{count:,}" for count in expected]
     assert "Copies of held-out documents: 0 exact ones, left out, and 0 near ones" in output
@@ -149,7 +140,10 @@ def masked_as(monkeypatch):
             input_ids[position], labels[position] = token, row_ids[position]
         found = {"input_ids": input_ids, "labels": labels}
         monkeypatch.setattr(RowMasker, "__call__", lambda *_: found)
-        return sample_text(row, 0, masker=make_masker(tokenizer), tokenizer=tokenizer)
+        ids = {"mask_token_id": tokenizer.mask_token_id}
+        ids["special_tokens"] = special_tokens(tokenizer, len(tokenizer))
+        masker = RowMasker(config=MASKED["mask"], seed=SEED, **ids)
+        return sample_text(row, 0, masker=masker, tokenizer=tokenizer)
 
     return write
 

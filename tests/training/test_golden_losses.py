@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import BertTokenizer
 
+from tests.conftest import SPECIAL, WORDS
 from tests.training.conftest import logged, start
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture
@@ -23,9 +23,7 @@ def published_neobert(tmp_path):
     folder = tmp_path / "neobert"
     folder.mkdir()
     vocab = folder / "vocab.txt"
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [first + second for first in letters for second in letters[:4]][:96]
-    vocab.write_text("\n".join(SPECIAL + words) + "\n")
+    vocab.write_text("\n".join(SPECIAL + WORDS[:96]) + "\n")
     BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
     shutil.copy(FIXTURES / "neobert_tiny" / "config.json", folder)
     shutil.copy(FIXTURES / "neobert_tiny" / "weights.safetensors", folder / "model.safetensors")
@@ -52,10 +50,8 @@ def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, published_
     )
     results = start(path)
     golden = json.loads((FIXTURES / "golden_losses.json").read_text())
-    golden = golden if name == "float32" else golden[name]
+    golden = golden.get(name, golden)
     assert logged(results["history"]) == pytest.approx(golden["loss"], rel=tolerance)
     for key in ("loss", "accuracy", "post_hoc_loss", "tokens"):
-        value = golden["final"][key]
-        assert results["final"][key] == pytest.approx(
-            value, rel=10 * tolerance, abs=2 * tolerance
-        ), key
+        expected = pytest.approx(golden["final"][key], rel=10 * tolerance, abs=2 * tolerance)
+        assert results["final"][key] == expected, key
