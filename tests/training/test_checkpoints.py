@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCallback
 
@@ -29,8 +28,10 @@ from harmonic_sft.training.checkpoints import (
     write_manifest,
 )
 from harmonic_sft.training.loading import check_base_config
+from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
+from tests.conftest import write_run
 from tests.saved_models import change_json, change_weights
 from tests.training.conftest import logged, start, weights_in
 
@@ -39,9 +40,8 @@ from tests.training.conftest import logged, start, weights_in
 def stopped_run(run_copy):
     """A copy of the finished run as if it had been killed after its checkpoint of step 6."""
     (run_copy / "results" / "train.json").unlink()
-    settings = yaml.safe_load((run_copy / "run.yaml").read_text())
-    settings["training"]["output_dir"] = str(run_copy)
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(settings))
+    moved = {"training": {"output_dir": str(run_copy)}}
+    write_run(run_copy / "run.yaml", read_run(run_copy), moved)
     return run_copy
 
 
@@ -55,18 +55,12 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-class SetBack(TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
-
-
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_every_damaged_file_of_a_checkpoint_is_found(finished_run, tmp_path, damage):
     whole = finished_run / "checkpoint-6"
     assert find_damage(whole) is None
-    names = [path.name for path in whole.iterdir()]
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} < set(names)
+    names = {path.name for path in whole.iterdir()}
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} < names
     for name in names:
         run = tmp_path / name
         shutil.copytree(finished_run / "checkpoint-3", run / "checkpoint-3")
@@ -161,17 +155,18 @@ def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
     (tmp_path / "checkpoint-10-best").mkdir()  # a copy
     assert len(list(tmp_path.iterdir())) == 5
     rotate(tmp_path, keep=3, protected=[saved, best])
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoint-9",
-        "checkpoint-10-best",
-        "checkpoint-100",
-        "checkpoint-200",
-    }
+    kept = {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()}
+    assert kept == {"9", "10-best", "100", "200"}
 
 
 def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
     make_yaml, tmp_path, add_callbacks
 ):
+    class SetBack(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
+
     with add_callbacks(SetBack()):
         start(make_yaml(training={"save_steps": 1, "save_total_limit": 2}))
     kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
@@ -179,11 +174,8 @@ def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
 
 
 def arguments(rows, processes, accumulation):
-    return SimpleNamespace(
-        per_device_train_batch_size=rows,
-        world_size=processes,
-        gradient_accumulation_steps=accumulation,
-    )
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    return SimpleNamespace(world_size=processes, **sizes)
 
 
 def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers(tmp_path, caplog):
@@ -194,10 +186,8 @@ def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers
     assert same_accumulation(tmp_path, arguments(8, 2, 1)) == 1
     assert not caplog.records
     assert same_accumulation(tmp_path, arguments(8, 1, 1)) == 2
-    assert (
-        "16 rows per optimizer step as before: 1 processes with 8 rows each accumulate over 2"
-        in (caplog.text)
-    )
+    said = "16 rows per optimizer step as before: 1 processes with 8 rows each accumulate over 2"
+    assert said in caplog.text
     message = (
         r"resume: expected 16 rows per optimizer step .*, got a multiple of 24: 3 processes with 8 "
         r"rows each. Start as many processes as before, or set training.per_device_train_batch_size"
@@ -265,10 +255,10 @@ def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
 @pytest.fixture(scope="module")
 def best_results(tmp_path_factory, tiny_base, run_settings):
     """The file of a run whose best checkpoint is that of step 4, and its results."""
-    settings = run_settings(tiny_base, tmp_path_factory.mktemp("best") / "run")
-    settings["training"] |= {**BEST, "save_steps": 2, "max_steps": 8}
-    path = Path(settings["training"]["output_dir"]).with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(settings))
+    folder = tmp_path_factory.mktemp("best") / "run"
+    training = {**BEST, "save_steps": 2, "max_steps": 8}
+    settings = run_settings(tiny_base, folder)
+    path = write_run(folder.with_suffix(".yaml"), settings, {"training": training})
     return path, start(path)
 
 
@@ -291,8 +281,7 @@ def test_a_moved_run_finds_its_best_checkpoint_where_it_is_now(moved_run):
     assert train(run)["final"] == final
     state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(folder / "checkpoint-4")
-    saved = yaml.safe_load((folder / "run.yaml").read_text())
-    assert saved["training"]["output_dir"] == str(folder)
+    assert read_run(folder)["training"]["output_dir"] == str(folder)
 
 
 def test_a_run_without_its_best_checkpoint_is_refused_and_may_continue_before_it(moved_run):
@@ -319,9 +308,8 @@ def test_a_best_checkpoint_of_an_earlier_version_is_taken(moved_run):
 def trainable_run(tmp_path_factory, tiny_base, run_settings):
     """The folder of a run that saved only what trains; beside it is its file."""
     folder = tmp_path_factory.mktemp("trainable") / "run"
-    path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump({**run_settings(tiny_base, folder), "save": "trainable"}))
-    start(path)
+    settings = run_settings(tiny_base, folder)
+    start(write_run(folder.with_suffix(".yaml"), settings, {"save": "trainable"}))
     return folder
 
 
@@ -330,8 +318,8 @@ def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(trainable_
     folder = trainable_run / "checkpoint-6"
     saved = load_file(folder / RESUME_FILE)
     trained = {name for name in final if ".layer.2." in name or name == "dist_head.weight"}
-    assert saved.keys() == trained
-    assert all(torch.equal(value, final[name]) for name, value in saved.items())
+    expected = {name: final[name] for name in trained}
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
     size = sum(final[name].nbytes for name in trained)
     assert size < (folder / RESUME_FILE).stat().st_size < size + 4096  # names and shapes
     left = {"config.json", MANIFEST_NAME, "optimizer.pt", "rng_state.pth", "scheduler.pt"}

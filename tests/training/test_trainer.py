@@ -6,57 +6,40 @@ import math
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import TrainerCallback, default_data_collator
 
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import load_running_loss
 from harmonic_sft.training.trainer import HarmonicTrainer
-from tests.training.conftest import logged, losses, prepared, start, trained
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-class NormsCallback(TrainerCallback):
-    def __init__(self):
-        self.worst = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        norms = kwargs["model"].dist_head.weight.double().norm(dim=-1)
-        self.worst.append((norms - 1).abs().max().item())
+from tests.training.conftest import logged, losses, prepared, start, trained, weights_in
 
 
 def test_accumulation_equals_a_big_batch(make_yaml):
-    runs = []
-    for size, accumulation in [(8, 1), (2, 4)]:
-        path = make_yaml(
-            training={
-                "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": accumulation,
-                # Warmed up from 1e-3: Adam amplifies rounding where gradients are about 0.
-                "learning_rate": 1e-3,
-                "max_steps": 3,
-            }
-        )
-        trainer = trained(path)
-        head = trainer.model.dist_head.weight.detach().clone()
-        runs.append((torch.tensor(losses(trainer)), head))
-    (values, head), (expected, same) = runs
-    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(head, same, rtol=0, atol=1e-4)
+    # Warmed up to 1e-3: Adam amplifies rounding where gradients are about 0.
+    path = make_yaml(training={"learning_rate": 1e-3, "max_steps": 3})
+    size, accumulation = "per_device_train_batch_size", "gradient_accumulation_steps"
+    whole = trained(path, f"training.{size}=8")
+    parts = trained(path, f"training.{size}=2", f"training.{accumulation}=4")
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5, abs=1e-5)
+    heads = (trainer.model.dist_head.weight for trainer in (parts, whole))
+    torch.testing.assert_close(*heads, rtol=0, atol=1e-4)
 
 
 def test_only_the_last_block_and_the_head_move_and_prototypes_keep_norm_one(make_yaml):
+    worst = []
+
+    class Norms(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            norms = kwargs["model"].dist_head.weight.double().norm(dim=-1)
+            worst.append((norms - 1).abs().max().item())
+
     path = make_yaml(training={"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
     trainer = prepared(path).trainer
-    norms = NormsCallback()
-    trainer.add_callback(norms)
+    trainer.add_callback(Norms())
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    assert len(norms.worst) == 6
-    assert max(norms.worst) < 1e-6
+    assert len(worst) == 6
+    assert max(worst) < 1e-6
     assert (trainer.model.dist_head.weight - before["dist_head.weight"]).norm() > 0.1
     moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
     expected = {n for n in before if ".layer.2." in n or n == "dist_head.weight"}
@@ -99,16 +82,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     cut = f"training.output_dir={tmp_path / 'cut'}"
     interrupt(5, path, cut)  # 1 after the checkpoint
     again = start(path, cut, "resume=true")
-    assert again["head"] == whole["head"]
-    assert again["final"] == whole["final"]
+    assert (again["head"], again["final"]) == (whole["head"], whole["final"])
     assert logged(again["history"]) == logged(whole["history"])
     assert streaming or logged(whole["history"], "epoch")[-1] > 1
     files = [
-        file.relative_to(tmp_path / "whole") for file in tmp_path.glob("whole/**/*.safetensors")
+        {file.relative_to(run): file.read_bytes() for file in run.rglob("*.safetensors")}
+        for run in (tmp_path / "whole", tmp_path / "cut")
     ]
-    assert len(files) == 2 + 2 * ("peft" in sections) + ("loss" in sections)
-    for file in files:
-        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert len(files[0]) == 2 + 2 * ("peft" in sections) + ("loss" in sections)
+    assert files[0] == files[1]
 
 
 def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
@@ -163,9 +145,7 @@ def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
     assert best < 9
     assert results["final"]["h_exp"] == pytest.approx(-12 + 8 * best / 9)
     assert results["head"]["h_exp"] == results["final"]["h_exp"]
-    saved = weights(tmp_path / "run" / f"checkpoint-{best}")
-    final = weights(tmp_path / "run")
-    assert all(torch.equal(final[name], value) for name, value in saved.items())
+    assert weights_in(tmp_path / "run" / f"checkpoint-{best}") == weights_in(tmp_path / "run")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
