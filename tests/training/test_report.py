@@ -10,6 +10,12 @@ from harmonic_sft.training.memory import GIB, MemoryEstimate
 from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics, show_next_steps
 from harmonic_sft_cli import main
 
+
+@pytest.fixture(autouse=True)
+def informed(caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+
+
 METRICS = {
     "loss": 4.25,
     "accuracy": 0.25,
@@ -56,12 +62,10 @@ def test_an_error_cosine_without_errors_is_left_out(capsys):
 
 
 def test_an_annealed_run_is_said_to_have_another_loss(caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     compare_runs([run("held", "a"), run("annealed", "a", end=-4.0)], None)
-    said = [record.getMessage() for record in caplog.records if "h_exp went" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("annealed: h_exp went from -12 to -4. Losses at different exponents")
-    assert "rises" not in said[0]
+    [message] = [message for message in caplog.messages if "h_exp went" in message]
+    assert message.startswith("annealed: h_exp went from -12 to -4. Losses at different exponents")
+    assert "rises" not in message
 
 
 def test_runs_with_other_held_out_data_are_refused(capsys):
@@ -86,7 +90,6 @@ def seeds_of(name, end, losses):
 
 
 def test_arms_are_compared_over_their_seeds(capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     base = seeds_of("base", -12.0, [4.0, 4.1, 4.2, 4.0, 4.1])
     other = seeds_of("other", -4.0, [4.31, 4.4, 4.52, 4.3, 4.42])
     for one in other:
@@ -102,7 +105,6 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
 
 @pytest.mark.parametrize(("num_seeds", "word"), [(4, "undecided"), (5, "higher")])
 def test_fewer_than_five_seeds_decide_nothing(num_seeds, word, capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     base = seeds_of("base", -12.0, [4.0] * num_seeds)
     compare_runs([*base, *seeds_of("other", -4.0, [9.0, 9.01] * 2 + [9.0][: num_seeds - 4])], None)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -137,14 +139,12 @@ def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
 
 
 def test_one_seed_decides_nothing(capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     compare_runs([*seeds_of("base", -12.0, [4.0]), *seeds_of("other", -4.0, [9.0])], None)
     assert "Difference" not in capsys.readouterr().out
     assert "undecided, since one seed decides nothing: give runs" in caplog.text
 
 
 def test_documents_without_a_scored_token_are_not_scored(caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     more = {"tokens": 50.0, "documents": 7, "loss_interval": None}
     final = {**METRICS, **more, "ece_floor": 0.01, "ece_debiased": 0.04}
     show_metrics("run", {"final": final, "documents": 10})
@@ -155,7 +155,6 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
 def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
     revision, tiny_base, tmp_path, caplog
 ):
-    caplog.set_level("INFO", logger="harmonic_sft")
     config = HarmonicForMaskedLM.from_base(str(tiny_base)).config
     config.base_model, config.base_revision = "owner/base", revision
     config.trained_parameters = ["dist_head.weight"]
@@ -167,6 +166,5 @@ def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
 
 @pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
 def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
-    caplog.set_level("INFO", logger="harmonic_sft")
     show_estimate(MemoryEstimate(0, GIB, (gib - 1) * GIB, 0), batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 24 GiB")
