@@ -172,12 +172,24 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path):
         with_padding(tokenizer, "causal_lm")
 
 
+@pytest.fixture
+def exported(tmp_path):
+    """Export a model, and load it with the classes of transformers."""
+
+    def load(model, **options):
+        model.save_pretrained(tmp_path / "model")
+        export_linear(tmp_path / "model", tmp_path / "plain")
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).eval()
+
+    return load
+
+
 @pytest.mark.parametrize("head", [{"name": "dist"}, {"name": "linear", "bias": False}])
-def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tmp_path, head):
+def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(
+    causal_base, tmp_path, exported, head
+):
     model = HarmonicForCausalLM.from_base(str(causal_base), head=head)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    native = exported(model)
     assert type(native).__name__ == "LlamaForCausalLM"
     assert not list((tmp_path / "plain").glob("*.py"))
     rows = torch.randint(3, V, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -188,7 +200,7 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tm
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
 
 
-def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path):
+def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path, exported):
     pytest.importorskip("transformers.models.minicpm3")  # of later versions
     ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
     own = {**SIZES, **ranks, "num_key_value_heads": 4, "v_head_dim": 8, "dim_model_base": 16}
@@ -197,26 +209,21 @@ def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     head = {"name": "linear", "bias": False}
     model = HarmonicForCausalLM.from_base(str(tmp_path / "base"), head=head)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    native = exported(model)
     assert native.config.logits_scaling == 1
     rows = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(native(rows).logits, model(input_ids=rows).logits)
 
 
-def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path):
+def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path, exported):
     model = HarmonicForCausalLM.from_base(str(causal_base), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
-    assert native.dtype == torch.bfloat16
+    assert exported(model, dtype="auto").dtype == torch.bfloat16
     assert "rounded to bfloat16" in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path):
+def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path, exported):
     head = {"name": "dist", "unit_sphere": False}
-    HarmonicForCausalLM.from_base(str(causal_base), head=head).save_pretrained(tmp_path / "model")
+    model = HarmonicForCausalLM.from_base(str(causal_base), head=head)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
-        export_linear(tmp_path / "model", tmp_path / "plain")
+        exported(model)
     assert not (tmp_path / "plain").exists()

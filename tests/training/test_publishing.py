@@ -15,16 +15,18 @@ from harmonic_sft.training.run_config import load_run_config
 
 
 @pytest.mark.usefixtures("no_token")
-def test_no_token_is_an_error_before_anything_is_made(make_yaml, tmp_path):
-    run = load_run_config(make_yaml(hub={"push": True, "repo_id": "me/model"}))
-    with pytest.raises(ValueError, match="token: expected to be logged in"):
-        train(run)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_name_that_is_no_repo_is_refused(make_yaml, tmp_path):
-    run = load_run_config(make_yaml(hub={"push": True, "repo_id": "model"}))
-    with pytest.raises(ValueError, match="repo_id: expected owner/name"):
+@pytest.mark.parametrize(
+    ("repo_id", "message"),
+    [
+        ("me/model", "token: expected to be logged in"),
+        ("model", "repo_id: expected owner/name"),
+    ],
+)
+def test_what_cannot_be_pushed_to_is_an_error_before_anything_is_made(
+    make_yaml, tmp_path, repo_id, message
+):
+    run = load_run_config(make_yaml(hub={"push": True, "repo_id": repo_id}))
+    with pytest.raises(ValueError, match=message):
         train(run)
     assert not (tmp_path / "run").exists()
 

@@ -14,17 +14,6 @@ from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.training.conftest import logged, losses, prepared, start, trained, weights_in
 
 
-def test_accumulation_equals_a_big_batch(make_yaml):
-    # Warmed up to 1e-3: Adam amplifies rounding where gradients are about 0.
-    path = make_yaml(training={"learning_rate": 1e-3, "max_steps": 3})
-    size, accumulation = "per_device_train_batch_size", "gradient_accumulation_steps"
-    whole = trained(path, f"training.{size}=8")
-    parts = trained(path, f"training.{size}=2", f"training.{accumulation}=4")
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5, abs=1e-5)
-    heads = (trainer.model.dist_head.weight for trainer in (parts, whole))
-    torch.testing.assert_close(*heads, rtol=0, atol=1e-4)
-
-
 def test_only_the_last_block_and_the_head_move_and_prototypes_keep_norm_one(make_yaml):
     worst = []
 
@@ -162,17 +151,6 @@ def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
     assert losses(trainer)[-1] > 0
 
 
-def test_a_non_finite_loss_stops_before_the_step(make_yaml, monkeypatch):
-    original = HarmonicTrainer.compute_loss
-
-    def compute_loss(self, model, inputs, **kwargs):
-        return original(self, model, inputs, **kwargs) * float("nan")
-
-    monkeypatch.setattr(HarmonicTrainer, "compute_loss", compute_loss)
-    with pytest.raises(StoppedError, match="loss: expected a finite number, got nan at step 1"):
-        trained(make_yaml())
-
-
 def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
     make_yaml, tmp_path, monkeypatch
 ):
@@ -221,19 +199,11 @@ def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arg
         data_collator=default_data_collator,
         compute_loss_func=loss,
     )
-    with pytest.raises(StoppedError, match="loss: expected a finite number"):
+    with pytest.raises(StoppedError, match="loss: expected a finite number, got nan at step 1"):
         trainer.train()
     saved = json.loads((tmp_path / "run" / "bad_step_1_0.json").read_text())
     found = sorted(example["input_ids"] for example in saved["examples"])
     assert found == [row["input_ids"] for row in rows]
-
-
-def test_gradient_checkpointing_trains_the_same(make_yaml):
-    plain = trained(make_yaml(training={"max_steps": 2}))
-    checkpointed = trained(make_yaml(training={"gradient_checkpointing": True, "max_steps": 2}))
-    assert losses(plain) == losses(checkpointed)
-    backbone = checkpointed.model.model.backbone
-    assert [b.gradient_checkpointing for b in backbone.encoder.layer] == [False, False, True]
 
 
 @pytest.mark.parametrize("tie", [False, True])
