@@ -146,29 +146,22 @@ def test_a_server_that_says_nothing_of_a_file_has_a_new_version_each_time(server
     assert (len(versions), len(silent)) == (1, 2)
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, status):
+@pytest.mark.parametrize(
+    ("failures", "head_failures", "pauses"),
+    [
+        *(([busy] * 3, [], [0, 1, 5]) for busy in (429, 503)),
+        ([], [503, 429], [0, 1]),
+        *(([], [refused], []) for refused in (403, 405, 501)),  # signed for GET alone
+    ],
+)
+def test_a_busy_server_is_asked_again_and_one_that_can_only_be_read_is_enough(
+    server, tmp_path, waited, failures, head_failures, pauses
+):
     (tmp_path / "a.bin").write_bytes(b"content")
-    server.failures += [status] * 3
+    server.failures, server.head_failures = [*failures], [*head_failures]
     with RemoteFile(f"{server.url}/a.bin") as file:
         assert file.readall() == b"content"
-    assert waited == [0, 1, 5]
-
-
-def test_busy_server_is_asked_again_for_the_size(server, tmp_path, waited):
-    (tmp_path / "a.bin").write_bytes(b"content")
-    server.head_failures += [503, 429]
-    with RemoteFile(f"{server.url}/a.bin") as file:
-        assert (file.size, waited) == (7, [0, 1])
-
-
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_an_address_that_can_only_be_read_is_enough(server, tmp_path, waited, status):
-    (tmp_path / "a.bin").write_bytes(b"content")
-    server.head_failures += [status]  # as one that is signed for GET alone
-    with RemoteFile(f"{server.url}/a.bin") as file:
-        assert file.readall() == b"content"
-        assert (file.size, waited) == (7, [])
+        assert (file.size, waited) == (7, pauses)
 
 
 @pytest.mark.parametrize(
