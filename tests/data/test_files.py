@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tracemalloc
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -294,15 +295,10 @@ def test_long_rows_come_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH_BYTES", 1000)
     rows = [{"text": str(index) * 300} for index in range(8)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", use_dictionary=False)
-    sizes = []
-
-    def noted(parquet, num_rows, *, iter_batches=pq.ParquetFile.iter_batches, **settings):
-        sizes.append(num_rows)
-        return iter_batches(parquet, num_rows, **settings)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
-    assert read(tmp_path / "a.parquet")[0] == rows
-    assert sizes == [2]
+    iterate = pq.ParquetFile.iter_batches
+    with patch.object(pq.ParquetFile, "iter_batches", autospec=True, side_effect=iterate) as called:
+        assert read(tmp_path / "a.parquet")[0] == rows
+    assert [call.args[1] for call in called.call_args_list] == [2]
 
 
 def test_failing_disk_is_no_bad_row(tmp_path, monkeypatch):

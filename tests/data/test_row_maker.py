@@ -4,6 +4,7 @@ import re
 import sys
 import types
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -194,16 +195,11 @@ def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache
 
 
 def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
-    sizes = []
-
-    def counted(maker, documents, original=RowMaker.__call__):
-        sizes.append(len(documents))
-        return original(maker, documents)
-
-    monkeypatch.setattr(RowMaker, "__call__", counted)
+    make_rows = RowMaker.__call__
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
-    rows, _ = make_table(row_maker(tokenizer), texts_table(["word1 " * 200] * 7))
-    assert sizes == [2, 2, 2, 1]
+    with patch.object(RowMaker, "__call__", autospec=True, side_effect=make_rows) as called:
+        rows, _ = make_table(row_maker(tokenizer), texts_table(["word1 " * 200] * 7))
+    assert [len(call.args[1]) for call in called.call_args_list] == [2, 2, 2, 1]
     assert [row["document"] for row in rows] == sorted([*range(7)] * (len(rows) // 7))
 
 

@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,19 +57,13 @@ def test_h_exp_and_the_learning_rate_follow_their_schedules(finished_results):
     assert results["final"]["h_exp"] == -4.0
 
 
-def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml, monkeypatch):
+def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml):
     run = load_run_config(make_yaml(training={"eval_strategy": "steps", "eval_steps": 3}))
-    prefixes, evaluate = [], HarmonicTrainer.evaluate
-    monkeypatch.setattr(
-        HarmonicTrainer,
-        "evaluate",
-        lambda self, *args, metric_key_prefix="eval", **kwargs: (
-            prefixes.append(metric_key_prefix)
-            or evaluate(self, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        ),
-    )
-    results = train(run)
-    assert prefixes == ["before", "eval", "eval"]
+    evaluate = HarmonicTrainer.evaluate
+    with patch.object(HarmonicTrainer, "evaluate", autospec=True, side_effect=evaluate) as measured:
+        results = train(run)
+    prefixes = [call.kwargs.get("metric_key_prefix") for call in measured.call_args_list]
+    assert prefixes == ["before", None, None]
     assert results["final"].keys() == results["before"].keys()
     assert results["final"]["h_exp"] == -4.0
     again = evaluate_folder(run.output_dir, ["training.use_cpu=true"])["final"]
