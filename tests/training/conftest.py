@@ -8,7 +8,7 @@ import pytest
 from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 
-from harmonic_sft import HarmonicTrainingArguments
+from harmonic_sft import HarmonicForMaskedLM, HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
@@ -65,7 +65,6 @@ def weights_in(folder):
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
 import gc, json, os, signal, sys
-from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -173,6 +172,15 @@ def make(tiny_base, texts, arguments, tokenizer):
         return trainer_class(model, args or arguments(), **{"train_dataset": texts, **options})
 
     return trainer
+
+
+@pytest.fixture
+def ignorant_base(tiny_base, tokenizer, tmp_path):
+    """A base with a head, of random weights."""
+    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
 
 
 @pytest.fixture(scope="module")

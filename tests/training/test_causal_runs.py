@@ -105,20 +105,13 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
         assert model.loss_fn is before
 
 
-def test_distillation_is_annealed_over_its_share(make_causal_yaml):
+def test_distillation_is_annealed_over_its_share(make_causal_yaml, monkeypatch):
     run = load_run_config(make_causal_yaml(loss={"name": "distill", "until": 0.5}))
     ready = prepare(run)
-    seen = []
-    loss_fn = ready.trainer.model.loss_fn
-    original = type(loss_fn).__call__
-
-    def spy(self, head, hidden_states, labels):
-        seen.append(self.weight)
-        return original(self, head, hidden_states, labels)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(loss_fn), "__call__", spy)
-        ready.trainer.train()
+    seen, kind = [], type(ready.trainer.model.loss_fn)
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda s, *args: seen.append(s.weight) or call(s, *args))
+    ready.trainer.train()
     assert seen == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
 
 

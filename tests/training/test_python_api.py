@@ -30,8 +30,13 @@ from harmonic_sft import (
 )
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
-from harmonic_sft.training.run import prepare
-from tests.training.conftest import logged, losses, prepared
+from tests.training.conftest import logged, losses, trained
+
+AS_IN_YAML = {
+    "per_device_train_batch_size": 8,
+    "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
+}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def rates(trainer):
@@ -44,16 +49,8 @@ def assert_same_weights(*trainers):
 
 
 def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arguments, make):
-    run = load_run_config(make_yaml(), ["data.eval.documents=0", "training.max_steps=4"])
-    from_yaml = prepare(run).trainer
-    from_yaml.train()
-    trainer = make(
-        arguments(
-            "python",
-            per_device_train_batch_size=8,
-            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
-        )
-    )
+    from_yaml = trained(make_yaml(), "data.eval.documents=0", "training.max_steps=4")
+    trainer = make(arguments("python", **AS_IN_YAML))
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
     assert_same_weights(trainer, from_yaml)
@@ -91,15 +88,9 @@ def test_one_process_saves(make, tmp_path, monkeypatch):
 def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arguments, make):
     source = {"path": str(text_file), "streaming": True}
     path = make_yaml(data={"sources": [source], "packing": True, "eval": {"documents": 0}})
-    from_yaml = prepared(path, "training.max_steps=4").trainer
-    from_yaml.train()
+    from_yaml = trained(path, "training.max_steps=4")
     trainer = make(
-        arguments(
-            "python",
-            packing=True,
-            per_device_train_batch_size=8,
-            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
-        ),
+        arguments("python", packing=True, **AS_IN_YAML),
         train_dataset=texts.to_iterable_dataset(),
         eval_dataset=texts.select(range(10)).to_iterable_dataset(),
     )
@@ -423,10 +414,9 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
 
 
 def test_a_run_continues_from_its_last_checkpoint(arguments, make):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = make(arguments("run", **saving))
+    whole = make(arguments("run", **SAVING))
     whole.train()
-    resumed = make(arguments("run", **saving))
+    resumed = make(arguments("run", **SAVING))
     with pytest.raises(ValueError, match=r"in Python train\(resume_from_checkpoint=True\)"):
         resumed.train()
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
@@ -438,11 +428,10 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
 
 
 def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    make(arguments("run", **saving)).train()
+    make(arguments("run", **SAVING)).train()
     folder = arguments("run").output_dir
     shutil.rmtree(f"{folder}/checkpoint-4")
-    again = make(arguments("run", **saving), train_dataset=texts.select(range(len(texts) - 1)))
+    again = make(arguments("run", **SAVING), train_dataset=texts.select(range(len(texts) - 1)))
     with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
         again.train(resume_from_checkpoint=True)
 
@@ -451,11 +440,10 @@ LENGTHS = {"steps": {"max_steps": 4}, "epochs": {"max_steps": -1, "num_train_epo
 
 
 def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 2}
     for name, length in LENGTHS.items():
-        whole = make(arguments(name, **saving, **length))
+        whole = make(arguments(name, **SAVING, **length))
         steps = whole.train().global_step
-        again = make(arguments(name, **saving, **length))
+        again = make(arguments(name, **SAVING, **length))
         output = again.train(resume_from_checkpoint=True)
         assert output.global_step == again.state.global_step == steps
         assert_same_weights(again, whole)

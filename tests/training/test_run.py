@@ -91,19 +91,17 @@ def test_training_learns_the_rule_of_the_text(make_yaml, tmp_path):
     assert again["swap"]["old_head"]["post_hoc_loss"] < again["unigram_loss"]
 
 
-def test_a_base_that_did_not_load_is_refused_before_training(make_yaml, tmp_path, tiny_base):
-    """The base has random weights: its own head knows less than the frequencies of the words."""
+def test_a_base_that_did_not_load_is_refused_before_training(
+    make_yaml, tmp_path, tiny_base, ignorant_base
+):
+    """Its own head knows less than the frequencies of the words."""
     text = tmp_path / "six_words.txt"
     words = ["aa", "ab", "aa", "ac", "aa", "ba", "ad", "bb", "aa"]
     generator = random.Random(0)
     lines = [" ".join(generator.sample(words, k=9)) for _ in range(60)]
     text.write_text("\n".join(lines))
-    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
-    path = make_yaml(
-        data={"sources": [{"path": str(text)}]}, model={"base": str(tmp_path / "base")}
-    )
+    sources = [{"path": str(text)}]
+    path = make_yaml(data={"sources": sources}, model={"base": str(ignorant_base)})
     message = (
         r"model.base: expected a base whose own head does better on the held-out text than its "
         r"unigrams, (\d\.\d\d) nats, got (\d\.\d\d) at its best temperature. .*check_base: false$"

@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
 from harmonic_sft.training.output_folder import note_verdicts, read_verdicts
 from harmonic_sft.training.run_config import load_run_config
@@ -84,18 +82,14 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     monkeypatch.setattr(HarmonicTrainer, "_load_rng_state", lambda *_: None)
     path = make_yaml(check_base=False, model={"dropout": 0.2})
     assert main(["verify", str(path)]) == 1
-    assert (
-        f"verify: expected ways of training that agree, got {NAMES[:1]}" in capsys.readouterr().err
-    )
+    message = f"verify: expected ways of training that agree, got {NAMES[:1]}"
+    assert message in capsys.readouterr().err
 
 
-def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_base, capsys):
-    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})  # of random weights
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
+def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, ignorant_base, capsys):
     (tmp_path / "text.txt").write_text("aa aa aa ab aa aa ac aa aa\n" * 20)
     sources = [{"path": str(tmp_path / "text.txt")}]
-    path = make_yaml(model={"base": str(tmp_path / "base")}, data={"sources": sources})
+    path = make_yaml(model={"base": str(ignorant_base)}, data={"sources": sources})
     assert main(["verify", str(path)]) == 1
     assert "model.base: expected a base whose own head does better" in capsys.readouterr().err
 
