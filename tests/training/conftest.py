@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,15 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(run, "plot_run", lambda results, path: path)
 
 
-class StopAt(TrainerCallback):
-    """Ends a run before a step, as Ctrl-C does."""
+class AtStep(TrainerCallback):
+    """Calls a function before a step."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, call):
+        self.step, self.call = step, call
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise KeyboardInterrupt
+            self.call()
 
 
 def start(path, *overrides):
@@ -130,10 +131,11 @@ def add_callbacks(monkeypatch):
 
 @pytest.fixture
 def interrupt(add_callbacks):
-    """Return a function that starts a run, which is interrupted before a step."""
+    """Return a function that starts a run, which Ctrl-C ends before a step."""
 
     def until(step, path, *overrides):
-        with add_callbacks(StopAt(step)), pytest.raises(KeyboardInterrupt):
+        ctrl_c = AtStep(step, lambda: signal.raise_signal(signal.SIGINT))
+        with add_callbacks(ctrl_c), pytest.raises(KeyboardInterrupt):
             start(path, *overrides)
 
     return until

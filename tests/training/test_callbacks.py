@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
 from harmonic_sft.training.run_config import HExpConfig
-from tests.training.conftest import start, trained, weights_in
+from tests.training.conftest import AtStep, start, trained, weights_in
 
 
 def test_progress_bars_are_labeled_and_the_end_says_what_to_type(make_yaml, capsys, caplog):
@@ -39,13 +39,8 @@ def test_the_exponent_is_linear_and_stateless():
     assert values == [-12, -11, -10, -9, -8, -7, -6, -5, -4, -4]
 
 
-class Terminate(TrainerCallback):
-    def __init__(self, step=3):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+def terminate(step=3):
+    return AtStep(step, lambda: signal.raise_signal(signal.SIGTERM))
 
 
 def test_a_sigterm_costs_no_step(
@@ -54,7 +49,7 @@ def test_a_sigterm_costs_no_step(
     """The step at work is saved, the exit status is that of shells, and the end is the same."""
     caplog.set_level("INFO")
     path, handler = make_yaml(training={"save_strategy": "no"}), signal.getsignal(signal.SIGTERM)
-    with add_callbacks(Terminate()), pytest.raises(SystemExit) as caught:
+    with add_callbacks(terminate()), pytest.raises(SystemExit) as caught:
         start(path)
     assert caught.value.code == 143
     assert "SIGTERM: training ends with a checkpoint of step 4." in caplog.text
@@ -73,7 +68,7 @@ def test_a_sigterm_saves_a_step_that_is_not_the_best(
     training = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": eval_steps}
     training |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is best
     path, saved = make_yaml(training=training, h_exp=-12.0), Saved()
-    with add_callbacks(Terminate(), saved), pytest.raises(SystemExit):
+    with add_callbacks(terminate(), saved), pytest.raises(SystemExit):
         start(path)
     assert saved.steps == [eval_steps, 4]
 
@@ -83,7 +78,7 @@ class TerminateAtEvaluation(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, **kwargs):
         if state.global_step == state.max_steps > 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "best"])
@@ -117,11 +112,7 @@ def test_a_kill_in_the_closing_evaluation_costs_no_weights(
 def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     handler, seen = signal.getsignal(signal.SIGTERM), []
 
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    with add_callbacks(Look()):
+    with add_callbacks(AtStep(0, lambda: seen.append(signal.getsignal(signal.SIGTERM)))):
         trained(make_yaml(training={"enable_jit_checkpoint": False, "max_steps": 1}))
     assert seen == [handler]
 
@@ -133,7 +124,7 @@ def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add
     path = make_yaml(training={"max_steps": -1, "num_train_epochs": 2, **strategies})
     whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     saved = Saved()
-    with add_callbacks(Terminate(step), saved), pytest.raises(SystemExit):
+    with add_callbacks(terminate(step), saved), pytest.raises(SystemExit):
         start(path)
     assert saved.steps == [step + 1]  # once: nothing is written over
     assert saved.evaluated == ([16] if step == 15 else [])
@@ -170,16 +161,14 @@ def test_a_sigterm_to_a_run_and_its_workers_leaves_a_checkpoint(
 ):
     """Schedulers send it to all processes of a job."""
 
-    class TerminateAll(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                workers = [str(worker.pid) for worker in multiprocessing.active_children()]
-                assert workers
-                subprocess.run(["kill", *workers, str(os.getpid())], check=True)
+    def terminate_all():
+        workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+        assert workers
+        subprocess.run(["kill", *workers, str(os.getpid())], check=True)
 
     source = {"path": str(text_file), "streaming": streaming}
     path = make_yaml(data={"sources": [source]}, training={"dataloader_num_workers": 1})
-    with add_callbacks(TerminateAll()), pytest.raises(SystemExit) as caught:
+    with add_callbacks(AtStep(1, terminate_all)), pytest.raises(SystemExit) as caught:
         start(path)
     assert caught.value.code == 143
     assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()

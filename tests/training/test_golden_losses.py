@@ -22,9 +22,8 @@ def published_neobert(tmp_path):
     """The fixture in the layout of the published checkpoint, with a tokenizer of its size."""
     folder = tmp_path / "neobert"
     folder.mkdir()
-    vocab = folder / "vocab.txt"
-    vocab.write_text("\n".join(SPECIAL + WORDS[:96]) + "\n")
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS[:96])}
+    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
     shutil.copy(FIXTURES / "neobert_tiny" / "config.json", folder)
     shutil.copy(FIXTURES / "neobert_tiny" / "weights.safetensors", folder / "model.safetensors")
     return folder
