@@ -50,19 +50,6 @@ def masker():
     return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=special)
 
 
-def shuffled_loader(rows, batch_size=2, num_workers=0):
-    """What the Trainer makes of a training set."""
-    loader = DataLoader(
-        rows,
-        batch_size=batch_size,
-        sampler=EpochSampler(rows, seed=3),
-        collate_fn=COLLATOR,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )
-    return prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True)
-
-
 def examples(loader):
     """Every row as (masked ids, labels) without its padding, in order."""
     return [
@@ -79,10 +66,14 @@ def unmask(example):
     ), example[1]
 
 
-def epochs(rows, num_epochs=2, **settings):
-    loader = shuffled_loader(rows, **settings)
+def epochs(rows, batch_size=2, num_workers=0):
+    """Two epochs of what the Trainer makes of a training set."""
+    sampler = EpochSampler(rows, seed=3)
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    loader = DataLoader(rows, batch_size, sampler=sampler, collate_fn=COLLATOR, **workers)
+    loader = prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True)
     result = []
-    for epoch in range(num_epochs):
+    for epoch in range(2):
         loader.set_epoch(epoch)
         result.append(examples(loader))
     return result

@@ -122,11 +122,6 @@ def of_copies(tokenizer, tmp_path, *, streaming, **settings):
     return load(tokenizer, source, **settings)
 
 
-def documents_of(items, tokenizer):
-    """The text of every row's document, by the first word of its first chunk."""
-    return [tokenizer.decode(item[1:-1]).split()[0] for item in originals(items)]
-
-
 @pytest.mark.parametrize(("drop_near", "expected"), [(False, 10), (True, 9)])
 def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
     tokenizer, tmp_path, drop_near, expected
@@ -142,7 +137,7 @@ def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
     copies = [row["place"].snapshot["duplicates"] for row in items]
     assert copies[0] == (0, 0)
     assert copies[num_rows] == copies[-1] == (4, 1)  # a second pass counts none again
-    assert "word0" not in documents_of(items, tokenizer)
+    assert "word0" not in {tokenizer.decode(item[1]) for item in originals(items)}
     places = [item["place"] for item in items]
     again = of_copies(tokenizer, tmp_path, **settings)
     again.train.state = json.loads(json.dumps(advance(data.train.state, places[:20], 20)))
@@ -385,12 +380,9 @@ def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path,
     }
 
 
-NEXT_WORDS = [f"w{index}" for index in range(40)]
-
-
 @pytest.fixture
 def causal_tokenizer():
-    vocabulary = {word: index for index, word in enumerate([*NEXT_WORDS, "user:", "assistant:"])}
+    vocabulary = {f"w{index}": index for index in range(40)} | {"user:": 40, "assistant:": 41}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w1", pad_token="w1")

@@ -10,6 +10,7 @@ from transformers import TrainerState
 from harmonic_sft.hub import Destination
 from harmonic_sft.training import publishing
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.head_swap import evaluate
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 
@@ -50,13 +51,6 @@ def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch
     assert "No space left" in caplog.text
 
 
-def evaluate_once(then):
-    """The evaluation before training as it is, then another function."""
-    from harmonic_sft.training.head_swap import evaluate
-
-    return lambda trainer, prefix: (evaluate if prefix == "before" else then)(trainer, prefix)
-
-
 def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeypatch):
     sent, stopped = [], threading.Event()
 
@@ -65,12 +59,14 @@ def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeyp
         time.sleep(0.2)
         sent.append(trained.step)
 
-    def stop(*_, **__):
+    def stop(trainer, prefix):
+        if prefix == "before":
+            return evaluate(trainer, prefix)
         stopped.set()
         raise StoppedError("stopped after training")
 
     monkeypatch.setattr(publishing, "upload", upload)
-    monkeypatch.setattr("harmonic_sft.training.run.evaluate", evaluate_once(stop))
+    monkeypatch.setattr("harmonic_sft.training.run.evaluate", stop)
     with pytest.raises(StoppedError):
         train(pushed_run)
     assert sent == [3]

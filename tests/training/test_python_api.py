@@ -436,11 +436,9 @@ def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
         again.train(resume_from_checkpoint=True)
 
 
-LENGTHS = {"steps": {"max_steps": 4}, "epochs": {"max_steps": -1, "num_train_epochs": 0.2}}
-
-
 def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
-    for name, length in LENGTHS.items():
+    part = {"max_steps": -1, "num_train_epochs": 0.2}
+    for name, length in (("steps", {"max_steps": 4}), ("epochs", part)):
         whole = make(arguments(name, **SAVING, **length))
         steps = whole.train().global_step
         again = make(arguments(name, **SAVING, **length))

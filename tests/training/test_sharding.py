@@ -1,7 +1,6 @@
 """fully_shard on two processes; accelerate would make DDP of FSDP on CPUs without a word."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from harmonic_sft.training.sharding import shard_
 from tests.decoders import V, save_decoder
 from tests.elsewhere import run_python
 from tests.training import sharded_session
-
-ROOT = Path(__file__).parents[2]
+from tests.training.processes import ROOT
 
 
 @pytest.fixture(scope="module")

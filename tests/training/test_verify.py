@@ -15,7 +15,6 @@ from tests.conftest import write_run
 
 NAMES = list(verify.PAIRS)
 PROCESSES = "one process = two"
-STEP = {"loss": 1.0, "grad_norm": 1.0}  # of a log
 
 
 @pytest.fixture
@@ -68,8 +67,8 @@ def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, onl
 
 def test_a_stream_is_resumed_as_a_stream(make_yaml, text_file, only, monkeypatch):
     only(NAMES[0])
-    taken = []
-    monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or [STEP])
+    taken, log = [], [{"loss": 1.0, "grad_norm": 1.0}]
+    monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or log)
     source = {"path": str(text_file), "streaming": True}
     path = make_yaml(check_base=False, data={"sources": [source]})
     assert main(["verify", str(path)]) == 0
