@@ -36,13 +36,6 @@ def data(tokenizer, tmp_path):
 
 
 @pytest.fixture
-def packed(data):
-    lengths = np.array([len(row) for row in data.train.rows["input_ids"]])
-    train = MaskedRows(data.train.rows, data.train.masker, packs=pack(lengths, 16))
-    return dataclasses.replace(data, train=train)
-
-
-@pytest.fixture
 def make_stream(tokenizer, tmp_path):
     """Two logical streams over documents of one word each, `num_words` in all."""
 
@@ -165,7 +158,7 @@ def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_toke
     assert text == "<<s>>a[b][  -> a]c(d\\x1b[31m\\nna\u00efve)<</s>>"
 
 
-def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
+def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
     output = show(data, tokenizer, capsys, seed_row=5)
     row = data.train.rows[5]
     name = f"-- source 0, document {row['document']}, chunk {row['chunk']}: "
@@ -174,10 +167,12 @@ def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
     assert output.strip().endswith(expected)
     assert "\x1b" not in output  # a file gets no colors
     settings = {"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8}
-    for loaded, count in ((data, len(data.train)), (packed, len(packed.train))):
+    packs = pack(np.array([len(row) for row in data.train.rows["input_ids"]]), 16)
+    for train in (data.train, MaskedRows(data.train.rows, data.train.masker, packs=packs)):
+        count = len(train)
         message = rf"--row: expected the number of a row, from 0 to {count - 1}, got {count}\."
         with pytest.raises(ValueError, match=message):
-            inspect_data(loaded, seed_row=count, **settings)
+            inspect_data(dataclasses.replace(data, train=train), seed_row=count, **settings)
     with pytest.raises(ValueError, match=r"--row: .*got -1\."):
         inspect_data(data, seed_row=-1, **settings)
 

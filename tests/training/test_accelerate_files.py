@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.decoders import save_decoder
+from tests.elsewhere import ROOT
 from tests.training.conftest import logged
-from tests.training.processes import ROOT, free_port, run_together
+from tests.training.processes import free_port, run_together
 
 # By the policy of the file; `prepare` moves and shards the model.
 SHARDED = """

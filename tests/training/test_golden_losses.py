@@ -17,18 +17,6 @@ from tests.training.conftest import logged, start
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-@pytest.fixture
-def published_neobert(tmp_path):
-    """The fixture in the layout of the published checkpoint, with a tokenizer of its size."""
-    folder = tmp_path / "neobert"
-    folder.mkdir()
-    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS[:96])}
-    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
-    shutil.copy(FIXTURES / "neobert_tiny" / "config.json", folder)
-    shutil.copy(FIXTURES / "neobert_tiny" / "weights.safetensors", folder / "model.safetensors")
-    return folder
-
-
 BFLOAT16 = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"}}
 RUNS = {  # of `loss` and `final` in the file, and how far machines may differ
     "float32": ({}, {"gradient_accumulation_steps": 2}, 1e-4),
@@ -41,10 +29,16 @@ RUNS = {  # of `loss` and `final` in the file, and how far machines may differ
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, published_neobert, name):
+def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, tmp_path, name):
+    """In the layout of the published checkpoint, with a tokenizer of its size."""
+    folder, fixture = tmp_path / "neobert", FIXTURES / "neobert_tiny"
+    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS[:96])}
+    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    shutil.copy(fixture / "config.json", folder)
+    shutil.copy(fixture / "weights.safetensors", folder / "model.safetensors")
     model, training, tolerance = RUNS[name]
     path = make_yaml(
-        model={"base": str(published_neobert), **model},
+        model={"base": str(folder), **model},
         training={"learning_rate": 2e-3, **training},
     )
     results = start(path)

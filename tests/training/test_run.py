@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import yaml
 from transformers import AutoTokenizer, TrainerCallback
 
 from harmonic_sft.config import to_yaml
@@ -21,6 +20,7 @@ from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.conftest import write_run
 from tests.training.conftest import logged, start, weights_in
 
 
@@ -140,10 +140,9 @@ def test_a_run_is_resumed_only_as_it_was(finished_run, finished_results):
 
 def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make_yaml):
     """There the seed of the training chose them, and its file names no other."""
-    saved = yaml.safe_load((run_copy / "run.yaml").read_text())
+    saved = read_run(run_copy)
     del saved["data"]["eval"]["seed"]
-    saved["training"]["seed"] = 7
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(saved))
+    write_run(run_copy / "run.yaml", saved, {"training": {"seed": 7}})
     assert read_run(run_copy)["data"]["eval"]["seed"] == 7
     again = ("resume=true", "training.seed=7", f"training.output_dir={run_copy}")
     with pytest.raises(ValueError, match=r"got other values for data.eval.seed. Use"):
@@ -367,10 +366,9 @@ def test_a_run_is_not_continued_on_other_data_or_with_another_vocabulary(
 
     path, text, base = run_copy / "run.yaml", tmp_path / "text.txt", tmp_path / "base"
     shutil.copytree(tiny_base, base)
-    settings = yaml.safe_load(path.read_text())
-    settings["data"]["sources"][0]["path"], settings["model"]["base"] = str(text), str(base)
-    settings["training"]["output_dir"] = str(run_copy)
-    path.write_text(yaml.safe_dump(settings))
+    sections = {"data": {"sources": [{"path": str(text)}]}, "model": {"base": str(base)}}
+    sections["training"] = {"output_dir": str(run_copy)}
+    write_run(path, read_run(run_copy), sections)
     (run_copy / "results" / "train.json").unlink()
     lines = text_file.read_text().split("\n")
     text.write_text("\n".join(["aa", *lines[1:]]))

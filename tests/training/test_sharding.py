@@ -11,9 +11,8 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from harmonic_sft import HarmonicForCausalLM, HarmonicLoss
 from harmonic_sft.training.sharding import shard_
 from tests.decoders import V, save_decoder
-from tests.elsewhere import run_python
+from tests.elsewhere import ROOT, run_python
 from tests.training import sharded_session
-from tests.training.processes import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from tests.elsewhere import ROOT
 from tests.training.conftest import logged, start
-from tests.training.processes import ROOT, free_port, run_together
+from tests.training.processes import free_port, run_together
 
 # A network drive is waited for.
 IMPATIENT = """
