@@ -28,26 +28,20 @@ COLLATOR = PaddingCollator(pad_token_id=0)
 
 @pytest.fixture
 def table():
-    lengths = [20 + index % 7 for index in range(NUM_ROWS)]
     return Dataset.from_dict(
         {
-            "input_ids": [
-                [1, *range(5 + index, 5 + index + length), 2]
-                for index, length in enumerate(lengths)
-            ],
+            "input_ids": [[1, *range(5 + i, 25 + i + i % 7), 2] for i in range(NUM_ROWS)],
             "source": [0] * NUM_ROWS,
-            "document": [index // 2 for index in range(NUM_ROWS)],
-            "chunk": [index % 2 for index in range(NUM_ROWS)],
+            "document": [i // 2 for i in range(NUM_ROWS)],
+            "chunk": [i % 2 for i in range(NUM_ROWS)],
         }
     )
 
 
 @pytest.fixture
 def masker():
-    special = np.zeros(100, dtype=bool)
-    special[:5] = True
     config = MaskConfig(probability=0.5)
-    return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=special)
+    return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=np.arange(100) < 5)
 
 
 def examples(loader):

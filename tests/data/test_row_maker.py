@@ -65,9 +65,8 @@ def test_what_a_transform_makes_is_found_by_its_content(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "ending", ending)
     found = []
     for ending.END in (" word1", " word2", " word1"):
-        table, _ = make_table(
-            row_maker(tokenizer), texts_table(["word9"]).with_transform(ending.add)
-        )
+        texts = texts_table(["word9"]).with_transform(ending.add)
+        table, _ = make_table(row_maker(tokenizer), texts)
         found.append(tokenizer.decode(table[0]["input_ids"], skip_special_tokens=True))
     assert found == ["word9 word1", "word9 word2", "word9 word1"]
 
@@ -78,7 +77,7 @@ def test_what_a_transform_makes_is_found_by_its_content(tokenizer, monkeypatch):
 )
 def test_no_token_is_lost_in_cutting(request, name, context_length):
     tokenizer = request.getfixturevalue(name)
-    whole: dict[int, list[int]] = {index: [] for index in range(len(TEXTS))}
+    whole = [[] for _ in TEXTS]
     rows, _ = make(row_maker(tokenizer, context_length=context_length), documents(TEXTS))
     for row in rows:
         input_ids, document = row["input_ids"], row["document"]
