@@ -1,8 +1,10 @@
 """Small tokenizers, and a cache that leaves the user's alone."""
 
+import json
+
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import BertTokenizer, RobertaTokenizer
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.bad_rows import BadRow
@@ -42,19 +44,7 @@ def load(tokenizer, *sources, seed=0, task="masked_lm", labels=None, eval_only=F
 def bert_like(pieces, **settings):
     """A tokenizer of BERT's arrangement, [CLS] text [SEP], over `SPECIALS` and other pieces."""
     vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, *pieces])}
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        **settings,
-    )
+    return BertTokenizer(vocab=vocabulary, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +52,17 @@ def datasets_cache(tmp_path, monkeypatch):
     folder = tmp_path / "datasets_cache"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
     return folder
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows as lines of JSON, and return the path."""
+
+    def lines(rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        return str(tmp_path / name)
+
+    return lines
 
 
 @pytest.fixture(scope="session")
@@ -77,16 +78,5 @@ def byte_tokenizer():
     """RoBERTa's arrangement, <s> text </s>, over single bytes."""
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=16,
-        bos_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-    )
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    return RobertaTokenizer(vocab=vocabulary, model_max_length=16)

@@ -28,39 +28,20 @@ COLLATOR = PaddingCollator(pad_token_id=0)
 
 @pytest.fixture
 def table():
-    lengths = [20 + index % 7 for index in range(NUM_ROWS)]
     return Dataset.from_dict(
         {
-            "input_ids": [
-                [1, *range(5 + index, 5 + index + length), 2]
-                for index, length in enumerate(lengths)
-            ],
+            "input_ids": [[1, *range(5 + i, 25 + i + i % 7), 2] for i in range(NUM_ROWS)],
             "source": [0] * NUM_ROWS,
-            "document": [index // 2 for index in range(NUM_ROWS)],
-            "chunk": [index % 2 for index in range(NUM_ROWS)],
+            "document": [i // 2 for i in range(NUM_ROWS)],
+            "chunk": [i % 2 for i in range(NUM_ROWS)],
         }
     )
 
 
 @pytest.fixture
 def masker():
-    special = np.zeros(100, dtype=bool)
-    special[:5] = True
     config = MaskConfig(probability=0.5)
-    return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=special)
-
-
-def shuffled_loader(rows, batch_size=2, num_workers=0):
-    """What the Trainer makes of a training set."""
-    loader = DataLoader(
-        rows,
-        batch_size=batch_size,
-        sampler=EpochSampler(rows, seed=3),
-        collate_fn=COLLATOR,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )
-    return prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True)
+    return RowMasker(config=config, seed=3, mask_token_id=4, special_tokens=np.arange(100) < 5)
 
 
 def examples(loader):
@@ -79,10 +60,14 @@ def unmask(example):
     ), example[1]
 
 
-def epochs(rows, num_epochs=2, **settings):
-    loader = shuffled_loader(rows, **settings)
+def epochs(rows, batch_size=2, num_workers=0):
+    """Two epochs of what the Trainer makes of a training set."""
+    sampler = EpochSampler(rows, seed=3)
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    loader = DataLoader(rows, batch_size, sampler=sampler, collate_fn=COLLATOR, **workers)
+    loader = prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True)
     result = []
-    for epoch in range(num_epochs):
+    for epoch in range(2):
         loader.set_epoch(epoch)
         result.append(examples(loader))
     return result

@@ -1,7 +1,5 @@
 """Labeled rows: columns, classes, splits, cut texts, and the labels of words."""
 
-import json
-
 import datasets
 import pytest
 
@@ -14,16 +12,6 @@ CLASSIFIER = {"context_length": 6, "label_column": "label", "eval": {"documents"
 @pytest.fixture(scope="session")
 def tokenizer():
     return bert_like(["red", "blue", "gray", "##ish"])
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-        return str(path)
-
-    return write
 
 
 def load(path, tokenizer, *, task="sequence_classification", **settings):
@@ -41,9 +29,7 @@ def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
     assert (len(data.train), len(data.eval)) == (6, 2)
     assert data.num_documents == 6
     assert data.num_tokens == 6 * 4
-    everything = [
-        int(rows[i]["labels"]) for rows in (data.train, data.eval) for i in range(len(rows))
-    ]
+    everything = [int(row["labels"]) for rows in (data.train, data.eval) for row in rows]
     assert sorted(everything) == [0, 0, 0, 1, 1, 1, 2, 2]
     assert data.unigram_counts.sum() == 6
     assert data.train[0]["input_ids"].tolist() == [2, 5, 6, 3]
@@ -60,13 +46,16 @@ def test_integers_are_sorted_as_numbers_and_named(write, tokenizer, tmp_path):
         assert load(path, tokenizer).labels == ["2", "10"]
 
 
+def named(texts, labels, names):
+    """A data set that has names for its numbers."""
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    rows = {"text": texts, "label": labels}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
 def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     """Splits without labels, such as the test split of SST-2, have -1 there."""
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    rows = {"text": TEXTS[:6], "label": [0, 1, 0, 1, 0, -1]}
-    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved = named(TEXTS[:6], [0, 1, 0, 1, 0, -1], ["no", "yes"])
     saved.save_to_disk(tmp_path / "saved")
     saved.select(range(5)).to_parquet(tmp_path / "a.parquet")
     assert load(str(tmp_path / "a.parquet"), tokenizer).labels == ["no", "yes"]
@@ -80,11 +69,8 @@ def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer):
     """Of one data set, or several that agree; a class without rows is left out."""
 
     def saved(name, names, labels):
-        features = datasets.Features(
-            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
-        )
-        rows = {"text": [f"{text} {name}" for text in TEXTS[:6]], "label": labels}
-        datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / name)
+        texts = [f"{text} {name}" for text in TEXTS[:6]]
+        named(texts, labels, names).save_to_disk(tmp_path / name)
         return {"path": str(tmp_path / name)}
 
     first = saved("red", ["up", "none", "down"], [0, 2] * 3)
@@ -126,8 +112,7 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     ]
     held_out = write([{"text": ["gray", "gray"], "label": ["x", "x"]}], "eval.jsonl")
     task = "token_classification"
-    options = {"task": task, "eval": {"source": {"path": held_out}}}
-    data = load(write(rows), tokenizer, **options)
+    data = load(write(rows), tokenizer, task=task, eval={"source": {"path": held_out}})
     assert data.train[0]["input_ids"].tolist() == [2, 5, 8, 6, 3]
     assert data.train[0]["labels"].tolist() == [-100, 0, -100, 1, -100]
     assert data.unigram_counts.tolist() == [2, 2]

@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -11,17 +13,11 @@ def test_texts_are_tokenized_in_groups_of_few_characters(tokenizer, monkeypatch)
     settings = {"tokenizer": tokenizer, "word_ids": True}
     known = Encoded([1], [True], [], [])
     whole = encode_pieces([known, *drafts, drafts[0]], **settings)
-    groups = []
-    call = type(tokenizer).__call__
-
-    def counted(self, batch, **options):
-        groups.append(batch)
-        return call(self, batch, **options)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", counted)
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 20)
-    assert encode_pieces([known, *drafts, drafts[0]], **settings) == whole
-    assert groups == [texts[:2], texts[2:]]
+    kind = type(tokenizer)
+    with patch.object(kind, "__call__", autospec=True, side_effect=kind.__call__) as called:
+        assert encode_pieces([known, *drafts, drafts[0]], **settings) == whole
+    assert [call.args[1] for call in called.call_args_list] == [texts[:2], texts[2:]]
     assert whole[0] is known
     assert whole[1] == whole[-1]
     assert tokenizer.convert_ids_to_tokens(whole[1].input_ids) == ["word1", "a", "##b"]

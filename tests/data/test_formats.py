@@ -23,6 +23,8 @@ GLAIVE = {
     ],
     "tools": '[{"name": "word5", "description": "word10", "parameters": {"type": "object"}}]',
 }
+CALL = {"name": "word5", "arguments": '{"a": [1, "word6"]}'}
+FUNCTION = {"name": "word5", "description": "word10", "parameters": {"type": "object"}}
 AS_MESSAGES = {
     "messages": [
         {"role": "user", "content": "word1 word2"},
@@ -31,27 +33,12 @@ AS_MESSAGES = {
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [
-                {
-                    "id": "1",
-                    "type": "function",
-                    "function": {"name": "word5", "arguments": '{"a": [1, "word6"]}'},
-                }
-            ],
+            "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
         },
         {"role": "tool", "content": '{"word7": true}', "tool_call_id": "1"},
         {"role": "assistant", "content": "word8 word9"},
     ],
-    "tools": [
-        {
-            "type": "function",
-            "function": {
-                "name": "word5",
-                "description": "word10",
-                "parameters": {"type": "object"},
-            },
-        }
-    ],
+    "tools": [{"type": "function", "function": FUNCTION}],
 }
 NOTHING = Encoded([], [], [], [])
 WITH_INPUT = {"instruction": "word1 {x}", "input": "word2", "output": "word3"}
@@ -157,16 +144,8 @@ def test_glaive_scores_answers_calls_and_ends_of_turns(tokenizer):
 
 
 def test_keys_that_a_table_fills_with_none_are_dropped(tokenizer):
-    other = {
-        "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": "word3",
-                "tool_calls": [{"function": {"name": "word4", "arguments": {"b": 1}}}],
-            },
-        ]
-    }
+    calls = [{"function": {"name": "word4", "arguments": {"b": 1}}}]
+    other = {"messages": [USER, ASSISTANT | {"tool_calls": calls}]}
     plain = {"messages": [USER, ASSISTANT]}
     rows = [other, plain, {"messages": AS_MESSAGES["messages"][:3]}]
     table = datasets.Dataset.from_list(rows)

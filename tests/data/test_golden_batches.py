@@ -134,6 +134,4 @@ def test_labeled_rows(tokenizer, tmp_path, task, expected):
     sources = [{"path": str(tmp_path / f"{part}.jsonl")} for part in range(2)]
     data = load(tokenizer, *sources, seed=3, task=task, context_length=14, **settings)
     assert (data.bad_rows.total, data.num_documents, data.num_tokens) == (2, 21, 246)
-    rows = [[part[i]] for part in (data.train, data.eval) for i in range(len(part))]
-    batches = [data.collator(row) for row in rows]
-    assert digest(batches) == expected
+    assert digest(data.collator([row]) for row in [*data.train, *data.eval]) == expected

@@ -27,28 +27,12 @@ SEED = 3
 MASKED = {"mask": MaskConfig(probability=0.5)}
 
 
-def make_masker(tokenizer):
-    return RowMasker(
-        config=MASKED["mask"],
-        seed=SEED,
-        mask_token_id=tokenizer.mask_token_id,
-        special_tokens=special_tokens(tokenizer, len(tokenizer)),
-    )
-
-
 @pytest.fixture
 def data(tokenizer, tmp_path):
     """40 documents of 1 to 40 words in rows of up to 6 words."""
     lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
     (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
     return load(tokenizer, {"path": str(tmp_path / "corpus.txt")}, seed=SEED, **MASKED)
-
-
-@pytest.fixture
-def packed(data):
-    lengths = np.array([len(row) for row in data.train.rows["input_ids"]])
-    train = MaskedRows(data.train.rows, data.train.masker, packs=pack(lengths, 16))
-    return dataclasses.replace(data, train=train)
 
 
 @pytest.fixture
@@ -105,7 +89,7 @@ def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
     data = dataclasses.replace(data, bad_rows=BadRows())
     data.bad_rows.report("s", "file.jsonl, line 7", "no JSON", rows=3)
     output = show(data, tokenizer, capsys)
-    lengths = sorted(len(data.train[index]["input_ids"]) for index in range(len(data.train)))
+    lengths = sorted(len(row["input_ids"]) for row in data.train)
     expected = [NUM_DOCUMENTS - 5, len(data.train), sum(lengths), data.num_tokens]
     assert cells(output, "train")[1:] == [f"{count:,}" for count in expected]
     assert "Copies of held-out documents: 0 exact ones, left out, and 0 near ones" in output
@@ -149,7 +133,10 @@ def masked_as(monkeypatch):
             input_ids[position], labels[position] = token, row_ids[position]
         found = {"input_ids": input_ids, "labels": labels}
         monkeypatch.setattr(RowMasker, "__call__", lambda *_: found)
-        return sample_text(row, 0, masker=make_masker(tokenizer), tokenizer=tokenizer)
+        ids = {"mask_token_id": tokenizer.mask_token_id}
+        ids["special_tokens"] = special_tokens(tokenizer, len(tokenizer))
+        masker = RowMasker(config=MASKED["mask"], seed=SEED, **ids)
+        return sample_text(row, 0, masker=masker, tokenizer=tokenizer)
 
     return write
 
@@ -171,7 +158,7 @@ def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_toke
     assert text == "<<s>>a[b][  -> a]c(d\\x1b[31m\\nna\u00efve)<</s>>"
 
 
-def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
+def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
     output = show(data, tokenizer, capsys, seed_row=5)
     row = data.train.rows[5]
     name = f"-- source 0, document {row['document']}, chunk {row['chunk']}: "
@@ -180,10 +167,12 @@ def test_the_row_that_is_shown_can_be_chosen(data, packed, tokenizer, capsys):
     assert output.strip().endswith(expected)
     assert "\x1b" not in output  # a file gets no colors
     settings = {"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8}
-    for loaded, count in ((data, len(data.train)), (packed, len(packed.train))):
+    packs = pack(np.array([len(row) for row in data.train.rows["input_ids"]]), 16)
+    for train in (data.train, MaskedRows(data.train.rows, data.train.masker, packs=packs)):
+        count = len(train)
         message = rf"--row: expected the number of a row, from 0 to {count - 1}, got {count}\."
         with pytest.raises(ValueError, match=message):
-            inspect_data(loaded, seed_row=count, **settings)
+            inspect_data(dataclasses.replace(data, train=train), seed_row=count, **settings)
     with pytest.raises(ValueError, match=r"--row: .*got -1\."):
         inspect_data(data, seed_row=-1, **settings)
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
-from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.heldout import fingerprint
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.streams import advance
@@ -29,14 +28,12 @@ def path(tmp_path):
 
 def originals(rows):
     """Rows as they were before masking."""
-    return [
-        np.where(row["labels"] == IGNORE_INDEX, row["input_ids"], row["labels"]) for row in rows
-    ]
+    return [np.where(r["labels"] == IGNORE_INDEX, r["input_ids"], r["labels"]) for r in rows]
 
 
 def test_counts_are_those_of_the_ordinary_tokens_trained_on(tokenizer, path):
     data = load(tokenizer, Source(path=path))
-    input_ids = np.concatenate(originals(data.train[index] for index in range(len(data.train))))
+    input_ids = np.concatenate(originals(data.train))
     counts = np.bincount(input_ids, minlength=len(tokenizer))
     counts[tokenizer.all_special_ids] = 0
     np.testing.assert_array_equal(data.unigram_counts, counts)
@@ -45,27 +42,24 @@ def test_counts_are_those_of_the_ordinary_tokens_trained_on(tokenizer, path):
     assert data.duplicates == (0, 0)
 
 
-def test_counts_are_those_of_the_tokens_that_the_loss_is_on(tokenizer, tmp_path):
+def test_counts_are_those_of_the_tokens_that_the_loss_is_on(tokenizer, write):
     rows = [{"prompt": "word1 word2 ", "completion": f"word{index}"} for index in range(9, 19)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = {"loss_on": "completion", "context_length": 16}
-    data = load(tokenizer, Source(path=f"{tmp_path}/rows.jsonl"), **settings)
+    data = load(tokenizer, {"path": write(rows)}, loss_on="completion", context_length=16)
     counted = tokenizer.convert_ids_to_tokens(np.flatnonzero(data.unigram_counts))
     assert len(counted) == data.num_tokens == 5
     assert {"word1", "word2"}.isdisjoint(counted)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_column_called_document_is_read(tokenizer, tmp_path, streaming):
-    settings = {"path": f"{tmp_path}/a.jsonl", "streaming": streaming}
+def test_a_column_called_document_is_read(tokenizer, write, streaming):
     cases = (
         ({"document": "word9"}, {"column": "document"}, {}, [1.0]),
         ({"text": "word9", "document": 2.5}, {}, {"weight_column": "document"}, [2.5]),
     )
     for row, source, fields, weights in cases:
-        (tmp_path / "a.jsonl").write_text(json.dumps(row))
-        data = load(tokenizer, Source(**settings, **source), eval={"documents": 0}, **fields)
-        found = next(iter(items(data.train)))
+        source |= {"path": write([row]), "streaming": streaming}
+        data = load(tokenizer, source, eval={"documents": 0}, **fields)
+        found = next(iter(data.train))
         assert tokenizer.decode(originals([found])[0][1:-1]) == "word9"
         assert found.get("label_weights", [1.0])[:1] == weights
 
@@ -89,20 +83,16 @@ def streamed_rows(data, num_rows):
     return [key(item) for item in items], [item["place"] for item in items]
 
 
-def table_of(tokenizer, path, **settings):
-    """All rows of a table, none kept from training, in the order of the documents."""
-    table = load(tokenizer, Source(path=path), **settings)
-    rows = [*table.train.rows, *table.eval.rows]
-    return sorted(rows, key=lambda row: (row["document"], row["chunk"])), table.train.masker
-
-
 @pytest.mark.parametrize("whole_word", [False, True])
 def test_streamed_file_has_the_rows_and_masks_of_the_table(tokenizer, path, whole_word):
     mask = MaskConfig(probability=0.5, whole_word=whole_word, policy="80_10_10")
     stream = load(tokenizer, Source(path=path, streaming=True), mask=mask)
-    rows, masker = table_of(tokenizer, path, mask=mask)
+    table = load(tokenizer, Source(path=path), mask=mask)
+    rows = [*table.train.rows, *table.eval.rows]
+    rows.sort(key=lambda row: (row["document"], row["chunk"]))
+    masker = table.train.masker
     num_eval = sum(row["document"] < 10 for row in rows)
-    assert [key(row) for row in map(stream.eval.__getitem__, range(len(stream.eval)))] == [
+    assert [key(row) for row in stream.eval] == [
         key(masker(row, EVAL_EPOCH)) for row in rows[:num_eval]
     ]
     trained = rows[num_eval:]
@@ -132,11 +122,6 @@ def of_copies(tokenizer, tmp_path, *, streaming, **settings):
     return load(tokenizer, source, **settings)
 
 
-def documents_of(items, tokenizer):
-    """The text of every row's document, by the first word of its first chunk."""
-    return [tokenizer.decode(item[1:-1]).split()[0] for item in originals(items)]
-
-
 @pytest.mark.parametrize(("drop_near", "expected"), [(False, 10), (True, 9)])
 def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
     tokenizer, tmp_path, drop_near, expected
@@ -152,7 +137,7 @@ def test_copies_of_held_out_documents_leave_a_stream_as_they_pass(
     copies = [row["place"].snapshot["duplicates"] for row in items]
     assert copies[0] == (0, 0)
     assert copies[num_rows] == copies[-1] == (4, 1)  # a second pass counts none again
-    assert "word0" not in documents_of(items, tokenizer)
+    assert "word0" not in {tokenizer.decode(item[1]) for item in originals(items)}
     places = [item["place"] for item in items]
     again = of_copies(tokenizer, tmp_path, **settings)
     again.train.state = json.loads(json.dumps(advance(data.train.state, places[:20], 20)))
@@ -201,25 +186,21 @@ def test_files_that_leave_nothing_to_train_on_are_refused(
 
 
 @pytest.mark.parametrize("first", [{"text": None}, {"messages": []}, {"other": 1}])
-def test_a_bad_first_row_is_as_bad_as_any(tokenizer, tmp_path, first):
+def test_a_bad_first_row_is_as_bad_as_any(tokenizer, write, first):
     rows = [first, *({"text": f"word{index} word2"} for index in range(8))]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = Source(path=f"{tmp_path}/a.jsonl")
+    source = Source(path=write(rows))
     assert load(tokenizer, source, on_bad_row="skip").bad_rows.total == 1
-    with pytest.raises(ValueError, match=r"a\.jsonl', line 1\. Repair it"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl', line 1\. Repair it"):
         load(tokenizer, source)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(
-    tokenizer, tmp_path, streaming
-):
-    (tmp_path / "bad.jsonl").write_text('{"text": " "}\n{"text": 5}\n')
-    source = Source(path=str(tmp_path / "bad.jsonl"), streaming=streaming)
+def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(tokenizer, write, streaming):
+    source = Source(path=write([{"text": " "}, {"text": 5}]), streaming=streaming)
     settings = {"on_bad_row": "skip", "eval": {"documents": 0}}
     message = "got only blank or bad ones. '{}', line 2: text: expected text, got int 5"
     with pytest.raises(ValueError, match=re.escape(message.format(source.path))):
-        next(iter(items(load(tokenizer, source, **settings).train)))
+        next(iter(load(tokenizer, source, **settings).train))
 
 
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
@@ -262,23 +243,16 @@ def test_broken_lines_of_a_stream_are_counted_once_and_through_restarts(tokenize
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, streaming):
-    for name in ("a", "b"):
-        turns = [
-            [{"role": role, "content": f"{name} word{i}"} for role in ("user", "assistant")]
-            for i in range(8)
-        ]
+def test_bad_conversation_is_named_by_its_file_and_line(tokenizer, tmp_path, write, streaming):
+    for name in "ab":
+        roles = [("user", "assistant")] * 8
         if name == "b":
-            turns[6].reverse()
-        rows = [json.dumps({"messages": messages}) for messages in turns]
-        (tmp_path / f"{name}.jsonl").write_text("\n\n".join(rows))
+            roles[6] = ("assistant", "user")
+        turns = [[{"role": r, "content": f"{name} word{i}"} for r in roles[i]] for i in range(8)]
+        write([{"messages": messages} for messages in turns], f"{name}.jsonl")
     source = Source(path=f"{tmp_path}/*.jsonl", streaming=streaming)
-    with pytest.raises(ValueError, match=rf"got 'assistant' .* in '{tmp_path}/b.jsonl', line 13\."):
-        list(itertools.islice(items(load(tokenizer, source, loss_on="assistant").train), 30))
-
-
-def items(rows):
-    return (rows[index] for index in range(len(rows))) if isinstance(rows, MaskedRows) else rows
+    with pytest.raises(ValueError, match=rf"got 'assistant' .* in '{tmp_path}/b.jsonl', line 7\."):
+        list(itertools.islice(load(tokenizer, source, loss_on="assistant").train, 30))
 
 
 def test_source_is_named_by_its_place(tokenizer, path):
@@ -393,14 +367,11 @@ def test_too_few_documents_are_refused(tokenizer, tmp_path, eval_documents, leng
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path, streaming):
+def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path, write, streaming):
     (tmp_path / "text.txt").write_text("word1 word2\nword3 word4\n")
     rows = [{"input_ids": [9, 10, last], "labels": [-100, 10, -100]} for last in (11, 12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sources = [
-        Source(path=str(tmp_path / name), streaming=streaming)
-        for name in ("text.txt", "rows.jsonl")
-    ]
+    paths = (str(tmp_path / "text.txt"), write(rows))
+    sources = [Source(path=path, streaming=streaming) for path in paths]
     data = load(tokenizer, *sources, eval=EvalConfig(documents=2, seed=1))
     rows = [*data.eval.rows, *([] if streaming else data.train.rows)]
     assert {int(row["source"]): row["scored"].tolist() for row in rows} == {
@@ -409,12 +380,9 @@ def test_plain_text_beside_scored_rows_is_scored_as_a_whole(tokenizer, tmp_path,
     }
 
 
-NEXT_WORDS = [f"w{index}" for index in range(40)]
-
-
 @pytest.fixture
 def causal_tokenizer():
-    vocabulary = {word: index for index, word in enumerate([*NEXT_WORDS, "user:", "assistant:"])}
+    vocabulary = {f"w{index}": index for index in range(40)} | {"user:": 40, "assistant:": 41}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w1", pad_token="w1")
@@ -437,7 +405,7 @@ def test_text_ends_in_the_eos_token_which_is_predicted(text, causal_tokenizer):
     rows = {
         tuple(row["input_ids"].tolist()): row["labels"].tolist()
         for part in (data.train, data.eval)
-        for row in items(part)
+        for row in part
     }
     assert rows[2, 3, 4, 1] == [IGNORE_INDEX, 3, 4, 1]
     # A long document ends once, in its last chunk.
@@ -457,7 +425,7 @@ def wrapping_tokenizer(causal_tokenizer):
 
 def rows_of(path, tokenizer, **fields):
     data = load_causal(path, tokenizer, **fields)
-    rows = [row for part in (data.train, data.eval) for row in items(part)]
+    rows = [row for part in (data.train, data.eval) for row in part]
     return sorted(row["input_ids"].tolist() for row in rows)
 
 
@@ -471,30 +439,25 @@ def test_a_long_text_ends_once_whatever_the_tokenizer_adds(text, wrapping_tokeni
     ]
 
 
-def test_rows_of_tokens_are_taken_as_they_are(tmp_path, wrapping_tokenizer):
+def test_rows_of_tokens_are_taken_as_they_are(write, wrapping_tokenizer):
     rows = [[0, 5, 6, 1], [7, 8], [0, 2, 3]]
-    lines = [json.dumps({"input_ids": row, "labels": row}) for row in rows]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    assert rows_of(tmp_path / "rows.jsonl", wrapping_tokenizer) == sorted(rows)
+    path = write([{"input_ids": row, "labels": row} for row in rows])
+    assert rows_of(path, wrapping_tokenizer) == sorted(rows)
 
 
-def test_a_chat_begins_as_its_template_writes_it(tmp_path, wrapping_tokenizer):
+def test_a_chat_begins_as_its_template_writes_it(write, wrapping_tokenizer):
     turns = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
-    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
+    path = write([{"messages": turns}] * 3)
     body = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     for start, first in (("", []), ("w0 ", [0])):
         wrapping_tokenizer.chat_template = start + body
-        fields = {"eval": {"documents": 0}, "loss_on": "all"}
-        found = rows_of(tmp_path / "chat.jsonl", wrapping_tokenizer, **fields)
+        found = rows_of(path, wrapping_tokenizer, eval={"documents": 0}, loss_on="all")
         assert found == [[*first, 40, 5, 41, 6]] * 3
 
 
-def test_a_prompt_and_its_completion_follow_each_other(tmp_path, causal_tokenizer):
-    row = json.dumps({"prompt": "w5 w6", "completion": " w7"})
-    (tmp_path / "pairs.jsonl").write_text("\n".join([row] * 3))
-    data = load_causal(
-        tmp_path / "pairs.jsonl", causal_tokenizer, loss_on="completion", eval={"documents": 0}
-    )
+def test_a_prompt_and_its_completion_follow_each_other(write, causal_tokenizer):
+    path = write([{"prompt": "w5 w6", "completion": " w7"}] * 3)
+    data = load_causal(path, causal_tokenizer, loss_on="completion", eval={"documents": 0})
     row = data.train[0]
     assert row["input_ids"].tolist() == [5, 6, 7, 1]
     assert row["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, 1]
@@ -502,7 +465,7 @@ def test_a_prompt_and_its_completion_follow_each_other(tmp_path, causal_tokenize
 
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer, packing=True)
-    packs = [data.train[i] for i in range(len(data.train))]
+    packs = list(data.train)
     assert any((pack["position_ids"] == 0).sum() > 1 for pack in packs)
     assert data.fill_rate == sum(len(pack["input_ids"]) for pack in packs) / (8 * len(packs))
     apart = load_causal(text, causal_tokenizer)
@@ -518,5 +481,5 @@ def test_counts_are_of_all_tokens_and_none_is_a_mask(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer)
     assert data.unigram_counts[1] >= 2  # the eos token is one that is predicted
     # 17 words and 4 ends; the second document has two rows.
-    held_out = sum(len(data.eval[index]["input_ids"]) for index in range(len(data.eval)))
+    held_out = sum(len(row["input_ids"]) for row in data.eval)
     assert data.num_tokens == 17 + 4 - held_out

@@ -4,7 +4,6 @@ import http.server
 import re
 import threading
 import urllib.error
-from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,18 +16,12 @@ from harmonic_sft.data.sections import Source
 from harmonic_sft.data.sources import load_documents
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
+class Handler(http.server.SimpleHTTPRequestHandler):
     """Sends files, and parts of files as a web server of today does."""
 
-    ranges = True
-    cut_after = None  # bytes after which a connection breaks
-    failures: ClassVar[list[int]] = []  # statuses of the next answers
-    tags: ClassVar[list[str]] = []  # ETags of the next answers
-    head_failures: ClassVar[list[int]] = []  # and to the next questions for headers
-
     def do_HEAD(self):
-        if self.head_failures:
-            self.send_error(self.head_failures.pop(0))
+        if self.server.head_failures:
+            self.send_error(self.server.head_failures.pop(0))
             return
         super().do_HEAD()
 
@@ -40,19 +33,17 @@ class Server(http.server.SimpleHTTPRequestHandler):
         except FileNotFoundError:
             self.send_error(404)
             return
-        if self.failures:
-            self.send_error(self.failures.pop(0))
+        if self.server.failures:
+            self.send_error(self.server.failures.pop(0))
             return
-        start = int(start) if self.ranges else 0
+        start = int(start) if self.server.ranges else 0
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(content) - start))
-        if self.tags:
-            self.send_header("ETag", self.tags.pop(0))
+        if self.server.tags:
+            self.send_header("ETag", self.server.tags.pop(0))
         self.end_headers()
-        body = content[start:][: self.cut_after]
         with contextlib.suppress(ConnectionError):
-            self.server.sent += len(body)
-            self.wfile.write(body)
+            self.wfile.write(content[start:][: self.server.cut_after])
 
     def finish(self):
         # The client leaves in the middle of a file when it has read enough.
@@ -73,11 +64,11 @@ def waited(monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    handler = type("Handler", (Server,), {"failures": [], "head_failures": [], "tags": []})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(handler, directory=str(tmp_path))
-    )
-    server.sent, server.handler = 0, handler
+    handler = functools.partial(Handler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.failures, server.head_failures = [], []  # statuses of the next answers
+    server.tags, server.ranges = [], True  # ETags of the next answers
+    server.cut_after = None  # bytes after which a connection breaks
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -133,15 +124,15 @@ def test_only_the_row_group_that_is_read_is_taken_from_the_server(server, tmp_pa
 def test_broken_connection_is_opened_again(server, tmp_path):
     content = bytes(range(256)) * 1000
     (tmp_path / "a.bin").write_bytes(content)
-    server.handler.cut_after = 100_000
+    server.cut_after = 100_000
     with RemoteFile(f"{server.url}/a.bin") as file:
         assert file.readall() == content
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_reading(server, tmp_path, waited):
     (tmp_path / "a.bin").write_bytes(bytes(250_000))
-    server.handler.cut_after = 100_000
-    server.handler.tags += ["old", "old", "new"]
+    server.cut_after = 100_000
+    server.tags += ["old", "old", "new"]
     with RemoteFile(f"{server.url}/a.bin") as file, pytest.raises(OSError, match="was changed"):
         file.readall()
     assert waited == [0, 0]
@@ -150,34 +141,27 @@ def test_a_file_that_changes_while_it_is_read_ends_the_reading(server, tmp_path,
 def test_a_server_that_says_nothing_of_a_file_has_a_new_version_each_time(server, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"content")
     versions = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
-    server.handler.head_failures += [405] * 2  # its other answers have no Last-Modified
+    server.head_failures += [405] * 2  # its other answers have no Last-Modified
     silent = {RemoteFile(f"{server.url}/a.bin").version for _ in range(2)}
     assert (len(versions), len(silent)) == (1, 2)
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_busy_server_is_asked_again_after_a_pause(server, tmp_path, waited, status):
+@pytest.mark.parametrize(
+    ("failures", "head_failures", "pauses"),
+    [
+        *(([busy] * 3, [], [0, 1, 5]) for busy in (429, 503)),
+        ([], [503, 429], [0, 1]),
+        *(([], [refused], []) for refused in (403, 405, 501)),  # signed for GET alone
+    ],
+)
+def test_a_busy_server_is_asked_again_and_one_that_can_only_be_read_is_enough(
+    server, tmp_path, waited, failures, head_failures, pauses
+):
     (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.failures += [status] * 3
+    server.failures, server.head_failures = [*failures], [*head_failures]
     with RemoteFile(f"{server.url}/a.bin") as file:
         assert file.readall() == b"content"
-    assert waited == [0, 1, 5]
-
-
-def test_busy_server_is_asked_again_for_the_size(server, tmp_path, waited):
-    (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.head_failures += [503, 429]
-    with RemoteFile(f"{server.url}/a.bin") as file:
-        assert (file.size, waited) == (7, [0, 1])
-
-
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_an_address_that_can_only_be_read_is_enough(server, tmp_path, waited, status):
-    (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.head_failures += [status]  # as one that is signed for GET alone
-    with RemoteFile(f"{server.url}/a.bin") as file:
-        assert file.readall() == b"content"
-        assert (file.size, waited) == (7, [])
+        assert (file.size, waited) == (7, pauses)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +173,7 @@ def test_an_address_that_can_only_be_read_is_enough(server, tmp_path, waited, st
 )
 def test_what_stays_broken_fails(server, tmp_path, waited, failures, cut_after, error, pauses):
     (tmp_path / "a.bin").write_bytes(b"content")
-    server.handler.failures, server.handler.cut_after = failures, cut_after
+    server.failures, server.cut_after = failures, cut_after
     with RemoteFile(f"{server.url}/a.bin") as file, pytest.raises(OSError, match=error):
         file.read(4)
     assert waited == pauses
@@ -197,7 +181,7 @@ def test_what_stays_broken_fails(server, tmp_path, waited, failures, cut_after, 
 
 def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo")
-    server.handler.ranges = False
+    server.ranges = False
     assert [row["text"] for row in load(f"{server.url}/a.txt")] == ["one", "two"]
     with RemoteFile(f"{server.url}/a.txt") as file:
         file.seek(4)

@@ -4,6 +4,7 @@ import re
 import sys
 import types
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -64,9 +65,8 @@ def test_what_a_transform_makes_is_found_by_its_content(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "ending", ending)
     found = []
     for ending.END in (" word1", " word2", " word1"):
-        table, _ = make_table(
-            row_maker(tokenizer), texts_table(["word9"]).with_transform(ending.add)
-        )
+        texts = texts_table(["word9"]).with_transform(ending.add)
+        table, _ = make_table(row_maker(tokenizer), texts)
         found.append(tokenizer.decode(table[0]["input_ids"], skip_special_tokens=True))
     assert found == ["word9 word1", "word9 word2", "word9 word1"]
 
@@ -77,7 +77,7 @@ def test_what_a_transform_makes_is_found_by_its_content(tokenizer, monkeypatch):
 )
 def test_no_token_is_lost_in_cutting(request, name, context_length):
     tokenizer = request.getfixturevalue(name)
-    whole: dict[int, list[int]] = {index: [] for index in range(len(TEXTS))}
+    whole = [[] for _ in TEXTS]
     rows, _ = make(row_maker(tokenizer, context_length=context_length), documents(TEXTS))
     for row in rows:
         input_ids, document = row["input_ids"], row["document"]
@@ -194,16 +194,11 @@ def test_nothing_is_left_of_a_table_that_failed(tokenizer, lines, datasets_cache
 
 
 def test_long_documents_are_tokenized_in_small_batches(tokenizer, monkeypatch):
-    sizes = []
-
-    def counted(maker, documents, original=RowMaker.__call__):
-        sizes.append(len(documents))
-        return original(maker, documents)
-
-    monkeypatch.setattr(RowMaker, "__call__", counted)
+    make_rows = RowMaker.__call__
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 2000)
-    rows, _ = make_table(row_maker(tokenizer), texts_table(["word1 " * 200] * 7))
-    assert sizes == [2, 2, 2, 1]
+    with patch.object(RowMaker, "__call__", autospec=True, side_effect=make_rows) as called:
+        rows, _ = make_table(row_maker(tokenizer), texts_table(["word1 " * 200] * 7))
+    assert [len(call.args[1]) for call in called.call_args_list] == [2, 2, 2, 1]
     assert [row["document"] for row in rows] == sorted([*range(7)] * (len(rows) // 7))
 
 

@@ -48,10 +48,6 @@ def collect(members):
     return {"names": [(*(row[key] for key in keys), epoch) for row, epoch in members]}
 
 
-def listed(items):
-    return {"items": items}
-
-
 class Maker:
     """Chunks of 4 tokens, and a count of the documents that were asked for."""
 
@@ -122,7 +118,7 @@ def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
     for process in range(processes):
         part = copy.copy(streamed)
         part.share(process_index=process, num_processes=processes, batch_size=batch_size)
-        collator = functools.partial(collate_placed, listed)
+        collator = functools.partial(collate_placed, lambda items: {"items": items})
         loader = DataLoader(part, batch_size=batch_size, num_workers=workers, collate_fn=collator)
         batches.append(list(itertools.islice(loader, steps)))
     rows = []

@@ -2,14 +2,16 @@
 
 import contextlib
 import json
+import signal
+from pathlib import Path
 
 import pytest
 from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 
-from harmonic_sft import HarmonicTrainingArguments
+from harmonic_sft import HarmonicForMaskedLM, HarmonicTrainingArguments
 from harmonic_sft.training import run
-from harmonic_sft.training.run import prepare
+from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.elsewhere import run_python
@@ -21,32 +23,49 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(run, "plot_run", lambda results, path: path)
 
 
-class StopAt(TrainerCallback):
-    """Ends a run before a step, as Ctrl-C does; None does not."""
+class AtStep(TrainerCallback):
+    """Calls a function before a step."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, call):
+        self.step, self.call = step, call
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise KeyboardInterrupt
+            self.call()
+
+
+def start(path, *overrides):
+    """The results of a whole run."""
+    return train(load_run_config(path, overrides))
+
+
+def prepared(path, *overrides):
+    return prepare(load_run_config(path, overrides))
 
 
 def trained(path, *overrides):
-    trainer = prepare(load_run_config(path, overrides)).trainer
+    trainer = prepared(path, *overrides).trainer
     trainer.claimed = True  # several of one test share the folder
     trainer.train()
     return trainer
 
 
+def logged(history, key="loss"):
+    return [entry[key] for entry in history if "loss" in entry]
+
+
 def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer.state.log_history)
+
+
+def weights_in(folder):
+    """The file of a model, byte by byte."""
+    return (folder / "model.safetensors").read_bytes()
 
 
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
 import gc, json, os, signal, sys
-from harmonic_sft import HarmonicTrainingArguments
 from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -110,6 +129,18 @@ def add_callbacks(monkeypatch):
     return context
 
 
+@pytest.fixture
+def interrupt(add_callbacks):
+    """Return a function that starts a run, which Ctrl-C ends before a step."""
+
+    def until(step, path, *overrides):
+        ctrl_c = AtStep(step, lambda: signal.raise_signal(signal.SIGINT))
+        with add_callbacks(ctrl_c), pytest.raises(KeyboardInterrupt):
+            start(path, *overrides)
+
+    return until
+
+
 @pytest.fixture(scope="session")
 def finished_results(finished_run):
     return json.loads((finished_run / "results" / "train.json").read_text())
@@ -134,11 +165,24 @@ def arguments(tmp_path):
 
 
 @pytest.fixture
-def make(tiny_base, texts, arguments):
+def make(tiny_base, texts, arguments, tokenizer):
+    """Make a trainer on texts; a model that is loaded gets the tokenizer that reads them."""
+
     def trainer(args=None, model=tiny_base, trainer_class=HarmonicTrainer, **options):
+        if not isinstance(model, str | Path) and "data_collator" not in options:
+            options = {"processing_class": tokenizer, **options}
         return trainer_class(model, args or arguments(), **{"train_dataset": texts, **options})
 
     return trainer
+
+
+@pytest.fixture
+def ignorant_base(tiny_base, tokenizer, tmp_path):
+    """A base with a head, of random weights."""
+    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
-from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForTokenClassification,
+    default_data_collator,
+)
 
 from harmonic_sft import (
     HarmonicForMaskedLM,
@@ -22,33 +25,15 @@ from tests.training.processes import fork
 ROWS = 12  # of a step; an epoch has 17
 
 
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A collator of the user."""
-    length = max(len(row["input_ids"]) for row in rows)
-
-    def column(name: str, fill: int) -> Tensor:
-        return torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
-
-    ids = column("input_ids", -1)
-    mask = (ids >= 0).long()
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": column("labels", -100)}
-
-
 def own_rows(tokenizer, texts) -> list[dict[str, list[int]]]:
     """Every second token is masked."""
     rows = []
     for text in texts["text"]:
         ids = tokenizer(text)["input_ids"][:24]
         labels = [token if place % 2 else -100 for place, token in enumerate(ids)]
-        masked = [tokenizer.mask_token_id if place % 2 else ids[place] for place in range(len(ids))]
-        rows.append({"input_ids": masked, "labels": labels})
+        ids[1::2] = [tokenizer.mask_token_id] * len(ids[1::2])
+        rows.append({"input_ids": ids, "labels": labels})
     return rows
-
-
-def numbered(rows: list[dict]) -> dict[str, Tensor]:
-    """A collator of the user for labels that are numbers."""
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
 
 
 def with_numbers(base: Path, folder: Path) -> HarmonicForSequenceClassification:
@@ -73,11 +58,15 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
     ]
     ways = {
         "evaluated": {"train_dataset": texts, "eval_dataset": texts},
-        "rows": {"train_dataset": rows, "eval_dataset": rows, "data_collator": padded},
+        "rows": {
+            "train_dataset": rows,
+            "eval_dataset": rows,
+            "data_collator": DataCollatorForTokenClassification(tokenizer),
+        },
         "numbers": {
             "train_dataset": numbers,
             "eval_dataset": numbers,
-            "data_collator": numbered,
+            "data_collator": default_data_collator,
             "model": with_numbers(base, folder / f"body{rank}"),
         },
     }

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.decoders import save_decoder
-from tests.training.processes import ROOT, free_port, run_together
+from tests.elsewhere import ROOT
+from tests.training.conftest import logged
+from tests.training.processes import free_port, run_together
 
 # By the policy of the file; `prepare` moves and shards the model.
 SHARDED = """
@@ -66,6 +68,6 @@ def test_a_file_trains_what_one_gpu_trains(name, nodes, make_yaml, tmp_path):
         script = str(ROOT / "scripts" / "sft.py")
         launch([script, str(path), *words], nodes=count, options=options)
         run = json.loads((tmp_path / way / "results" / "train.json").read_text())
-        found[way] = [entry["loss"] for entry in run["history"] if "loss" in entry]
+        found[way] = logged(run["history"])
     assert len(found["one"]) >= 3
     assert found["two"] == pytest.approx(found["one"], rel=1e-4)

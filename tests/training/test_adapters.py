@@ -34,9 +34,9 @@ from harmonic_sft.training.adapters import (
 from harmonic_sft.training.freezing import unfreeze_
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import build_fake_model
-from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig, load_run_config
 from tests.encoders import save_encoder
+from tests.training.conftest import prepared
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 OLD_NAME = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -155,8 +155,7 @@ def test_merging_is_exact_and_leaves_the_live_model(bases, dtype, family):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     merged = merged_state(model)
     after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     plain = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
     assert merged.keys() == plain.state_dict().keys()
     state = plain.state_dict()
@@ -176,8 +175,7 @@ def test_merging_is_exact_and_leaves_the_live_model(bases, dtype, family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype):
-    run = load_run_config(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA))
-    trainer = prepare(run).trainer
+    trainer = prepared(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA)).trainer
     model = trainer.model
     base = {name: value.clone() for name, value in model.state_dict().items()}
     trainer.train()
@@ -191,9 +189,7 @@ def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-6"):
         assert not (folder / "adapter_config.json").exists()  # transformers would load it
         saved = weights(folder)
-        expected = merged_state(model)
-        assert saved.keys() == expected.keys()
-        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+        torch.testing.assert_close(saved, merged_state(model), rtol=0, atol=0)
         again = HarmonicForMaskedLM.from_pretrained(folder)
         assert {n: p.dtype for n, p in again.named_parameters()} == {
             n: p.dtype for n, p in saved.items()
@@ -216,9 +212,7 @@ def test_a_model_saves_itself_merged_and_so_do_its_copies(tiny_base, tmp_path):
     for number, one in enumerate(copies):
         folder = tmp_path / str(number)
         one.save_pretrained(folder, state_dict=one.state_dict() if number else None)
-        saved = weights(folder)
-        assert saved.keys() == expected.keys()
-        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+        torch.testing.assert_close(weights(folder), expected, rtol=0, atol=0)
         move_(one)  # which the next one has not seen
     with pytest.raises(ValueError, match="peft: expected a model without LoRA, got one that has"):
         add_lora_(model, PeftConfig(**LORA))

@@ -12,17 +12,19 @@ from harmonic_sft.losses import KNNLabelSmoothingLoss
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.arguments import check_launch
 
-QUIET = {"report_to": "none", "use_cpu": True}
+
+def arguments_with(**fields):
+    return HarmonicTrainingArguments("out", **{"report_to": "none", "use_cpu": True, **fields})
 
 
-def config_of(**fields):
-    return HarmonicTrainingArguments("out", **QUIET, **fields).config_for("base", task="masked_lm")
+def config_of(arguments=None, **fields):
+    return (arguments or arguments_with(**fields)).config_for("base", task="masked_lm")
 
 
 def test_the_defaults_are_the_neobert_recipe():
-    arguments = HarmonicTrainingArguments("out", **QUIET)
+    arguments = arguments_with()
     recipe = load_run_config("configs/neobert.yaml")
-    config = arguments.config_for("base", task="masked_lm")
+    config = config_of(arguments)
     assert (config.h_exp, config.schedule) == (recipe.h_exp, recipe.schedule)
     assert (config.head, config.loss) == (recipe.head, recipe.loss)
     assert config.data.mask == recipe.data.mask
@@ -118,7 +120,7 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
 )
 def test_what_cannot_be_honoured_is_refused_at_once(fields, message):
     with pytest.raises(ValueError, match=message):
-        HarmonicTrainingArguments("out", **QUIET, **fields)
+        arguments_with(**fields)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_what_cannot_be_honoured_is_refused_at_once(fields, message):
 def test_what_one_task_takes_waits_for_the_model(fields):
     if "head" in fields:
         fields = {"head": {"name": "dist", **fields["head"]}}
-    HarmonicTrainingArguments("out", **QUIET, **fields)
+    arguments_with(**fields)
     with pytest.raises(ValueError, match="for masked_lm, got"):
-        HarmonicTrainingArguments("out", **QUIET, **fields, task="masked_lm")
+        arguments_with(**fields, task="masked_lm")
     with pytest.raises(ValueError, match=r"data.context_length: expected .*, got 0"):
-        HarmonicTrainingArguments("out", **QUIET, **fields, context_length=0)
+        arguments_with(**fields, context_length=0)
 
 
 def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
@@ -142,7 +144,7 @@ def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
     again = run.training_arguments().config_for(run.model.base, task=run.model.task)
     for section in ("model", "head", "h_exp", "loss", "schedule", "oom_fallback"):
         assert getattr(again, section) == getattr(run, section)
-    defaults = HarmonicTrainingArguments("out", **QUIET)
+    defaults = arguments_with()
     left_out = {key for key in run.training if run.training[key] == getattr(defaults, key)}
     assert again.training == {k: v for k, v in run.training.items() if k not in left_out} | {
         key: run.training[key] for key in left_out & again.training.keys()
@@ -160,33 +162,29 @@ def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
     ],
 )
 def test_the_best_model_is_that_of_a_metric_of_any_evaluation_set(metric, known, greater):
-    arguments = HarmonicTrainingArguments(
-        "out",
-        **QUIET,
+    arguments = arguments_with(
         metric_for_best_model=metric,
         load_best_model_at_end=True,
         eval_strategy="steps",
         eval_steps=500,
     )
     assert arguments.greater_is_better is greater
-    training = arguments.config_for("base", task="masked_lm").training
+    training = config_of(arguments).training
     assert training.get("metric_for_best_model") == known
 
 
 def test_no_reporter_is_no_reporter():
-    arguments = HarmonicTrainingArguments("out", **{**QUIET, "report_to": None})
+    arguments = arguments_with(report_to=None)
     assert arguments.report_to == []
-    assert not arguments.config_for("base", task="masked_lm").training.get("report_to")
+    assert not config_of(arguments).training.get("report_to")
 
 
 def test_arguments_are_replaced():
     options = {"accelerator_config": {"even_batches": False}, "warmup_steps": 3}
     for given in ({}, options):
-        arguments = HarmonicTrainingArguments("out", **QUIET, **given)
+        arguments = arguments_with(**given)
         again = dataclasses.replace(arguments, max_steps=2)
-        found, expected = (
-            one.config_for("base", task="masked_lm").training for one in (again, arguments)
-        )
+        found, expected = (config_of(one).training for one in (again, arguments))
         assert found | {"report_to": []} == expected | {"report_to": [], "max_steps": 2}
 
 
@@ -195,9 +193,7 @@ def test_the_parser_of_transformers_and_reporters_read_them():
         ["--output_dir", "out", "--max_steps", "5", "--packing", "--use_cpu", "--head", "cosine"]
     )
     assert (arguments.max_steps, arguments.packing, arguments.head) == (5, True, "cosine")
-    plain = json.loads(
-        HarmonicTrainingArguments("out", **QUIET, loss=WassersteinLoss()).to_json_string()
-    )
+    plain = json.loads(arguments_with(loss=WassersteinLoss()).to_json_string())
     assert plain["loss"]["name"] == "wasserstein"
 
 
@@ -229,7 +225,7 @@ def test_every_field_has_a_help():
     ],
 )
 def test_what_several_processes_cannot_follow_is_refused(fields, message, monkeypatch):
-    args = HarmonicTrainingArguments("out", **QUIET, **fields)
+    args = arguments_with(**fields)
     check_launch(args)
     monkeypatch.setattr(HarmonicTrainingArguments, "world_size", 2)
     with pytest.raises(ValueError, match=message):

@@ -1,11 +1,11 @@
 """What the CPU counts is what the model would find, and no device is waited for."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 
@@ -15,23 +15,18 @@ from harmonic_sft.training.batches import (
     last_batch_rows,
     take_out_repeated_,
 )
-from harmonic_sft.training.run import prepare
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training.conftest import prepared
 
-ROWS = [[-100, 3, 4, -100], [5, -100, -100, 6]]
 BATCH = {
     "input_ids": torch.ones(2, 4, dtype=torch.int64),
     "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
-    "labels": torch.tensor(ROWS),
+    "labels": torch.tensor([[-100, 3, 4, -100], [5, -100, -100, 6]]),
 }
 
 
 def count(batch, *, causal=False, num_classes=10):
-    collator = CountingCollator(
-        collator=lambda rows: dict(batch), num_classes=num_classes, causal=causal
-    )
-    return collator([])
+    return CountingCollator(collator=dict, num_classes=num_classes, causal=causal)(batch)
 
 
 @pytest.mark.parametrize(("causal", "positions"), [(False, [1, 2, 4, 7]), (True, [1, 2, 7])])
@@ -64,19 +59,18 @@ class Waits(TorchDispatchMode):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
-    @contextlib.contextmanager
-    def watching(self):
-        """Note also what copies to the host: on a CPU it is no operation."""
-        with pytest.MonkeyPatch.context() as patch, self:
-            for name in ("cpu", "numpy", "tolist"):
-                method = getattr(torch.Tensor, name)
-                patch.setattr(torch.Tensor, name, self._noting(name, method))
-            yield
 
-    def _noting(self, name, method):
-        return lambda tensor, *args, **kwargs: (
-            self.seen.append(name) or method(tensor, *args, **kwargs)
-        )
+class Copies(TorchFunctionMode):
+    """Notes what copies to the host: on a CPU it is no operation."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("cpu", "numpy", "tolist"):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "plain labels"])
@@ -88,9 +82,9 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
     def counted_step(self, model, inputs, num_items_in_batch=None):
         if not counted:
             del inputs["label_positions"]
-        with body.watching():
+        with body, Copies(body.seen):
             head_inputs(model, inputs)
-        with whole.watching():
+        with whole, Copies(whole.seen):
             return training_step(self, model, inputs, num_items_in_batch)
 
     def counted_track(self, inputs):
@@ -99,7 +93,7 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
 
     monkeypatch.setattr(HarmonicTrainer, "training_step", counted_step)
     monkeypatch.setattr(HarmonicTrainer, "_track_num_input_tokens", counted_track)
-    trainer = prepare(load_run_config(make_yaml(training={"max_steps": 2}))).trainer
+    trainer = prepared(make_yaml(training={"max_steps": 2})).trainer
     trainer.train()
     assert (whole.seen == body.seen) == counted, whole.seen
     assert trainer.state.num_input_tokens_seen > 0
@@ -138,9 +132,8 @@ def test_rows_that_fill_up_the_last_processes_are_not_scored(num_rows, scored):
     ("num_rows", "drop_last", "expected"), [(11, False, 3), (12, False, 0), (11, True, 0)]
 )
 def test_rows_of_the_last_batch_of_all_processes_are_counted(num_rows, drop_last, expected):
-    args = SimpleNamespace(
-        dataloader_drop_last=drop_last, per_device_train_batch_size=2, world_size=2
-    )
+    sizes = {"per_device_train_batch_size": 2, "world_size": 2}
+    args = SimpleNamespace(dataloader_drop_last=drop_last, **sizes)
     sampler = BatchSampler(range(num_rows), 2, drop_last=drop_last)
     loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0))
     assert last_batch_rows(loader, args) == expected

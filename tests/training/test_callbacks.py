@@ -12,15 +12,14 @@ from transformers import TrainerCallback, TrainerState
 
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import HExpConfig, load_run_config
-from tests.training.conftest import trained
+from harmonic_sft.training.run_config import HExpConfig
+from tests.training.conftest import AtStep, start, trained, weights_in
 
 
 def test_progress_bars_are_labeled_and_the_end_says_what_to_type(make_yaml, capsys, caplog):
     caplog.set_level("INFO")
     path = make_yaml(training={"disable_tqdm": False, "max_steps": 2})
-    train(load_run_config(path))
+    start(path)
     shown = capsys.readouterr().err
     bars = {line.strip() for line in re.findall(r"([A-Z][\w ]*|):? +\d+%\|", shown)}
     assert {"Training", "Evaluating"} <= bars
@@ -40,13 +39,8 @@ def test_the_exponent_is_linear_and_stateless():
     assert values == [-12, -11, -10, -9, -8, -7, -6, -5, -4, -4]
 
 
-class Terminate(TrainerCallback):
-    def __init__(self, step=3):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+def terminate(step=3):
+    return AtStep(step, lambda: signal.raise_signal(signal.SIGTERM))
 
 
 def test_a_sigterm_costs_no_step(
@@ -55,17 +49,16 @@ def test_a_sigterm_costs_no_step(
     """The step at work is saved, the exit status is that of shells, and the end is the same."""
     caplog.set_level("INFO")
     path, handler = make_yaml(training={"save_strategy": "no"}), signal.getsignal(signal.SIGTERM)
-    with add_callbacks(Terminate()), pytest.raises(SystemExit) as caught:
-        train(load_run_config(path))
+    with add_callbacks(terminate()), pytest.raises(SystemExit) as caught:
+        start(path)
     assert caught.value.code == 143
     assert "SIGTERM: training ends with a checkpoint of step 4." in caplog.text
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not (tmp_path / "run" / "results" / "train.json").exists()
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert "checkpoint-4" in caplog.text
     assert again["final"] == finished_results["final"]
-    folders = (tmp_path / "run", finished_run)
-    assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
+    assert weights_in(tmp_path / "run") == weights_in(finished_run)
 
 
 @pytest.mark.parametrize("eval_steps", [1, 3], ids=["evaluated", "not evaluated"])
@@ -75,8 +68,8 @@ def test_a_sigterm_saves_a_step_that_is_not_the_best(
     training = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": eval_steps}
     training |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is best
     path, saved = make_yaml(training=training, h_exp=-12.0), Saved()
-    with add_callbacks(Terminate(), saved), pytest.raises(SystemExit):
-        train(load_run_config(path))
+    with add_callbacks(terminate(), saved), pytest.raises(SystemExit):
+        start(path)
     assert saved.steps == [eval_steps, 4]
 
 
@@ -85,7 +78,7 @@ class TerminateAtEvaluation(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, **kwargs):
         if state.global_step == state.max_steps > 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "best"])
@@ -97,7 +90,7 @@ def test_a_sigterm_in_the_evaluation_of_the_last_step_leaves_its_checkpoint(
     training |= {"metric_for_best_model": "loss", "greater_is_better": True}
     path = make_yaml(training={**training, "save_strategy": save_strategy}, h_exp=-12.0)
     with add_callbacks(TerminateAtEvaluation()), pytest.raises(SystemExit):
-        train(load_run_config(path))
+        start(path)
     assert (tmp_path / "run" / "checkpoint-32" / "manifest.json").is_file()
 
 
@@ -112,19 +105,14 @@ def test_a_kill_in_the_closing_evaluation_costs_no_weights(
         run, "evaluate", lambda t, name: killed() if name == "final" else evaluate(t, name)
     )
     with pytest.raises(KeyboardInterrupt):
-        train(load_run_config(make_yaml(training={"save_strategy": "no"})))
-    folders = (tmp_path / "run", finished_run)
-    assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
+        start(make_yaml(training={"save_strategy": "no"}))
+    assert weights_in(tmp_path / "run") == weights_in(finished_run)
 
 
 def test_a_sigterm_is_left_alone_on_request(make_yaml, add_callbacks):
     handler, seen = signal.getsignal(signal.SIGTERM), []
 
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    with add_callbacks(Look()):
+    with add_callbacks(AtStep(0, lambda: seen.append(signal.getsignal(signal.SIGTERM)))):
         trained(make_yaml(training={"enable_jit_checkpoint": False, "max_steps": 1}))
     assert seen == [handler]
 
@@ -134,13 +122,13 @@ def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add
     """Where a run evaluates, saves and logs after epochs, of 16 steps."""
     strategies = {f"{name}_strategy": "epoch" for name in ("save", "eval", "logging")}
     path = make_yaml(training={"max_steps": -1, "num_train_epochs": 2, **strategies})
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     saved = Saved()
-    with add_callbacks(Terminate(step), saved), pytest.raises(SystemExit):
-        train(load_run_config(path))
+    with add_callbacks(terminate(step), saved), pytest.raises(SystemExit):
+        start(path)
     assert saved.steps == [step + 1]  # once: nothing is written over
     assert saved.evaluated == ([16] if step == 15 else [])
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert compared(again) == compared(whole)
 
 
@@ -173,17 +161,15 @@ def test_a_sigterm_to_a_run_and_its_workers_leaves_a_checkpoint(
 ):
     """Schedulers send it to all processes of a job."""
 
-    class TerminateAll(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                workers = [str(worker.pid) for worker in multiprocessing.active_children()]
-                assert workers
-                subprocess.run(["kill", *workers, str(os.getpid())], check=True)
+    def terminate_all():
+        workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+        assert workers
+        subprocess.run(["kill", *workers, str(os.getpid())], check=True)
 
     source = {"path": str(text_file), "streaming": streaming}
     path = make_yaml(data={"sources": [source]}, training={"dataloader_num_workers": 1})
-    with add_callbacks(TerminateAll()), pytest.raises(SystemExit) as caught:
-        train(load_run_config(path))
+    with add_callbacks(AtStep(1, terminate_all)), pytest.raises(SystemExit) as caught:
+        start(path)
     assert caught.value.code == 143
     assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()
 

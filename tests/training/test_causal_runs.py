@@ -16,6 +16,7 @@ from harmonic_sft.training.loading import load_run_data, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import SIZES, V, save_decoder, save_tokenizer
+from tests.training.conftest import prepared, start
 
 RECIPES = {
     "plan": {},
@@ -26,7 +27,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_learns_and_can_be_loaded(make_causal_yaml, tmp_path, recipe):
-    results = train(load_run_config(make_causal_yaml(**RECIPES[recipe], h_exp=-8.0)))
+    results = start(make_causal_yaml(**RECIPES[recipe], h_exp=-8.0))
     assert results["final"]["loss"] < results["before"]["loss"]
     assert ("old_head" in results["swap"]) == (recipe != "scratch")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
@@ -43,7 +44,7 @@ def test_lora_of_gpt2_has_transposed_layers(tmp_path, make_causal_yaml):
     folder = save_decoder("gpt2", tmp_path / "gpt2")
     save_tokenizer(folder)
     section = {"base": str(folder), "unfreeze": {"last_blocks": 0}}
-    results = train(load_run_config(make_causal_yaml(model=section, peft={"r": 2}, h_exp=-8.0)))
+    results = start(make_causal_yaml(model=section, peft={"r": 2}, h_exp=-8.0))
     assert results["final"]["loss"] < results["before"]["loss"]
     evaluated = evaluate_folder(tmp_path / "run")  # of the merged weights
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
@@ -66,7 +67,7 @@ def test_the_old_head_is_measured_as_transformers_measures_it(causal_base, make_
 def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_causal_yaml, tmp_path):
     head = {"name": "dist", "unit_sphere": False}
     path = make_causal_yaml(h_exp={"start": -12.0, "end": -4.0, "calibrate": True}, head=head)
-    results = train(load_run_config(path))
+    results = start(path)
     swap, before = results["swap"], results["before"]
     assert set(swap) == {"old_head", "swapped"}
     assert swap["swapped"]["post_hoc_loss"] == pytest.approx(before["post_hoc_loss"], rel=0.05)
@@ -81,7 +82,7 @@ def test_calibration_lowers_the_start_moves_both_ends_and_is_remembered(make_cau
     shutil.rmtree(folder / "checkpoint-6")
     for name in ("model.safetensors", "results/train.json"):
         (folder / name).unlink()
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert again["final"] == results["final"]
     assert again["calibration"] == results["calibration"]
 
@@ -93,7 +94,7 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
         head={"name": "dist", "unit_sphere": False},
         loss={"name": name} | ({"ground": "fixed"} if name == "wasserstein" else {}),
     )
-    ready = prepare(load_run_config(path))
+    ready = prepared(path)
     model = ready.trainer.model
     before = model.loss_fn
     _, fit = measure_swap(ready.trainer, ready.data)
@@ -104,27 +105,20 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
         assert model.loss_fn is before
 
 
-def test_distillation_is_annealed_over_its_share(make_causal_yaml):
+def test_distillation_is_annealed_over_its_share(make_causal_yaml, monkeypatch):
     run = load_run_config(make_causal_yaml(loss={"name": "distill", "until": 0.5}))
     ready = prepare(run)
-    seen = []
-    loss_fn = ready.trainer.model.loss_fn
-    original = type(loss_fn).__call__
-
-    def spy(self, head, hidden_states, labels):
-        seen.append(self.weight)
-        return original(self, head, hidden_states, labels)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(loss_fn), "__call__", spy)
-        ready.trainer.train()
+    seen, kind = [], type(ready.trainer.model.loss_fn)
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda s, *args: seen.append(s.weight) or call(s, *args))
+    ready.trainer.train()
     assert seen == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
 
 
 @pytest.mark.parametrize("recipe", ["plan", "lora"])
 def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
     loss = {"name": "distill", "until": 1.0}
-    trainer = prepare(load_run_config(make_causal_yaml(**RECIPES[recipe], loss=loss))).trainer
+    trainer = prepared(make_causal_yaml(**RECIPES[recipe], loss=loss)).trainer
     model = trainer.model
     trainer.train()
     input_ids = torch.tensor([[5, 6, 7, 8]])
@@ -144,7 +138,7 @@ def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
 
 def test_a_frozen_body_is_not_read_twice(make_causal_yaml):
     section = {"unfreeze": {"last_blocks": 0}}
-    ready = prepare(load_run_config(make_causal_yaml(model=section, loss={"name": "distill"})))
+    ready = prepared(make_causal_yaml(model=section, loss={"name": "distill"}))
     assert ready.trainer.model.loss_fn.body is None
     assert ready.trainer.train().global_step == 6
 
@@ -159,7 +153,7 @@ def test_tokens_that_only_the_tokenizer_has(make_causal_yaml, tmp_path):
     assert results["swap"] == {}  # another vocabulary
     distill = make_causal_yaml("distill", model={"base": str(folder)}, loss={"name": "distill"})
     with pytest.raises(ValueError, match=f"tokenizer with the base's own {V} tokens, got one"):
-        train(load_run_config(distill))
+        start(distill)
     with pytest.raises(ValueError, match=r"--form head: expected the base's vocabulary"):
         check_form(model.config, "head", False)
 
@@ -171,12 +165,24 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path):
         with_padding(tokenizer, "causal_lm")
 
 
+@pytest.fixture
+def exported(tmp_path):
+    """Export a model, and load it with the classes of transformers."""
+
+    def load(model, **options):
+        model.save_pretrained(tmp_path / "model")
+        export_linear(tmp_path / "model", tmp_path / "plain")
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).eval()
+
+    return load
+
+
 @pytest.mark.parametrize("head", [{"name": "dist"}, {"name": "linear", "bias": False}])
-def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tmp_path, head):
+def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(
+    causal_base, tmp_path, exported, head
+):
     model = HarmonicForCausalLM.from_base(str(causal_base), head=head)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    native = exported(model)
     assert type(native).__name__ == "LlamaForCausalLM"
     assert not list((tmp_path / "plain").glob("*.py"))
     rows = torch.randint(3, V, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -187,7 +193,7 @@ def test_the_export_is_an_ordinary_checkpoint_that_decodes_alike(causal_base, tm
         assert (order == native(rows).logits.argsort(-1)).float().mean() > 0.99
 
 
-def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path):
+def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path, exported):
     pytest.importorskip("transformers.models.minicpm3")  # of later versions
     ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
     own = {**SIZES, **ranks, "num_key_value_heads": 4, "v_head_dim": 8, "dim_model_base": 16}
@@ -196,26 +202,21 @@ def test_the_export_of_a_decoder_that_derives_its_factor_has_none(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     head = {"name": "linear", "bias": False}
     model = HarmonicForCausalLM.from_base(str(tmp_path / "base"), head=head)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    native = exported(model)
     assert native.config.logits_scaling == 1
     rows = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(native(rows).logits, model(input_ids=rows).logits)
 
 
-def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path):
+def test_a_16_bit_export_says_that_it_is_rounded(causal_base, tmp_path, exported):
     model = HarmonicForCausalLM.from_base(str(causal_base), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "model")
-    export_linear(tmp_path / "model", tmp_path / "plain")
-    native = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
-    assert native.dtype == torch.bfloat16
+    assert exported(model, dtype="auto").dtype == torch.bfloat16
     assert "rounded to bfloat16" in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path):
+def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path, exported):
     head = {"name": "dist", "unit_sphere": False}
-    HarmonicForCausalLM.from_base(str(causal_base), head=head).save_pretrained(tmp_path / "model")
+    model = HarmonicForCausalLM.from_base(str(causal_base), head=head)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
-        export_linear(tmp_path / "model", tmp_path / "plain")
+        exported(model)
     assert not (tmp_path / "plain").exists()

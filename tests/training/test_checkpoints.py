@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, TrainerCallback
 
 from harmonic_sft.config import to_yaml
@@ -29,18 +28,20 @@ from harmonic_sft.training.checkpoints import (
     write_manifest,
 )
 from harmonic_sft.training.loading import check_base_config
+from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
-from tests.training.conftest import StopAt
+from tests.conftest import write_run
+from tests.saved_models import change_json, change_weights
+from tests.training.conftest import logged, start, weights_in
 
 
 @pytest.fixture
 def stopped_run(run_copy):
     """A copy of the finished run as if it had been killed after its checkpoint of step 6."""
     (run_copy / "results" / "train.json").unlink()
-    settings = yaml.safe_load((run_copy / "run.yaml").read_text())
-    settings["training"]["output_dir"] = str(run_copy)
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(settings))
+    moved = {"training": {"output_dir": str(run_copy)}}
+    write_run(run_copy / "run.yaml", read_run(run_copy), moved)
     return run_copy
 
 
@@ -54,22 +55,12 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def remove(path):
-    path.unlink()
-
-
-class SetBack(TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
-
-
-@pytest.mark.parametrize("damage", [flip, cut, remove])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_every_damaged_file_of_a_checkpoint_is_found(finished_run, tmp_path, damage):
     whole = finished_run / "checkpoint-6"
     assert find_damage(whole) is None
-    names = [path.name for path in whole.iterdir()]
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} < set(names)
+    names = {path.name for path in whole.iterdir()}
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"} < names
     for name in names:
         run = tmp_path / name
         shutil.copytree(finished_run / "checkpoint-3", run / "checkpoint-3")
@@ -89,12 +80,11 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     path = stopped_run / "checkpoint-6" / "rng_state.pth"
     path.unlink()
     path.symlink_to(path.name)
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert f"Skipped {stopped_run}/checkpoint-6: rng_state.pth is missing" in caplog.text
     assert f"Continuing from {stopped_run}/checkpoint-3" in caplog.text
     assert again["final"] == finished_results["final"]
-    weights = [f / "model.safetensors" for f in (stopped_run, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(stopped_run) == weights_in(finished_run)
     assert find_damage(stopped_run / "checkpoint-6") is None  # it was saved again
 
 
@@ -103,11 +93,10 @@ def test_a_run_stopped_after_its_last_step_ends_like_a_whole_one(
 ):
     """Nothing is left but to evaluate."""
     (stopped_run / "model.safetensors").unlink()
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert again["steps"] == 6
     assert again["final"] == finished_results["final"]
-    weights = [folder / "model.safetensors" for folder in (stopped_run, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(stopped_run) == weights_in(finished_run)
 
 
 def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
@@ -115,7 +104,7 @@ def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
 ):
     for step in (3, 6):
         cut(stopped_run / f"checkpoint-{step}" / "optimizer.pt")
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert "No checkpoint is whole: the run starts again from its first step." in caplog.text
     assert again["final"] == finished_results["final"]
 
@@ -149,7 +138,7 @@ def test_a_checkpoint_whose_manifest_was_not_written_is_none(stopped_run, finish
     shutil.rmtree(stopped_run / "checkpoint-3")
     (stopped_run / "checkpoint-6" / MANIFEST_NAME).unlink()
     assert find_damage(stopped_run / "checkpoint-6", is_best=True).startswith("it has no manifest")
-    again = train(load_run_config(stopped_run / "run.yaml", ["resume=true"]))
+    again = start(stopped_run / "run.yaml", "resume=true")
     assert "No checkpoint is whole" in caplog.text
     assert again["final"] == finished_results["final"]
 
@@ -166,29 +155,27 @@ def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
     (tmp_path / "checkpoint-10-best").mkdir()  # a copy
     assert len(list(tmp_path.iterdir())) == 5
     rotate(tmp_path, keep=3, protected=[saved, best])
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoint-9",
-        "checkpoint-10-best",
-        "checkpoint-100",
-        "checkpoint-200",
-    }
+    kept = {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()}
+    assert kept == {"9", "10-best", "100", "200"}
 
 
 def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
     make_yaml, tmp_path, add_callbacks
 ):
+    class SetBack(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            os.utime(folder, (1e9 - 100 * state.global_step,) * 2)
+
     with add_callbacks(SetBack()):
-        train(load_run_config(make_yaml(training={"save_steps": 1, "save_total_limit": 2})))
+        start(make_yaml(training={"save_steps": 1, "save_total_limit": 2}))
     kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert kept == ["checkpoint-5", "checkpoint-6"]
 
 
 def arguments(rows, processes, accumulation):
-    return SimpleNamespace(
-        per_device_train_batch_size=rows,
-        world_size=processes,
-        gradient_accumulation_steps=accumulation,
-    )
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    return SimpleNamespace(world_size=processes, **sizes)
 
 
 def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers(tmp_path, caplog):
@@ -199,10 +186,8 @@ def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers
     assert same_accumulation(tmp_path, arguments(8, 2, 1)) == 1
     assert not caplog.records
     assert same_accumulation(tmp_path, arguments(8, 1, 1)) == 2
-    assert (
-        "16 rows per optimizer step as before: 1 processes with 8 rows each accumulate over 2"
-        in (caplog.text)
-    )
+    said = "16 rows per optimizer step as before: 1 processes with 8 rows each accumulate over 2"
+    assert said in caplog.text
     message = (
         r"resume: expected 16 rows per optimizer step .*, got a multiple of 24: 3 processes with 8 "
         r"rows each. Start as many processes as before, or set training.per_device_train_batch_size"
@@ -216,16 +201,15 @@ def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, capl
     shutil.rmtree(stopped_run / "checkpoint-6")
     before = json.loads((stopped_run / "trainer_state.json").read_text())["log_history"]
     words = ["resume=true", "training.per_device_train_batch_size=4"]
-    again = train(load_run_config(stopped_run / "run.yaml", words))
+    again = start(stopped_run / "run.yaml", *words)
     assert "4 rows each accumulate over 2 micro-batches" in caplog.text
-    rows = [[r["loss"] for r in run if "loss" in r] for run in (before, again["history"])]
-    assert rows[1] == pytest.approx(rows[0], rel=1e-5)
+    assert logged(again["history"]) == pytest.approx(logged(before), rel=1e-5)
 
 
 def test_workers_may_change_when_a_run_is_resumed(stopped_run, finished_results):
     shutil.rmtree(stopped_run / "checkpoint-6")
     words = ["resume=true", "training.dataloader_num_workers=1"]
-    again = train(load_run_config(stopped_run / "run.yaml", words))
+    again = start(stopped_run / "run.yaml", *words)
     assert again["final"] == finished_results["final"]
 
 
@@ -246,16 +230,15 @@ PARTS = {
 
 @pytest.mark.parametrize("sections", PARTS.values(), ids=PARTS)
 def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
-    make_yaml, tmp_path, sections, add_callbacks
+    make_yaml, tmp_path, sections, interrupt
 ):
     """Killed and resumed as a run that saves whole models and is left alone."""
     training = {"save_steps": 2, **sections.get("training", {})}
     path = make_yaml(**{**sections, "training": training})
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     words = [f"training.output_dir={tmp_path / 'cut'}", "save=trainable"]
-    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path, words))
-    again = train(load_run_config(path, [*words, "resume=true"]))
+    interrupt(5, path, *words)
+    again = start(path, *words, "resume=true")
     assert again["final"] == whole["final"]
     files, saved = (
         {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.*") if p.name != "run.yaml"}
@@ -272,11 +255,11 @@ def test_a_run_that_saves_only_what_trains_ends_with_the_same_bits(
 @pytest.fixture(scope="module")
 def best_results(tmp_path_factory, tiny_base, run_settings):
     """The file of a run whose best checkpoint is that of step 4, and its results."""
-    settings = run_settings(tiny_base, tmp_path_factory.mktemp("best") / "run")
-    settings["training"] |= {**BEST, "save_steps": 2, "max_steps": 8}
-    path = Path(settings["training"]["output_dir"]).with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(settings))
-    return path, train(load_run_config(path))
+    folder = tmp_path_factory.mktemp("best") / "run"
+    training = {**BEST, "save_steps": 2, "max_steps": 8}
+    settings = run_settings(tiny_base, folder)
+    path = write_run(folder.with_suffix(".yaml"), settings, {"training": training})
+    return path, start(path)
 
 
 @pytest.fixture
@@ -298,8 +281,7 @@ def test_a_moved_run_finds_its_best_checkpoint_where_it_is_now(moved_run):
     assert train(run)["final"] == final
     state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(folder / "checkpoint-4")
-    saved = yaml.safe_load((folder / "run.yaml").read_text())
-    assert saved["training"]["output_dir"] == str(folder)
+    assert read_run(folder)["training"]["output_dir"] == str(folder)
 
 
 def test_a_run_without_its_best_checkpoint_is_refused_and_may_continue_before_it(moved_run):
@@ -326,9 +308,8 @@ def test_a_best_checkpoint_of_an_earlier_version_is_taken(moved_run):
 def trainable_run(tmp_path_factory, tiny_base, run_settings):
     """The folder of a run that saved only what trains; beside it is its file."""
     folder = tmp_path_factory.mktemp("trainable") / "run"
-    path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump({**run_settings(tiny_base, folder), "save": "trainable"}))
-    train(load_run_config(path))
+    settings = run_settings(tiny_base, folder)
+    start(write_run(folder.with_suffix(".yaml"), settings, {"save": "trainable"}))
     return folder
 
 
@@ -337,8 +318,8 @@ def test_such_a_checkpoint_holds_the_trained_tensors_and_nothing_else(trainable_
     folder = trainable_run / "checkpoint-6"
     saved = load_file(folder / RESUME_FILE)
     trained = {name for name in final if ".layer.2." in name or name == "dist_head.weight"}
-    assert saved.keys() == trained
-    assert all(torch.equal(value, final[name]) for name, value in saved.items())
+    expected = {name: final[name] for name in trained}
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
     size = sum(final[name].nbytes for name in trained)
     assert size < (folder / RESUME_FILE).stat().st_size < size + 4096  # names and shapes
     left = {"config.json", MANIFEST_NAME, "optimizer.pt", "rng_state.pth", "scheduler.pt"}
@@ -356,7 +337,7 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
         AutoModelForMaskedLM.from_pretrained(run, subfolder=name)
     words = [f"model.base={run / name}", "head.init=base_head"]
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(make_yaml(), words))
+        start(make_yaml(), *words)
     with pytest.raises(ValueError, match=message):
         read_trained(run / name)
     AutoModelForMaskedLM.from_pretrained(run)
@@ -364,19 +345,16 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
 
 @pytest.mark.parametrize("sections", [{}, {"save": "trainable"}, {"peft": LORA}], ids=str)
 def test_another_base_than_a_checkpoint_was_trained_on_is_refused(
-    make_yaml, tmp_path, tiny_base, add_callbacks, sections
+    make_yaml, tmp_path, tiny_base, interrupt, sections
 ):
     base = shutil.copytree(tiny_base, tmp_path / "base")
     path = make_yaml(model={"base": str(base)}, **sections)
-    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path))
-    weights = load_file(base / "model.safetensors")
+    interrupt(4, path)
     name = "bert.encoder.layer.0.output.dense.bias"
-    weights[name][0] += 1e-6
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    change_weights(base / "model.safetensors", lambda weights: weights[name][0].add_(1e-6))
     message = "resume: expected the frozen weights that .*checkpoint-3' was trained on, .*got other"
     with pytest.raises(ValueError, match=message):
-        train(load_run_config(path, ["resume=true"]))
+        start(path, "resume=true")
 
 
 @pytest.mark.parametrize("save", ["full", "trainable"])
@@ -389,11 +367,10 @@ def test_a_resumed_run_may_save_in_the_other_way(
     (folder / "run.yaml").write_text(to_yaml(load_run_config(make_yaml())))
     (folder / "results" / "train.json").unlink()
     (folder / "checkpoint-6" / "rng_state.pth").unlink()
-    train(load_run_config(make_yaml(), [f"save={save}", "resume=true"]))
+    start(make_yaml(), f"save={save}", "resume=true")
     name = "model.safetensors" if save == "full" else RESUME_FILE
     assert [p.name for p in (folder / "checkpoint-6").glob("*.safetensors")] == [name]
-    weights = [run / "model.safetensors" for run in (folder, finished_run)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights_in(folder) == weights_in(finished_run)
 
 
 def test_buffers_are_saved_with_what_trains_and_other_tensors_are_refused(tiny_base, tmp_path):
@@ -423,10 +400,9 @@ def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):
 
 def test_another_commit_of_the_base_is_refused(run_copy):
     """A branch that was not pinned has moved on; a base without a commit is not compared."""
-    path = run_copy / "config.json"
     config = HarmonicConfig.from_pretrained(run_copy)
     check_continues(run_copy, config, rows_sha256=None)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_revision": 40 * "a"}))
+    change_json(run_copy / "config.json", base_revision=40 * "a")
     check_continues(run_copy, config, rows_sha256=None)
     config.base_revision = 40 * "b"
     with pytest.raises(ValueError, match=f"expected the base at commit {40 * 'a'}, got {40 * 'b'}"):

@@ -12,9 +12,9 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.preview import dry_run, show_data
-from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS, write_run
+from tests.training.conftest import prepared, start
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}
 
@@ -35,28 +35,23 @@ def word_rows():
     return [{"text": text, "label": [groups[word] for word in text]} for text in texts]
 
 
-ROWS = {"sequence_classification": text_rows, "token_classification": word_rows}
-MODELS = {
-    "sequence_classification": HarmonicForSequenceClassification,
-    "token_classification": HarmonicForTokenClassification,
+TASKS = {
+    "sequence_classification": (text_rows, HarmonicForSequenceClassification),
+    "token_classification": (word_rows, HarmonicForTokenClassification),
 }
 
 
 @pytest.fixture
 def make(tmp_path, labelled_settings):
     def make(task="sequence_classification", **sections):
-        settings = labelled_settings(ROWS[task](), tmp_path, task)
+        settings = labelled_settings(TASKS[task][0](), tmp_path, task)
         settings["data"]["eval"]["documents"] = 40
         return write_run(tmp_path / "run.yaml", settings, sections)
 
     return make
 
 
-def start(path, *overrides):
-    return train(load_run_config(path, overrides))
-
-
-@pytest.mark.parametrize("task", ROWS)
+@pytest.mark.parametrize("task", TASKS)
 def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task, capsys):
     overrides = ("head.init=random", "training.max_steps=12", "training.save_strategy=no")
     results = start(make(task), *overrides)
@@ -70,7 +65,7 @@ def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task
     assert expected in printed
     assert "class frequencies alone" in printed
     assert "Nearest prototypes" not in printed
-    model = MODELS[task].from_pretrained(tmp_path / "run")
+    model = TASKS[task][1].from_pretrained(tmp_path / "run")
     assert list(model.config.id2label.values()) == ["early", "last", "late"]
     assert model.h_exp == -4.0
     again = evaluate_folder(tmp_path / "run", ["training.use_cpu=true"])["final"]
@@ -110,7 +105,7 @@ def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
 
 def test_class_means_start_better_than_random_prototypes(make):
     means, at_random = (
-        prepare(load_run_config(make(head={"name": "dist", **init}))).trainer.evaluate()
+        prepared(make(head={"name": "dist", **init})).trainer.evaluate()
         for init in ({}, {"init": "random"})
     )
     assert means["eval_accuracy"] > 0.7 > at_random["eval_accuracy"]
@@ -146,7 +141,7 @@ def test_the_classes_of_a_run_are_shown(make, capsys):
 
 def test_a_plan_needs_no_data(make, capsys, caplog):
     caplog.set_level("INFO")
-    for task in ROWS:
+    for task in TASKS:
         dry_run(load_run_config(make(task)))
     assert "Fits 24 GiB" in caplog.text
 

@@ -8,7 +8,6 @@ import shutil
 import datasets
 import pytest
 import torch
-import yaml
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.masking import ClassLabels
@@ -16,9 +15,10 @@ from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import evaluation
 from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
 from harmonic_sft.training.output_folder import read_run
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft_cli import main
+from tests.conftest import write_run
+from tests.saved_models import change_json
+from tests.training.conftest import start
 
 CPU = "training.use_cpu=true"
 
@@ -68,16 +68,14 @@ def test_other_data_are_scored_whole(run_copy, other, tmp_path, caplog, capsys):
 def test_other_data_have_the_column_and_the_format_of_the_run(run_copy, other, tmp_path):
     run = read_run(run_copy)
     source = run["data"]["sources"][0] | {"column": "body", "format": "text"}
-    run["data"]["sources"] = [source, source]
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
+    write_run(run_copy / "run.yaml", run, {"data": {"sources": [source, source]}})
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join([json.dumps({"body": "aa ab ac ad ba bb"})] * 20))
     for path, column, row_format in ((rows, "body", "text"), (other, "text", "auto")):
         found = evaluate_folder(run_copy, [f"data={path}", CPU])["data"]["sources"]
         assert [(s["column"], s["format"]) for s in found] == [(column, row_format)]
-    source["column"] = "text"
-    run["data"]["sources"] = [source, source | {"column": "body"}]
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
+    sources = [source | {"column": "text"}, source]
+    write_run(run_copy / "run.yaml", run, {"data": {"sources": sources}})
     with pytest.raises(ValueError, match=r"expected one of \['body'\], got 'text'"):
         evaluate_folder(run_copy, [f"data={rows}", CPU])
 
@@ -253,7 +251,7 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
 def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplog):
     run = read_run(run_copy)
     run["head"]["init"] = "output_embeddings"
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
+    write_run(run_copy / "run.yaml", run, {})
     files = {
         "text/empty.txt": "",
         "text/line.txt": "aa ab ac\n",
@@ -331,9 +329,8 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
 
 def test_a_model_that_cannot_read_the_rows_is_not_compared(run_copy, tmp_path):
     other = shutil.copytree(run_copy, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 16
-    (other / "config.json").write_text(json.dumps(config))
+    body = json.loads((other / "config.json").read_text())["text_config"]
+    change_json(other / "config.json", text_config=body | {"max_position_embeddings": 16})
     message = "--against: expected a model of at least 24 positions, got 16 in "
     with pytest.raises(ValueError, match=message):
         evaluate_suite([run_copy, other], [CPU])
@@ -367,11 +364,7 @@ def test_a_model_is_evaluated_on_no_document_that_it_was_trained_on(finished_run
     message = r"trained without holding out 1?\d of the 20 documents"
     with pytest.raises(ValueError, match=message):
         evaluate_folder(finished_run, ["data.eval.seed=7", CPU])
-    text = (
-        load_run_config(finished_run / "run.yaml", ["training.output_dir=unused"])
-        .data.sources[0]
-        .path
-    )
+    text = read_run(finished_run)["data"]["sources"][0]["path"]
     with pytest.raises(ValueError, match=r"eval: expected documents that no .*data=other\.txt"):
         evaluate_folder(finished_run, [f"data={text}", CPU])
     assert {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")} == before
@@ -417,11 +410,8 @@ def run_copy_of(run_settings, tmp_path):
     def make(base, **held_out):
         settings = run_settings(base, tmp_path / "second")
         settings["data"]["eval"] |= held_out
-        settings["training"] |= {"max_steps": 1, "seed": 5}
-        settings["check_base"] = False
-        path = tmp_path / "second.yaml"
-        path.write_text(yaml.safe_dump(settings))
-        return train(load_run_config(path)), tmp_path / "second"
+        sections = {"training": {"max_steps": 1, "seed": 5}, "check_base": False}
+        return start(write_run(tmp_path / "run.yaml", settings, sections)), tmp_path / "second"
 
     return make
 

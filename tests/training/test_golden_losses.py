@@ -11,26 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import BertTokenizer
 
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
+from tests.conftest import SPECIAL, WORDS
+from tests.training.conftest import logged, start
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-@pytest.fixture
-def published_neobert(tmp_path):
-    """The fixture in the layout of the published checkpoint, with a tokenizer of its size."""
-    folder = tmp_path / "neobert"
-    folder.mkdir()
-    vocab = folder / "vocab.txt"
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [first + second for first in letters for second in letters[:4]][:96]
-    vocab.write_text("\n".join(SPECIAL + words) + "\n")
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
-    shutil.copy(FIXTURES / "neobert_tiny" / "config.json", folder)
-    shutil.copy(FIXTURES / "neobert_tiny" / "weights.safetensors", folder / "model.safetensors")
-    return folder
 
 
 BFLOAT16 = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "bfloat16"}}
@@ -45,19 +29,22 @@ RUNS = {  # of `loss` and `final` in the file, and how far machines may differ
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, published_neobert, name):
+def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, tmp_path, name):
+    """In the layout of the published checkpoint, with a tokenizer of its size."""
+    folder, fixture = tmp_path / "neobert", FIXTURES / "neobert_tiny"
+    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS[:96])}
+    BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    shutil.copy(fixture / "config.json", folder)
+    shutil.copy(fixture / "weights.safetensors", folder / "model.safetensors")
     model, training, tolerance = RUNS[name]
     path = make_yaml(
-        model={"base": str(published_neobert), **model},
+        model={"base": str(folder), **model},
         training={"learning_rate": 2e-3, **training},
     )
-    results = train(load_run_config(path))
+    results = start(path)
     golden = json.loads((FIXTURES / "golden_losses.json").read_text())
-    golden = golden if name == "float32" else golden[name]
-    logged = [entry["loss"] for entry in results["history"] if "loss" in entry]
-    assert logged == pytest.approx(golden["loss"], rel=tolerance)
+    golden = golden.get(name, golden)
+    assert logged(results["history"]) == pytest.approx(golden["loss"], rel=tolerance)
     for key in ("loss", "accuracy", "post_hoc_loss", "tokens"):
-        value = golden["final"][key]
-        assert results["final"][key] == pytest.approx(
-            value, rel=10 * tolerance, abs=2 * tolerance
-        ), key
+        expected = pytest.approx(golden["final"][key], rel=10 * tolerance, abs=2 * tolerance)
+        assert results["final"][key] == expected, key

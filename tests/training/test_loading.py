@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,13 +65,10 @@ def test_means_are_those_of_a_loop(tiny_base, model_class, axes, head):
 
 
 def test_class_means_of_a_rotated_sphere_are_those_of_the_sphere(tiny_base):
-    found = []
-    for head in ({"name": "dist"}, {"name": "rotation", "inner": {"name": "dist"}}):
-        model = HarmonicForSequenceClassification.from_base(
-            str(tiny_base), labels=LABELS, head=head
-        )
-        found.append(class_means(model, make_batches("B")))
-    torch.testing.assert_close(*found)
+    heads = ({"name": "dist"}, {"name": "rotation", "inner": {"name": "dist"}})
+    load = HarmonicForSequenceClassification.from_base
+    models = [load(str(tiny_base), labels=LABELS, head=head) for head in heads]
+    torch.testing.assert_close(*(class_means(model, make_batches("B")) for model in models))
 
 
 def test_a_class_without_rows_is_an_error(tiny_base):
@@ -78,29 +76,6 @@ def test_a_class_without_rows_is_an_error(tiny_base):
     batch = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "labels": torch.tensor([0, 2])}
     with pytest.raises(ValueError, match=r"head.init: expected training rows .* none of \['b'\]"):
         class_means(model, [batch])
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Count the tokenizers that are loaded and the files that are hashed."""
-    calls = {"tokenizers": 0, "hashes": 0}
-    originals = {
-        "tokenizers": (AutoTokenizer, AutoTokenizer.from_pretrained),
-        "hashes": (hashlib, hashlib.file_digest),
-    }
-
-    def count(kind):
-        owner, original = originals[kind]
-
-        def call(*args, **kwargs):
-            calls[kind] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, original.__name__, call)
-
-    for kind in originals:
-        count(kind)
-    return calls
 
 
 @pytest.fixture
@@ -114,12 +89,17 @@ def package(monkeypatch, tiny_base, tmp_path):
     return folder
 
 
-def test_a_run_reads_its_tokenizer_once_and_hashes_its_base_once(make_yaml, package, counted):
+@pytest.mark.usefixtures("package")
+def test_a_run_reads_its_tokenizer_once_and_hashes_its_base_once(make_yaml, monkeypatch):
+    tokenizers = Mock(wraps=AutoTokenizer.from_pretrained)
+    hashes = Mock(wraps=hashlib.file_digest)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizers)
+    monkeypatch.setattr(hashlib, "file_digest", hashes)
     run = load_run_config(make_yaml(), ["model.base=package:tiny_package"])
     dry_run(run)
-    assert counted == {"tokenizers": 0, "hashes": 0}
-    prepare(run)
-    assert counted == {"tokenizers": 1, "hashes": 2}  # of the base, and of the cached table
+    assert (tokenizers.call_count, hashes.call_count) == (0, 0)
+    prepare(run)  # hashes the base, and the cached table
+    assert (tokenizers.call_count, hashes.call_count) == (1, 2)
 
 
 @pytest.mark.parametrize("start", [prepare, dry_run])

@@ -6,9 +6,9 @@ from transformers import TrainerCallback
 
 from harmonic_sft.config import parse, read_yaml, to_yaml
 from harmonic_sft.losses import LOSSES, neighbor_tables
-from harmonic_sft.training.run import prepare, train
+from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import RunConfig, load_run_config
-from tests.training.conftest import losses
+from tests.training.conftest import losses, prepared, start
 
 COSINE = {"head": {"name": "cosine"}, "h_exp": None}
 KNN = {"name": "knn_label_smoothing", "num_neighbors": 4}
@@ -52,7 +52,7 @@ def test_every_loss_survives_a_round_trip_and_trains_the_prototypes(make_yaml, t
 def test_too_many_neighbors_are_refused_before_training(make_yaml, tmp_path):
     path = make_yaml(loss={"name": "knn_label_smoothing", "num_neighbors": 1000})
     with pytest.raises(ValueError, match=r"num_neighbors: expected at most 108, .* got 1000"):
-        train(load_run_config(path))
+        start(path)
     assert not (tmp_path / "run").exists()
 
 
@@ -72,7 +72,7 @@ def test_neighbors_are_found_anew_when_it_is_time_and_train_other_weights(make_y
     heads = []
     for every, changes in ((None, []), (2, [2, 4])):
         path = make_yaml(loss={**KNN, "refresh_every": every}, training={"save_strategy": "no"})
-        trainer = prepare(load_run_config(path)).trainer
+        trainer = prepared(path).trainer
         tables = Tables()
         trainer.add_callback(tables)
         trainer.claimed = True  # both share the folder

@@ -1,20 +1,16 @@
 """The main job's own file at full size: random weights in the published layout, local text."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.elsewhere import run_python
 
 
 @pytest.mark.slow
 def test_neobert_yaml_trains_three_steps_in_8_gib(tmp_path, minilm_path):
     base, folder = tmp_path / "neobert", tmp_path / "run"
-    make = [ROOT / "scripts" / "make_neobert.py", base, "--tokenizer", minilm_path]
-    subprocess.run([sys.executable, *make], check=True, cwd=ROOT)
+    run_python("scripts/make_neobert.py", base, "--tokenizer", minilm_path)
     overrides = [
         f"model.base={base}",
         "model.revision=null",
@@ -32,10 +28,7 @@ def test_neobert_yaml_trains_three_steps_in_8_gib(tmp_path, minilm_path):
         "training.use_cpu=true",
         "schedule={warmup_ratio: 0.34, decay_ratio: 0.33}",
     ]
-    config = ROOT / "configs" / "neobert.yaml"
-    subprocess.run(
-        [sys.executable, ROOT / "scripts" / "sft.py", config, *overrides], check=True, cwd=ROOT
-    )
+    run_python("scripts/sft.py", "configs/neobert.yaml", *overrides)
     results = json.loads((folder / "results" / "train.json").read_text())
     assert results["steps"] == 3
     assert results["peak_memory_bytes"] < 8 * 2**30

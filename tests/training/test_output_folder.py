@@ -17,7 +17,15 @@ from harmonic_sft.training.output_folder import (
 )
 from harmonic_sft.training.run import check_run, train
 from harmonic_sft.training.run_config import load_run_config
-from tests.training.conftest import StopAt
+from tests.training.conftest import start
+
+
+@pytest.fixture
+def again(run_copy):
+    """A finished run that is resumed in its copy."""
+    words = [f"training.output_dir={run_copy}", "resume=true"]
+    return load_run_config(run_copy / "run.yaml", words)
+
 
 EVENTS = "runs/Nov24_09-00-00_host/1764/events.out.tfevents.1764.host"
 
@@ -33,11 +41,10 @@ def test_a_run_that_was_killed_while_it_claimed_its_folder_starts(make_yaml, wor
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
-    finished_results, make_yaml, tmp_path, add_callbacks, caplog
+    finished_results, make_yaml, tmp_path, interrupt, caplog
 ):
     path, folder = make_yaml(), tmp_path / "run"
-    with add_callbacks(StopAt(2)), pytest.raises(KeyboardInterrupt):
-        train(load_run_config(path))
+    interrupt(2, path)
     (folder / "checkpoint-3").mkdir()
     for name in ("optimizer.pt", "trainer_state.json", "running_loss_0.json"):
         (folder / "checkpoint-3" / name).write_text("half")
@@ -46,9 +53,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         (folder / name).write_text("ha")
     (folder / "thesis.txt").write_text("irreplaceable")
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
-        train(load_run_config(path))
+        start(path)
     (folder / "thesis.txt").unlink()
-    again = train(load_run_config(path, ["data.eval.documents=20"]))
+    again = start(path, "data.eval.documents=20")
     assert "ended before its first checkpoint. It starts again; deleted: results/before.json, " in (
         caplog.text
     )
@@ -65,6 +72,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         ".run.yaml.mine",
         "runs/mine.txt",
         "checkpoint-3/mine.txt",
+        "model.safetensors",
     ],
 )
 def test_what_no_run_writes_is_not_deleted(make_yaml, own):
@@ -107,8 +115,8 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
     with locked(run.output_dir):
         for words in ([], ["resume=true"]):
             with pytest.raises(ValueError, match=message):
-                train(load_run_config(make_yaml(), words))
-    assert train(load_run_config(make_yaml(), ["resume=true"]))["steps"] == 6
+                start(make_yaml(), *words)
+    assert start(make_yaml(), "resume=true")["steps"] == 6
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkeypatch):
@@ -128,15 +136,6 @@ def test_a_link_to_nothing_is_refused_at_once(make_yaml, tmp_path):
         check_output_folder(load_run_config(make_yaml()))
 
 
-def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
-    run = load_run_config(make_yaml())
-    claim_output_folder(run)
-    (run.output_dir / "model.safetensors").write_text("trained")
-    with pytest.raises(ValueError, match="another run has just claimed"):
-        claim_output_folder(run)
-    assert (run.output_dir / "model.safetensors").read_text() == "trained"
-
-
 @pytest.mark.parametrize(
     ("name", "damages"),
     [
@@ -147,13 +146,12 @@ def test_a_folder_that_another_run_claims_meanwhile_is_not_touched(make_yaml):
     ],
 )
 def test_a_model_of_which_a_file_is_missing_or_cut_is_made_again(
-    run_copy, finished_run, caplog, name, damages
+    again, finished_run, caplog, name, damages
 ):
-    path, whole = run_copy / name, (finished_run / name).read_bytes()
-    run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
+    path, whole = again.output_dir / name, (finished_run / name).read_bytes()
     for size in damages:
         path.unlink() if size is None else path.write_bytes(whole[:size])
-        train(run)
+        train(again)
         assert path.read_bytes() == whole
     said = "The model is made again, from the last whole checkpoint."
     assert caplog.text.count(said) == len(damages)
@@ -162,46 +160,39 @@ def test_a_model_of_which_a_file_is_missing_or_cut_is_made_again(
 @pytest.mark.parametrize(
     ("content", "found"), [('{"steps', "expected JSON"), ("{}", r"expected \w+.*, got no \w+")]
 )
-def test_damaged_results_are_made_again(run_copy, finished_results, caplog, content, found):
-    run = load_run_config(run_copy / "run.yaml", [f"training.output_dir={run_copy}", "resume=true"])
+def test_damaged_results_are_made_again(again, run_copy, finished_results, caplog, content, found):
     paths = [run_copy / "results" / f"{name}.json" for name in ("train", "before", "held_out")]
     for path in paths:
         path.write_text(content)
-    again = train(run)
+    results = train(again)
     for path in paths:
         assert re.search(f"Damaged, and left out: {re.escape(str(path))}: {found}", caplog.text)
     for key in ("before", "final"):
-        assert again[key] == finished_results[key]
+        assert results[key] == finished_results[key]
 
 
-def test_a_lost_list_of_held_out_documents_is_made_again(run_copy, finished_results):
+def test_a_lost_list_of_held_out_documents_is_made_again(again, run_copy, finished_results):
     (run_copy / "results" / "train.json").unlink()
     path = run_copy / "results" / "held_out.json"
     before = path.read_text()
     path.unlink()
     overrides = [f"training.output_dir={run_copy}", "resume=true"]
-    assert (
-        train(load_run_config(run_copy / "run.yaml", overrides))["final"]
-        == (finished_results["final"])
-    )
+    assert start(run_copy / "run.yaml", *overrides)["final"] == (finished_results["final"])
     lists = [json.loads(text)["fingerprints"] for text in (before, path.read_text())]
     assert lists[0] == lists[1]
 
 
-def test_a_damaged_run_yaml_is_an_error_that_names_it(run_copy):
+def test_a_damaged_run_yaml_is_an_error_that_names_it(again, run_copy):
     path = run_copy / "run.yaml"
-    run = load_run_config(path, [f"training.output_dir={run_copy}", "resume=true"])
     text = path.read_text()
     path.write_text(text[: text.index("training:")])
     message = r"run.yaml: expected a section training, got a damaged file. Restore it as the run"
     with pytest.raises(ValueError, match=message):
-        train(run)
+        train(again)
     path.write_text(text[text.index("data:") :])
-    with pytest.raises(
-        ValueError,
-        match=r"run.yaml: expected a run that this .*\nmodel: expected a value",
-    ):
-        train(run)
+    message = r"run.yaml: expected a run that this .*\nmodel: expected a value"
+    with pytest.raises(ValueError, match=message):
+        train(again)
 
 
 def test_a_drive_without_locks_is_said(tmp_path, monkeypatch, caplog):

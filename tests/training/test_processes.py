@@ -7,10 +7,9 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
 from tests.elsewhere import run_python
 from tests.training import python_session
+from tests.training.conftest import logged, start
 
 HEAD = ("dist_head.weight", "bert.embeddings.word_embeddings.weight")  # where the first starts
 DTYPES = {"float32": [], "bfloat16": ["model.dtype=bfloat16", "model.unfreeze.dtype=bfloat16"]}
@@ -34,21 +33,21 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
             yield [*words, size, f"training.output_dir={tmp_path / name}{processes}"]
 
     for command in commands(1):
-        train(load_run_config(path, command))
+        start(path, *command)
     launch(*(([path, *command], 2, None) for command in commands(2)))
-    start = load_file(tiny_base / "model.safetensors")
+    base = load_file(tiny_base / "model.safetensors")
     for name, tolerance in (("float32", 1e-5), ("bfloat16", 1e-2)):
         folders = [tmp_path / f"{name}{processes}" for processes in (1, 2)]
         one, two = [json.loads((f / "results" / "train.json").read_text()) for f in folders]
         for key, rel in (("loss", tolerance), ("num_input_tokens_seen", 0)):
-            logged = [[e[key] for e in run["history"] if "loss" in e] for run in (one, two)]
-            assert logged[1] == pytest.approx(logged[0], rel=rel)
+            expected = pytest.approx(logged(one["history"], key), rel=rel)
+            assert logged(two["history"], key) == expected
         for key in ("loss", "tokens", "post_hoc_loss"):
             assert two["before"][key] == pytest.approx(one["before"][key], rel=tolerance)
         first, second = (load_file(folder / "model.safetensors") for folder in folders)
         block = [key for key in first if ".layer.2." in key and key.endswith("dense.weight")]
         for key in (*block, "dist_head.weight"):
-            before = start[key.replace("model.backbone", "bert").replace(*HEAD)]
+            before = base[key.replace("model.backbone", "bert").replace(*HEAD)]
             moved = (first[key] - before).float().norm()
             assert (second[key] - first[key]).float().norm() < 2 * tolerance * moved, key
 
@@ -78,13 +77,12 @@ def test_a_sigterm_to_one_of_two_processes_ends_both_and_one_continues(
         save=save,
     )
     alone = ["training.per_device_train_batch_size=8", f"training.output_dir={tmp_path / 'alone'}"]
-    whole = train(load_run_config(path, alone))
+    whole = start(path, *alone)
     launch(([path], 2, 2, signal.SIGTERM))
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert "1 processes with 4 rows each accumulate over 2 micro-batches" in caplog.text
-    logged = [[e["loss"] for e in run["history"] if "loss" in e] for run in (whole, again)]
-    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+    assert logged(again["history"]) == pytest.approx(logged(whole["history"]), rel=1e-5)
 
 
 FROZEN = """

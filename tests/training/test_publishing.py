@@ -10,21 +10,24 @@ from transformers import TrainerState
 from harmonic_sft.hub import Destination
 from harmonic_sft.training import publishing
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.head_swap import evaluate
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 
 
 @pytest.mark.usefixtures("no_token")
-def test_no_token_is_an_error_before_anything_is_made(make_yaml, tmp_path):
-    run = load_run_config(make_yaml(hub={"push": True, "repo_id": "me/model"}))
-    with pytest.raises(ValueError, match="token: expected to be logged in"):
-        train(run)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_name_that_is_no_repo_is_refused(make_yaml, tmp_path):
-    run = load_run_config(make_yaml(hub={"push": True, "repo_id": "model"}))
-    with pytest.raises(ValueError, match="repo_id: expected owner/name"):
+@pytest.mark.parametrize(
+    ("repo_id", "message"),
+    [
+        ("me/model", "token: expected to be logged in"),
+        ("model", "repo_id: expected owner/name"),
+    ],
+)
+def test_what_cannot_be_pushed_to_is_an_error_before_anything_is_made(
+    make_yaml, tmp_path, repo_id, message
+):
+    run = load_run_config(make_yaml(hub={"push": True, "repo_id": repo_id}))
+    with pytest.raises(ValueError, match=message):
         train(run)
     assert not (tmp_path / "run").exists()
 
@@ -48,13 +51,6 @@ def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch
     assert "No space left" in caplog.text
 
 
-def evaluate_once(then):
-    """The evaluation before training as it is, then another function."""
-    from harmonic_sft.training.head_swap import evaluate
-
-    return lambda trainer, prefix: (evaluate if prefix == "before" else then)(trainer, prefix)
-
-
 def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeypatch):
     sent, stopped = [], threading.Event()
 
@@ -63,12 +59,14 @@ def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeyp
         time.sleep(0.2)
         sent.append(trained.step)
 
-    def stop(*_, **__):
+    def stop(trainer, prefix):
+        if prefix == "before":
+            return evaluate(trainer, prefix)
         stopped.set()
         raise StoppedError("stopped after training")
 
     monkeypatch.setattr(publishing, "upload", upload)
-    monkeypatch.setattr("harmonic_sft.training.run.evaluate", evaluate_once(stop))
+    monkeypatch.setattr("harmonic_sft.training.run.evaluate", stop)
     with pytest.raises(StoppedError):
         train(pushed_run)
     assert sent == [3]

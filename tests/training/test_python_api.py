@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import optuna
-import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
@@ -31,34 +30,27 @@ from harmonic_sft import (
 )
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
-from harmonic_sft.training.run import prepare
-from tests.training.conftest import losses
+from tests.training.conftest import logged, losses, trained
+
+AS_IN_YAML = {
+    "per_device_train_batch_size": 8,
+    "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
+}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def rates(trainer):
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer.state.log_history, "learning_rate")
 
 
-def assert_same_weights(trainer, other):
-    torch.testing.assert_close(
-        dict(trainer.model.named_parameters()),
-        dict(other.model.named_parameters()),
-        rtol=0,
-        atol=0,
-    )
+def assert_same_weights(*trainers):
+    weights = (dict(trainer.model.named_parameters()) for trainer in trainers)
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arguments, make):
-    run = load_run_config(make_yaml(), ["data.eval.documents=0", "training.max_steps=4"])
-    from_yaml = prepare(run).trainer
-    from_yaml.train()
-    trainer = make(
-        arguments(
-            "python",
-            per_device_train_batch_size=8,
-            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
-        )
-    )
+    from_yaml = trained(make_yaml(), "data.eval.documents=0", "training.max_steps=4")
+    trainer = make(arguments("python", **AS_IN_YAML))
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
     assert_same_weights(trainer, from_yaml)
@@ -71,7 +63,8 @@ def test_nothing_is_held_out_and_evaluation_is_asked_for(texts, make):
     assert trainer.eval_dataset is None
     found = trainer.evaluate(texts.select(range(10)))
     assert found["eval_tokens"] > 10
-    assert found == {**trainer.evaluate(texts.select(range(10))), **_times(found)}
+    times = {key: found[key] for key in found if "runtime" in key or "per_second" in key}
+    assert found == {**trainer.evaluate(texts.select(range(10))), **times}
 
 
 def test_what_is_not_trained_on_is_read_to_its_last_row(texts, arguments, make):
@@ -92,22 +85,12 @@ def test_one_process_saves(make, tmp_path, monkeypatch):
     assert not (tmp_path / "saved").exists()
 
 
-def _times(metrics):
-    return {key: metrics[key] for key in metrics if "runtime" in key or "per_second" in key}
-
-
 def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arguments, make):
     source = {"path": str(text_file), "streaming": True}
     path = make_yaml(data={"sources": [source], "packing": True, "eval": {"documents": 0}})
-    from_yaml = prepare(load_run_config(path, ["training.max_steps=4"])).trainer
-    from_yaml.train()
+    from_yaml = trained(path, "training.max_steps=4")
     trainer = make(
-        arguments(
-            "python",
-            packing=True,
-            per_device_train_batch_size=8,
-            schedule={"warmup_ratio": 0.2, "decay_ratio": 0.4},
-        ),
+        arguments("python", packing=True, **AS_IN_YAML),
         train_dataset=texts.to_iterable_dataset(),
         eval_dataset=texts.select(range(10)).to_iterable_dataset(),
     )
@@ -116,7 +99,7 @@ def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arg
     assert trainer.evaluate()["eval_tokens"] > 0
 
 
-def test_a_stream_with_a_shuffle_buffer_is_not_trained_on(texts, arguments, make):
+def test_a_stream_with_a_shuffle_buffer_is_not_trained_on(texts, make):
     stream = texts.to_iterable_dataset()
     make(train_dataset=stream.map(dict).filter(bool).take(20), eval_dataset=stream.shuffle())
     shuffled = stream.shuffle(buffer_size=10)
@@ -258,18 +241,18 @@ def test_master_weights_are_stepped_as_the_arguments_say_when_training_begins(ar
     assert trainer.optimizer.defaults["betas"] == (0.8, 0.95)
 
 
-def test_an_optimizer_has_to_hold_what_trains(tiny_base, arguments, make, tokenizer):
+def test_an_optimizer_has_to_hold_what_trains(tiny_base, arguments, make):
     args = arguments(dtype="bfloat16", unfreeze={"last_blocks": 1, "dtype": "bfloat16"})
     with pytest.raises(ValueError, match=r"optimizers: expected none with torch\.bfloat16"):
         make(args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5}))
     model = BertForMaskedLM.from_pretrained(tiny_base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="optimizers: expected one that holds all that trains"):
-        make(model=model, processing_class=tokenizer, optimizers=(optimizer, None))
+        make(model=model, optimizers=(optimizer, None))
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = make(model=ours, processing_class=tokenizer, optimizers=(optimizer, schedule))
+    trainer = make(model=ours, optimizers=(optimizer, schedule))
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
     assert rates(trainer) == [0.1] * 4
@@ -296,7 +279,7 @@ def test_metrics_and_predictions_are_those_of_transformers(texts, make):
     assert predicted.metrics["test_loss"] == pytest.approx(trainer.evaluate(test)["eval_loss"])
 
 
-def test_a_loss_function_of_the_user_sees_logits_and_labels(tiny_base, texts, arguments):
+def test_a_loss_function_of_the_user_sees_logits_and_labels(arguments, make):
     seen = []
 
     def cross_entropy(outputs, labels, num_items_in_batch=None):
@@ -306,12 +289,8 @@ def test_a_loss_function_of_the_user_sees_logits_and_labels(tiny_base, texts, ar
         )
         return total / num_items_in_batch
 
-    options = {"train_dataset": texts}
-    trainer = HarmonicTrainer(
-        str(tiny_base), arguments(), compute_loss_func=cross_entropy, **options
-    )
+    trainer, expected = make(compute_loss_func=cross_entropy), make(arguments("other"))
     trainer.train()
-    expected = HarmonicTrainer(str(tiny_base), arguments("other"), **options)
     expected.train()
     assert seen[0][0] == seen[0][1]
     assert losses(trainer) == pytest.approx(losses(expected), rel=1e-5)
@@ -343,36 +322,34 @@ def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_16_bit_model_that_becomes_float32_is_warned_of(
-    tiny_base, arguments, make, tokenizer, caplog, dtype
+    tiny_base, arguments, make, caplog, dtype
 ):
     model = BertForMaskedLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
-    make(arguments(dtype=dtype), model=model, processing_class=tokenizer)
+    make(arguments(dtype=dtype), model=model)
     assert str(model.dtype) == f"torch.{dtype}"
     assert ("The loaded model is in bfloat16 and becomes float32" in caplog.text) == (
         dtype == "float32"
     )
 
 
-def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make, tokenizer):
+def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make):
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
         model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
         with pytest.raises(ValueError, match="model: expected one without a PEFT adapter, got a"):
-            make(model=model, processing_class=tokenizer)
+            make(model=model)
 
 
-def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, arguments, tmp_path, make):
+def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, arguments, tmp_path, make):
     head = {"name": "dist", "h_exp": -7.0, "unit_sphere": False}
     model = HarmonicForMaskedLM.from_base(str(tiny_base), head=head)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    options = {"train_dataset": texts, "processing_class": tokenizer}
-    trainer = HarmonicTrainer(model, arguments(), **options)
+    trainer = make(model=model)
     assert trainer.model is model
     trainer.train()
     assert model.h_exp == -7.0
-    assert [n for n, p in model.named_parameters() if p.requires_grad and ".layer.1." in n] == []
+    assert not [n for n, p in model.named_parameters() if p.requires_grad and ".layer.1." in n]
     with pytest.raises(ValueError, match="head: expected nothing with a HarmonicForMaskedLM"):
-        HarmonicTrainer(model, arguments("other", head="linear"), **options)
+        make(arguments("other", head="linear"), model=model)
     trainer.save_model(str(tmp_path / "saved"))
     again = make(arguments("again"), model=str(tmp_path / "saved"))
     assert again.model.h_exp == -7.0
@@ -391,41 +368,32 @@ def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, texts, argumen
         ("h_exp.schedule", {"h_exp": {"start": -5.0, "schedule": "learned"}}),
     ],
 )
-def test_one_of_our_models_is_not_loaded_again(
-    tiny_base, texts, arguments, make, tokenizer, name, fields
-):
+def test_one_of_our_models_is_not_loaded_again(tiny_base, arguments, make, name, fields):
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
     if name == "pooling":
         model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=["a", "b"])
     with pytest.raises(ValueError, match=f"{name}: expected nothing with a Harmonic.* is loaded"):
-        make(arguments(**fields), model=model, processing_class=tokenizer)
+        make(arguments(**fields), model=model)
 
 
-def test_a_given_exponent_is_evaluated_before_training_too(
-    tiny_base, texts, arguments, make, tokenizer
-):
+def test_a_given_exponent_is_evaluated_before_training_too(tiny_base, texts, arguments, make):
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
-    trainer = make(arguments(h_exp=-5.0), model=model, processing_class=tokenizer)
+    trainer = make(arguments(h_exp=-5.0), model=model)
     assert trainer.evaluate(texts.select(range(10)))["eval_h_exp"] == -5.0
 
 
 def test_a_learned_exponent_is_logged(arguments, make):
     trainer = make(arguments(h_exp={"start": -5.0, "schedule": "learned"}))
     trainer.train()
-    found = [entry["h_exp"] for entry in trainer.state.log_history if "loss" in entry]
+    found = logged(trainer.state.log_history, "h_exp")
     assert len(set(found)) > 1
     assert found[-1] == trainer.model.h_exp
 
 
-def test_rows_go_to_a_collator_of_the_user_as_they_are(tiny_base, texts, arguments):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+def test_rows_go_to_a_collator_of_the_user_as_they_are(texts, make, tokenizer):
     rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
-    trainer = HarmonicTrainer(
-        str(tiny_base),
-        arguments(),
-        DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5),
-        rows,
-    )
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
+    trainer = make(data_collator=collator, train_dataset=rows)
     assert trainer.train_dataset is rows
     trainer.train()
     assert len(losses(trainer)) == 4
@@ -446,10 +414,9 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
 
 
 def test_a_run_continues_from_its_last_checkpoint(arguments, make):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = make(arguments("run", **saving))
+    whole = make(arguments("run", **SAVING))
     whole.train()
-    resumed = make(arguments("run", **saving))
+    resumed = make(arguments("run", **SAVING))
     with pytest.raises(ValueError, match=r"in Python train\(resume_from_checkpoint=True\)"):
         resumed.train()
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
@@ -461,24 +428,20 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
 
 
 def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    make(arguments("run", **saving)).train()
+    make(arguments("run", **SAVING)).train()
     folder = arguments("run").output_dir
     shutil.rmtree(f"{folder}/checkpoint-4")
-    again = make(arguments("run", **saving), train_dataset=texts.select(range(len(texts) - 1)))
+    again = make(arguments("run", **SAVING), train_dataset=texts.select(range(len(texts) - 1)))
     with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
         again.train(resume_from_checkpoint=True)
 
 
-LENGTHS = {"steps": {"max_steps": 4}, "epochs": {"max_steps": -1, "num_train_epochs": 0.2}}
-
-
 def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    for name, length in LENGTHS.items():
-        whole = make(arguments(name, **saving, **length))
+    part = {"max_steps": -1, "num_train_epochs": 0.2}
+    for name, length in (("steps", {"max_steps": 4}), ("epochs", part)):
+        whole = make(arguments(name, **SAVING, **length))
         steps = whole.train().global_step
-        again = make(arguments(name, **saving, **length))
+        again = make(arguments(name, **SAVING, **length))
         output = again.train(resume_from_checkpoint=True)
         assert output.global_step == again.state.global_step == steps
         assert_same_weights(again, whole)
@@ -487,9 +450,7 @@ def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
         assert caplog.messages[-1] == f"Finished: nothing is left to train after {last}."
 
 
-def test_a_search_loads_the_model_again_for_every_trial(
-    tiny_base, texts, arguments, make, tokenizer
-):
+def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, arguments, make):
     trainer = make(arguments(gradient_checkpointing=True), eval_dataset=texts.select(range(20)))
     found = []
 
@@ -500,9 +461,7 @@ def test_a_search_loads_the_model_again_for_every_trial(
         return metrics["eval_loss"]
 
     best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {
-            "learning_rate": trial.suggest_categorical("learning_rate", [2e-2])
-        },
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 2e-2, 2e-2)},
         compute_objective=objective,
         n_trials=2,
         backend="optuna",
@@ -517,7 +476,7 @@ def test_a_search_loads_the_model_again_for_every_trial(
     assert trainer.evaluate()["eval_loss"] == best.objective
     assert "learning_rate: 0.02" in Path(trainer.args.output_dir, "run.yaml").read_text()
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
-    fixed = make(model=ours, processing_class=tokenizer)
+    fixed = make(model=ours)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
         fixed.hyperparameter_search(n_trials=1)
 
@@ -547,100 +506,83 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         search("mask", [0.5])
 
 
-def test_a_classifier_needs_labels_and_an_encoder(
-    tiny_base, causal_base, texts, arguments, make, tokenizer
-):
+def test_a_classifier_needs_labels_and_an_encoder(tiny_base, causal_base, texts, arguments, make):
     model = BertForSequenceClassification(BertForMaskedLM.from_pretrained(tiny_base).config)
-    options = {"model": model, "processing_class": tokenizer}
     with pytest.raises(ValueError, match="label_column: expected the column of the labels of a Be"):
-        make(**options)
-    assert make(arguments(task="masked_lm"), **options).model.model.backbone is model.bert
+        make(model=model)
+    assert make(arguments(task="masked_lm"), model=model).model.model.backbone is model.bert
     labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
     with pytest.raises(ValueError, match=r"label_column: expected an encoder .* decoder \(llama\)"):
         make(arguments(label_column="label"), model=str(causal_base), train_dataset=labelled)
 
 
+TEXT = Dataset.from_dict({"text": ["aa"]})
 REFUSED = {  # arguments, and what else the trainer is given
-    "weight_column: expected nothing with compute_loss_func, which does not see it, got 'w'": (
-        {"weight_column": "w"},
-        {"compute_loss_func": max},
-    ),
-    "loss: expected nothing with compute_loss_func, which does not see it, got 'harmonic'": (
-        {"loss": "harmonic"},
-        {"compute_loss_func": max},
-    ),
-    "data_collator: expected nothing with formatting_func or weight_column": (
-        {},
-        {"data_collator": list, "formatting_func": str},
-    ),
-    r"dataloader_drop_last: expected false, got true with \d+ rows and 5000 in a batch": (
-        {"dataloader_drop_last": True, "per_device_train_batch_size": 5000},
-        {},
-    ),
-    "hub_always_push: expected nothing, got True; a push that is at work is waited for": (
-        {"hub_always_push": True},
-        {},
-    ),
-    "train_dataset: expected a data set of the datasets library, got a Column. Make one": (
-        {},
-        {"train_dataset": Dataset.from_dict({"text": ["aa"]})["text"]},
-    ),
-    r"got a Subset. Make one: dataset.select\(indices\)": (
-        {},
-        {"train_dataset": Subset(Dataset.from_dict({"text": ["aa"]}), [0])},
-    ),
-    r"got a DataFrame. Make one: Dataset.from_pandas\(": (
-        {},
-        {"train_dataset": pd.DataFrame({"text": ["aa"]})},
-    ),
-    r"processing_class: expected a tokenizer, got 'x'. Load it: AutoTokenizer.from_pr": (
-        {},
-        {"processing_class": "x"},
-    ),
-    "h_exp.calibrate: expected false from Python, got true": (
-        {"h_exp": {"start": -12.0, "end": -12.0, "calibrate": True}},
-        {},
-    ),
-    "neftune_noise_alpha: expected nothing with frozen input embeddings, .* got 5.0": (
-        {"neftune_noise_alpha": 5.0},
-        {},
-    ),
-    "train_dataset: expected a Dataset for a classifier, got a stream": (
-        {"label_column": "label"},
-        {"train_dataset": Dataset.from_dict({"text": ["aa"]}).to_iterable_dataset()},
-    ),
-    r"text_column of train_dataset: expected one of": ({"text_column": "txt"}, {}),
-    "train_dataset: expected a data set with a column of la": (
-        {"task": "sequence_classification"},
-        {"data_collator": list},
-    ),
-    r"formatting_func: expected text without special tokens, got '\[SEP\]', which": (
-        {},
-        {"formatting_func": lambda row: f"[MASK] {row['text']} [SEP] aa"},
-    ),
-    "expected a column of text": ({}, {"formatting_func": lambda row: [1]}),
-    "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": (
-        {},
-        {"model": BertForMaskedLM},
-    ),
+    "weight_column: expected nothing with compute_loss_func, which does not see it, got 'w'": {
+        "weight_column": "w",
+        "compute_loss_func": max,
+    },
+    "loss: expected nothing with compute_loss_func, which does not see it, got 'harmonic'": {
+        "loss": "harmonic",
+        "compute_loss_func": max,
+    },
+    "data_collator: expected nothing with formatting_func or weight_column": {
+        "data_collator": list,
+        "formatting_func": str,
+    },
+    r"dataloader_drop_last: expected false, got true with \d+ rows and 5000 in a batch": {
+        "dataloader_drop_last": True,
+        "per_device_train_batch_size": 5000,
+    },
+    "hub_always_push: expected nothing, got True; a push that is at work is waited for": {
+        "hub_always_push": True
+    },
+    "train_dataset: expected a data set of the datasets library, got a Column. Make one": {
+        "train_dataset": TEXT["text"]
+    },
+    r"got a Subset. Make one: dataset.select\(indices\)": {"train_dataset": Subset(TEXT, [0])},
+    r"got a DataFrame. Make one: Dataset.from_pandas\(": {"train_dataset": TEXT.to_pandas()},
+    r"processing_class: expected a tokenizer, got 'x'. Load it: AutoTokenizer.from_pr": {
+        "processing_class": "x"
+    },
+    "h_exp.calibrate: expected false from Python, got true": {
+        "h_exp": {"start": -12.0, "end": -12.0, "calibrate": True}
+    },
+    "neftune_noise_alpha: expected nothing with frozen input embeddings, .* got 5.0": {
+        "neftune_noise_alpha": 5.0
+    },
+    "train_dataset: expected a Dataset for a classifier, got a stream": {
+        "label_column": "label",
+        "train_dataset": TEXT.to_iterable_dataset(),
+    },
+    "text_column of train_dataset: expected one of": {"text_column": "txt"},
+    "train_dataset: expected a data set with a column of la": {
+        "task": "sequence_classification",
+        "data_collator": list,
+    },
+    r"formatting_func: expected text without special tokens, got '\[SEP\]', which": {
+        "formatting_func": lambda row: f"[MASK] {row['text']} [SEP] aa"
+    },
+    "expected a column of text": {"formatting_func": lambda row: [1]},
+    "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": {
+        "model": BertForMaskedLM
+    },
     r"train_dataset: expected a data set of the datasets library, got a str. Make one: "
-    r"load_dataset\(\"text\", data_files='my.txt'": ({}, {"train_dataset": "my.txt"}),
+    r"load_dataset\(\"text\", data_files='my.txt'": {"train_dataset": "my.txt"},
     "train_dataset: expected a data set of the datasets library, got a list. Make one: "
-    "Dataset.from_dict": ({}, {"train_dataset": ["aa ab"]}),
-    "eval_dataset: expected a data set of the datasets library, got a dict": (
-        {},
-        {"eval_dataset": {}},
-    ),
-    "train_dataset: expected one data set, got the splits": (
-        {},
-        {"train_dataset": DatasetDict({"train": Dataset.from_dict({"text": ["aa"]})})},
-    ),
+    "Dataset.from_dict": {"train_dataset": ["aa ab"]},
+    "eval_dataset: expected a data set of the datasets library, got a dict": {"eval_dataset": {}},
+    "train_dataset: expected one data set, got the splits": {
+        "train_dataset": DatasetDict({"train": TEXT})
+    },
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_a_trainer_cannot_use_is_refused_by_name(message, arguments, make):
-    fields, given = REFUSED[message]
+    given = dict(REFUSED[message])
+    names = HarmonicTrainingArguments.__dataclass_fields__.keys() & given
+    fields = {name: given.pop(name) for name in names}
     with pytest.raises(ValueError, match=message):
         make(arguments(**fields), **given)
 
@@ -650,7 +592,7 @@ def test_other_arguments_a_model_without_a_tokenizer_and_no_evaluation_are_refus
         HarmonicTrainer(str(tiny_base), TrainingArguments("out", use_cpu=True, report_to="none"))
     model = BertForMaskedLM(BertForMaskedLM.config_class(num_hidden_layers=1))
     with pytest.raises(ValueError, match="processing_class: expected the model's tokenizer"):
-        make(model=model)
+        make(model=model, processing_class=None)
     with pytest.raises(
         ValueError, match=r"run: expected a RunConfig, got a str.*load_run_config\("
     ):

@@ -51,9 +51,7 @@ CLASSES = ["low", "high", "none"]
 @pytest.mark.parametrize(
     "model_class", [HarmonicForSequenceClassification, HarmonicForTokenClassification]
 )
-def test_a_classifier_keeps_its_classes_and_their_order(
-    tiny_base, arguments, make, tokenizer, model_class
-):
+def test_a_classifier_keeps_its_classes_and_their_order(tiny_base, arguments, make, model_class):
     model = model_class.from_base(str(tiny_base), labels=CLASSES)
     is_whole = model_class is HarmonicForSequenceClassification
 
@@ -67,9 +65,8 @@ def test_a_classifier_keeps_its_classes_and_their_order(
         return found[found != -100].tolist()
 
     args = arguments(label_column="label", max_steps=1)
-    options = {"model": model, "processing_class": tokenizer}
-    trainer = make(args, train_dataset=rows("high", "low"), **options)
-    only_evaluates = make(args, train_dataset=None, **options)
+    trainer = make(args, model=model, train_dataset=rows("high", "low"))
+    only_evaluates = make(args, model=model, train_dataset=None)
     expected = [1, 0] * (2 if is_whole else 4)
     for found in (trainer, only_evaluates):
         assert numbers(found, rows("high", "low")) == numbers(found, rows(1, 0)) == expected
@@ -102,7 +99,7 @@ def test_a_folder_of_ours_is_a_base_and_a_classifier_keeps_its_classes(
     assert isinstance(again.model, HarmonicForMaskedLM)
 
 
-def test_a_loaded_model_is_not_trained_for_another_task(tiny_base, arguments, make, tokenizer):
+def test_a_loaded_model_is_not_trained_for_another_task(tiny_base, arguments, make):
     masked = HarmonicForMaskedLM.from_base(str(tiny_base))
     classes = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=CLASSES)
     for model, name, fields in (
@@ -112,7 +109,7 @@ def test_a_loaded_model_is_not_trained_for_another_task(tiny_base, arguments, ma
         (classes, "task", {"task": "token_classification"}),
     ):
         with pytest.raises(ValueError, match=rf"^{name}: expected nothing with a Harmonic"):
-            make(arguments(**fields), model=model, processing_class=tokenizer)
+            make(arguments(**fields), model=model)
 
 
 def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
@@ -136,7 +133,7 @@ def test_predictions_match_the_numbers_of_the_data_set(texts, arguments, make):
 @pytest.mark.parametrize(
     "model_class", [HarmonicForSequenceClassification, HarmonicForTokenClassification]
 )
-def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer, model_class):
+def test_rows_without_labels_are_predicted(tiny_base, arguments, make, model_class):
     model = model_class.from_base(str(tiny_base), labels=CLASSES)
     args = arguments(label_column="label", weight_column="weight")
     texts, labels = ["aa ab", "ba"], ["low", "high"]
@@ -144,7 +141,7 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer
         texts, labels = [["aa", "ab"], ["ba"]], [["low", "low"], ["high"]]
     plain = Dataset.from_dict({"text": texts})
     labelled = plain.add_column("label", labels).add_column("weight", [1.0, 1.0])
-    trainer = make(args, model=model, train_dataset=labelled, processing_class=tokenizer)
+    trainer = make(args, model=model, train_dataset=labelled)
     expected = trainer.predict(labelled)
     for data in (plain, plain.to_iterable_dataset().with_format("torch")):
         found = trainer.predict(data)
@@ -166,6 +163,29 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, tokenizer
         trainer.evaluate(tokenized)
 
 
+@pytest.fixture
+def free_trainer(make, arguments, tokenizer):
+    """Make a trainer that has taken a step on rows that torch makes batches of."""
+
+    def collate(rows):
+        return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
+    def trained(model, rows):
+        data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collate}
+        args = arguments(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+        trainer = make(args, model=model, processing_class=tokenizer, **data)
+        trainer.train()
+        return trainer
+
+    return trained
+
+
+@pytest.fixture
+def body(tiny_base, tmp_path):
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "body")
+    return tmp_path / "body"
+
+
 FREE = {
     "several labels": (3, [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]] * 4),
     "numbers": (1, [0.5, 2.0] * 4),
@@ -174,16 +194,11 @@ FREE = {
 
 
 @pytest.mark.parametrize("labels", FREE.values(), ids=FREE)
-def test_labels_that_are_no_classes_are_trained_and_evaluated(
-    tiny_base, arguments, make, tokenizer, tmp_path, labels
-):
+def test_labels_that_are_no_classes_are_trained_and_evaluated(body, free_trainer, labels):
     num_labels, values = labels
-    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "body")
-    model = HarmonicForSequenceClassification.from_pretrained(
-        tmp_path / "body", num_labels=num_labels
-    )
+    model = HarmonicForSequenceClassification.from_pretrained(body, num_labels=num_labels)
     rows = Dataset.from_dict({"input_ids": [[2, 5, 6, 3]] * 8, "labels": values})
-    trainer = _free_trainer(make, arguments, model, tokenizer, rows)
+    trainer = free_trainer(model, rows)
     batch = trainer.data_collator(rows.to_list())
     batch.pop("num_tokens")
     with torch.no_grad():
@@ -192,25 +207,11 @@ def test_labels_that_are_no_classes_are_trained_and_evaluated(
     assert trainer.predict(rows).predictions.shape == (8, num_labels)
 
 
-def _free_trainer(make, arguments, model, tokenizer, rows):
-    """Return a trainer that has taken a step on rows that torch makes batches of."""
-
-    def collate(rows):
-        return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
-
-    options = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer}
-    args = arguments(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    trainer = make(args, model=model, data_collator=collate, **options)
-    trainer.train()
-    return trainer
-
-
-def test_answers_are_trained_and_evaluated(tiny_base, arguments, make, tokenizer, tmp_path):
-    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "body")
-    model = HarmonicForQuestionAnswering.from_pretrained(tmp_path / "body")
+def test_answers_are_trained_and_evaluated(body, free_trainer):
+    model = HarmonicForQuestionAnswering.from_pretrained(body)
     spans = {"start_positions": [1] * 8, "end_positions": [2] * 8}
     rows = Dataset.from_dict({"input_ids": [[2, 5, 6, 3]] * 8, **spans})
-    trainer = _free_trainer(make, arguments, model, tokenizer, rows)
+    trainer = free_trainer(model, rows)
     assert 0 < losses(trainer)[0] < 2  # the mean of two micro-batches, not their sum
     assert trainer.evaluate()["eval_loss"] > 0
     assert trainer.predict(rows).predictions[0].shape == (8, 4)
@@ -219,7 +220,7 @@ def test_answers_are_trained_and_evaluated(tiny_base, arguments, make, tokenizer
 @pytest.mark.parametrize("num_rows", [8, 7])
 @pytest.mark.parametrize("own_loss", [None, lambda *_, **__: 0])
 def test_rows_that_are_scored_again_by_several_processes_are_said(
-    texts, make, monkeypatch, caplog, num_rows, own_loss
+    make, monkeypatch, caplog, num_rows, own_loss
 ):
     rows = [{"input_ids": [2, 5, 6, 3], "labels": [-100, 5, 6, -100]}] * 8
     options = {"compute_loss_func": own_loss, "data_collator": default_data_collator}

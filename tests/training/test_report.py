@@ -1,7 +1,5 @@
 """What is printed about runs."""
 
-import copy
-
 import pytest
 
 from harmonic_sft.models import HarmonicForMaskedLM
@@ -9,6 +7,12 @@ from harmonic_sft.results import write_results
 from harmonic_sft.training.memory import GIB, MemoryEstimate
 from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics, show_next_steps
 from harmonic_sft_cli import main
+
+
+@pytest.fixture(autouse=True)
+def informed(caplog):
+    caplog.set_level("INFO", logger="harmonic_sft")
+
 
 METRICS = {
     "loss": 4.25,
@@ -56,12 +60,10 @@ def test_an_error_cosine_without_errors_is_left_out(capsys):
 
 
 def test_an_annealed_run_is_said_to_have_another_loss(caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     compare_runs([run("held", "a"), run("annealed", "a", end=-4.0)], None)
-    said = [record.getMessage() for record in caplog.records if "h_exp went" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("annealed: h_exp went from -12 to -4. Losses at different exponents")
-    assert "rises" not in said[0]
+    [message] = [message for message in caplog.messages if "h_exp went" in message]
+    assert message.startswith("annealed: h_exp went from -12 to -4. Losses at different exponents")
+    assert "rises" not in message
 
 
 def test_runs_with_other_held_out_data_are_refused(capsys):
@@ -73,20 +75,16 @@ def test_runs_with_other_held_out_data_are_refused(capsys):
 
 
 def seeds_of(name, end, losses):
-    runs = [copy.deepcopy(run(f"{name}{seed}", "a", end)) for seed in range(len(losses))]
+    runs = [run(f"{name}{seed}", "a", end) for seed in range(len(losses))]
     for seed, (one, loss) in enumerate(zip(runs, losses, strict=True)):
         one["config"]["training"] = {"seed": seed, "output_dir": one["run"]}
-        one["final"] = {"loss": loss, **{k: v for k, v in METRICS.items() if k != "loss"}}
-        one["final"] |= {
-            "tokens": 500.0,
-            "documents": 20,
-            "accuracy": 0.25 + (0.001 if seed % 2 else -0.001),
-        }
+        accuracy = 0.25 + (0.001 if seed % 2 else -0.001)
+        more = {"loss": loss, "accuracy": accuracy, "tokens": 500.0, "documents": 20}
+        one["final"] = METRICS | more
     return runs
 
 
 def test_arms_are_compared_over_their_seeds(capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     base = seeds_of("base", -12.0, [4.0, 4.1, 4.2, 4.0, 4.1])
     other = seeds_of("other", -4.0, [4.31, 4.4, 4.52, 4.3, 4.42])
     for one in other:
@@ -102,7 +100,6 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
 
 @pytest.mark.parametrize(("num_seeds", "word"), [(4, "undecided"), (5, "higher")])
 def test_fewer_than_five_seeds_decide_nothing(num_seeds, word, capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     base = seeds_of("base", -12.0, [4.0] * num_seeds)
     compare_runs([*base, *seeds_of("other", -4.0, [9.0, 9.01] * 2 + [9.0][: num_seeds - 4])], None)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -114,7 +111,7 @@ def test_fewer_than_five_seeds_decide_nothing(num_seeds, word, capsys, caplog):
 def test_a_second_run_of_a_seed_is_named_and_left_out_of_the_differences(capsys, caplog):
     base = seeds_of("base", -12.0, [4.0, 4.1])
     other = seeds_of("other", -4.0, [4.3, 4.42])
-    again = {**copy.deepcopy(base[1]), "run": "again", "final": {**base[1]["final"], "loss": 9.0}}
+    again = {**base[1], "run": "again", "final": {**base[1]["final"], "loss": 9.0}}
     compare_runs([*base, *other, again], None)
     printed = " ".join(capsys.readouterr().out.split())
     assert "again" in printed  # in the table of runs
@@ -137,14 +134,12 @@ def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
 
 
 def test_one_seed_decides_nothing(capsys, caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     compare_runs([*seeds_of("base", -12.0, [4.0]), *seeds_of("other", -4.0, [9.0])], None)
     assert "Difference" not in capsys.readouterr().out
     assert "undecided, since one seed decides nothing: give runs" in caplog.text
 
 
 def test_documents_without_a_scored_token_are_not_scored(caplog):
-    caplog.set_level("INFO", logger="harmonic_sft")
     more = {"tokens": 50.0, "documents": 7, "loss_interval": None}
     final = {**METRICS, **more, "ece_floor": 0.01, "ece_debiased": 0.04}
     show_metrics("run", {"final": final, "documents": 10})
@@ -155,7 +150,6 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
 def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
     revision, tiny_base, tmp_path, caplog
 ):
-    caplog.set_level("INFO", logger="harmonic_sft")
     config = HarmonicForMaskedLM.from_base(str(tiny_base)).config
     config.base_model, config.base_revision = "owner/base", revision
     config.trained_parameters = ["dist_head.weight"]
@@ -167,6 +161,5 @@ def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
 
 @pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
 def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
-    caplog.set_level("INFO", logger="harmonic_sft")
     show_estimate(MemoryEstimate(0, GIB, (gib - 1) * GIB, 0), batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 24 GiB")

@@ -3,10 +3,10 @@
 import random
 import re
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
-import yaml
 from transformers import AutoTokenizer, TrainerCallback
 
 from harmonic_sft.config import to_yaml
@@ -20,11 +20,8 @@ from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-from tests.training.conftest import StopAt
-
-
-def start(path, *overrides):
-    return train(load_run_config(path, overrides))
+from tests.conftest import write_run
+from tests.training.conftest import logged, start, weights_in
 
 
 def test_a_run_leaves_a_model_results_and_a_figure(finished_run, finished_results):
@@ -51,29 +48,22 @@ def test_a_run_leaves_a_model_results_and_a_figure(finished_run, finished_result
 
 def test_h_exp_and_the_learning_rate_follow_their_schedules(finished_results):
     results = finished_results
-    logged = [entry for entry in results["history"] if "loss" in entry]
-    exponents = [entry["h_exp"] for entry in logged]
+    exponents = logged(results["history"], "h_exp")
     assert exponents == pytest.approx([-12 + 8 * step / 6 for step in range(6)])
-    rates = [entry["learning_rate"] for entry in logged]  # a cosine over the last two steps
+    rates = logged(results["history"], "learning_rate")  # a cosine over the last two steps
     assert rates == pytest.approx([0.0, 0.01, 0.01, 0.01, 0.01, 0.005])
     assert results["head"]["h_exp"] == -4.0
     assert results["before"]["h_exp"] == -12.0
     assert results["final"]["h_exp"] == -4.0
 
 
-def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml, monkeypatch):
+def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml):
     run = load_run_config(make_yaml(training={"eval_strategy": "steps", "eval_steps": 3}))
-    prefixes, evaluate = [], HarmonicTrainer.evaluate
-    monkeypatch.setattr(
-        HarmonicTrainer,
-        "evaluate",
-        lambda self, *args, metric_key_prefix="eval", **kwargs: (
-            prefixes.append(metric_key_prefix)
-            or evaluate(self, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        ),
-    )
-    results = train(run)
-    assert prefixes == ["before", "eval", "eval"]
+    evaluate = HarmonicTrainer.evaluate
+    with patch.object(HarmonicTrainer, "evaluate", autospec=True, side_effect=evaluate) as measured:
+        results = train(run)
+    prefixes = [call.kwargs.get("metric_key_prefix") for call in measured.call_args_list]
+    assert prefixes == ["before", None, None]
     assert results["final"].keys() == results["before"].keys()
     assert results["final"]["h_exp"] == -4.0
     again = evaluate_folder(run.output_dir, ["training.use_cpu=true"])["final"]
@@ -101,19 +91,17 @@ def test_training_learns_the_rule_of_the_text(make_yaml, tmp_path):
     assert again["swap"]["old_head"]["post_hoc_loss"] < again["unigram_loss"]
 
 
-def test_a_base_that_did_not_load_is_refused_before_training(make_yaml, tmp_path, tiny_base):
-    """The base has random weights: its own head knows less than the frequencies of the words."""
+def test_a_base_that_did_not_load_is_refused_before_training(
+    make_yaml, tmp_path, tiny_base, ignorant_base
+):
+    """Its own head knows less than the frequencies of the words."""
     text = tmp_path / "six_words.txt"
     words = ["aa", "ab", "aa", "ac", "aa", "ba", "ad", "bb", "aa"]
     generator = random.Random(0)
     lines = [" ".join(generator.sample(words, k=9)) for _ in range(60)]
     text.write_text("\n".join(lines))
-    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
-    path = make_yaml(
-        data={"sources": [{"path": str(text)}]}, model={"base": str(tmp_path / "base")}
-    )
+    sources = [{"path": str(text)}]
+    path = make_yaml(data={"sources": sources}, model={"base": str(ignorant_base)})
     message = (
         r"model.base: expected a base whose own head does better on the held-out text than its "
         r"unigrams, (\d\.\d\d) nats, got (\d\.\d\d) at its best temperature. .*check_base: false$"
@@ -141,21 +129,20 @@ def test_evaluating_the_folder_gives_the_closing_numbers(run_copy, finished_resu
 
 def test_a_run_is_resumed_only_as_it_was(finished_run, finished_results):
     path = finished_run.with_suffix(".yaml")
-    before = (finished_run / "model.safetensors").read_bytes()
+    before = weights_in(finished_run)
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true"):
         start(path)
     with pytest.raises(ValueError, match=r"other values for h_exp.end, schedule.decay"):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
     assert start(path, "resume=true")["final"] == finished_results["final"]
-    assert (finished_run / "model.safetensors").read_bytes() == before
+    assert weights_in(finished_run) == before
 
 
 def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make_yaml):
     """There the seed of the training chose them, and its file names no other."""
-    saved = yaml.safe_load((run_copy / "run.yaml").read_text())
+    saved = read_run(run_copy)
     del saved["data"]["eval"]["seed"]
-    saved["training"]["seed"] = 7
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(saved))
+    write_run(run_copy / "run.yaml", saved, {"training": {"seed": 7}})
     assert read_run(run_copy)["data"]["eval"]["seed"] == 7
     again = ("resume=true", "training.seed=7", f"training.output_dir={run_copy}")
     with pytest.raises(ValueError, match=r"got other values for data.eval.seed. Use"):
@@ -163,8 +150,6 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make
 
 
 CONSTANT = {"h_exp": -12.0, "schedule": {"warmup_ratio": 0.0, "decay_ratio": 0.0}}
-
-
 LATE = {**CONSTANT, "schedule": {"warmup_ratio": 0.9, "decay_ratio": 0.0}}
 CONSTANT_LATE = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.6}
 
@@ -192,14 +177,12 @@ def test_a_finished_run_of_constant_schedules_continues_to_more_steps(
     continued = start(path, *longer)
     assert continued["steps"] == 12
     assert continued["before"] == first["before"]
-    rates = [entry["learning_rate"] for entry in continued["history"] if "learning_rate" in entry]
-    assert rates == [0.01] * 12
+    assert logged(continued["history"], "learning_rate") == [0.01] * 12
     with pytest.raises(ValueError, match=r"got other values for training.max_steps"):
         start(path, "resume=true")
     whole = start(path, "training.max_steps=12", f"training.output_dir={tmp_path / 'whole'}")
     assert continued["final"] == whole["final"]
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
-    assert weights[0] == weights[1]
+    assert weights_in(tmp_path / "run") == weights_in(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -264,8 +247,8 @@ def test_a_run_that_ends_early_is_not_finished(
     assert pushed
     assert again["steps"] == 6
     assert again["final"] == finished_results["final"]
-    names = ("model.safetensors", "checkpoint-6/model.safetensors")
-    assert all((folder / n).read_bytes() == (finished_run / n).read_bytes() for n in names)
+    for name in (".", "checkpoint-6"):
+        assert weights_in(folder / name) == weights_in(finished_run / name)
 
 
 def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path, monkeypatch):
@@ -383,10 +366,9 @@ def test_a_run_is_not_continued_on_other_data_or_with_another_vocabulary(
 
     path, text, base = run_copy / "run.yaml", tmp_path / "text.txt", tmp_path / "base"
     shutil.copytree(tiny_base, base)
-    settings = yaml.safe_load(path.read_text())
-    settings["data"]["sources"][0]["path"], settings["model"]["base"] = str(text), str(base)
-    settings["training"]["output_dir"] = str(run_copy)
-    path.write_text(yaml.safe_dump(settings))
+    sections = {"data": {"sources": [{"path": str(text)}]}, "model": {"base": str(base)}}
+    sections["training"] = {"output_dir": str(run_copy)}
+    write_run(path, read_run(run_copy), sections)
     (run_copy / "results" / "train.json").unlink()
     lines = text_file.read_text().split("\n")
     text.write_text("\n".join(["aa", *lines[1:]]))
@@ -402,13 +384,12 @@ def test_a_run_is_not_continued_on_other_data_or_with_another_vocabulary(
 
 
 def test_a_run_without_a_checkpoint_begins_again_on_other_data(
-    make_yaml, text_file, tmp_path, add_callbacks
+    make_yaml, text_file, tmp_path, interrupt
 ):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(reversed(text_file.read_text().split("\n"))))
     path = make_yaml(data={"sources": [{"path": str(text)}]})
-    with add_callbacks(StopAt(1)), pytest.raises(KeyboardInterrupt):
-        start(path)
+    interrupt(1, path)
     before = read_results(tmp_path / "run" / "results" / "before.json")
     shutil.copy(text_file, text)
     results = start(path, "resume=true")
@@ -418,12 +399,11 @@ def test_a_run_without_a_checkpoint_begins_again_on_other_data(
 
 
 def test_a_stream_is_not_continued_with_other_held_out_documents(
-    make_yaml, text_file, tmp_path, add_callbacks
+    make_yaml, text_file, tmp_path, interrupt
 ):
     text = shutil.copy(text_file, tmp_path / "text.txt")
     path = make_yaml(data={"sources": [{"path": str(text), "streaming": True}]})
-    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        start(path)
+    interrupt(4, path)
     text.write_text("\n".join(reversed(text.read_text().split("\n"))))
     with pytest.raises(ValueError, match="got others: the held-out documents, the eval"):
         start(path, "resume=true")

@@ -33,10 +33,8 @@ def test_neobert_is_the_recipe():
 
 def test_the_demo_is_that_recipe_on_a_small_base():
     plan, demo = load_run_config(CONFIGS / "neobert.yaml"), load_run_config(DEMO)
-    assert demo.head == plan.head
-    assert demo.h_exp == plan.h_exp
-    assert demo.loss == plan.loss
-    assert demo.schedule == plan.schedule
+    for section in ("head", "h_exp", "loss", "schedule"):
+        assert getattr(demo, section) == getattr(plan, section)
     assert demo.data.mask == plan.data.mask
     for key in ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"):
         assert demo.training[key] == plan.training[key]

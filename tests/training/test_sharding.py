@@ -1,7 +1,6 @@
 """fully_shard on two processes; accelerate would make DDP of FSDP on CPUs without a word."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from harmonic_sft import HarmonicForCausalLM, HarmonicLoss
 from harmonic_sft.training.sharding import shard_
 from tests.decoders import V, save_decoder
-from tests.elsewhere import run_python
+from tests.elsewhere import ROOT, run_python
 from tests.training import sharded_session
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

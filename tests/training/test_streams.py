@@ -11,9 +11,8 @@ import torch
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.training import run
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.stream_place import StreamPlace
+from tests.training.conftest import logged, start
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +60,8 @@ def one_thread():
 def found_by(folder):
     """Return the losses of a run, how many rows it left out, and why."""
     results = json.loads((folder / "results" / "train.json").read_text())
-    logged = [entry["loss"] for entry in results["history"] if "loss" in entry]
-    return logged, results["data"]["rows_left_out"], set(results["data"]["reasons"])
+    left_out = results["data"]["rows_left_out"], set(results["data"]["reasons"])
+    return logged(results["history"]), *left_out
 
 
 def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_path, launch):
@@ -74,9 +73,9 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
     words = {name: [path, f"training.output_dir={folder}"] for name, folder in folders.items()}
     launch(([*words["alone"], *workers], 1, 7), ([*words["shared"], *half], 2, 7))
     with one_thread():  # as in the others
-        train(load_run_config(path, words["whole"][1:]))
-        train(load_run_config(path, [*words["alone"][1:], "resume=true"]))
-        train(load_run_config(path, [*words["shared"][1:], "resume=true"]))
+        start(path, *words["whole"][1:])
+        start(path, *words["alone"][1:], "resume=true")
+        start(path, *words["shared"][1:], "resume=true")
     (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = map(
         found_by, folders.values()
     )
@@ -128,9 +127,9 @@ def test_a_checkpoint_of_an_earlier_version_knows_what_was_left_out(tmp_path):
 
 def test_a_stream_that_is_killed_after_its_last_step_knows_what_it_left_out(stream_yaml, tmp_path):
     path = stream_yaml(max_steps=3, save_steps=3)
-    whole = train(load_run_config(path))
+    whole = start(path)
     assert whole["data"]["rows_left_out"] > 0
     assert 0 < whole["data_wait_share"] < 1
     (tmp_path / "run" / "results" / "train.json").unlink()
-    again = train(load_run_config(path, ["resume=true"]))
+    again = start(path, "resume=true")
     assert again["data"] == whole["data"]

@@ -6,59 +6,29 @@ import math
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import TrainerCallback, default_data_collator
 
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import load_running_loss
-from harmonic_sft.training.run import prepare, train
-from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-from tests.training.conftest import StopAt, losses, trained
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-class NormsCallback(TrainerCallback):
-    def __init__(self):
-        self.worst = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        norms = kwargs["model"].dist_head.weight.double().norm(dim=-1)
-        self.worst.append((norms - 1).abs().max().item())
-
-
-def test_accumulation_equals_a_big_batch(make_yaml):
-    runs = []
-    for size, accumulation in [(8, 1), (2, 4)]:
-        path = make_yaml(
-            training={
-                "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": accumulation,
-                # Warmed up from 1e-3: Adam amplifies rounding where gradients are about 0.
-                "learning_rate": 1e-3,
-                "max_steps": 3,
-            }
-        )
-        trainer = trained(path)
-        head = trainer.model.dist_head.weight.detach().clone()
-        runs.append((torch.tensor(losses(trainer)), head))
-    (values, head), (expected, same) = runs
-    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(head, same, rtol=0, atol=1e-4)
+from tests.training.conftest import logged, losses, prepared, start, trained, weights_in
 
 
 def test_only_the_last_block_and_the_head_move_and_prototypes_keep_norm_one(make_yaml):
+    worst = []
+
+    class Norms(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            norms = kwargs["model"].dist_head.weight.double().norm(dim=-1)
+            worst.append((norms - 1).abs().max().item())
+
     path = make_yaml(training={"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
-    trainer = prepare(load_run_config(path)).trainer
-    norms = NormsCallback()
-    trainer.add_callback(norms)
+    trainer = prepared(path).trainer
+    trainer.add_callback(Norms())
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    assert len(norms.worst) == 6
-    assert max(norms.worst) < 1e-6
+    assert len(worst) == 6
+    assert max(worst) < 1e-6
     assert (trainer.model.dist_head.weight - before["dist_head.weight"]).norm() > 0.1
     moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
     expected = {n for n in before if ".layer.2." in n or n == "dist_head.weight"}
@@ -83,7 +53,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("sections", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    make_yaml, tmp_path, text_file, sections, add_callbacks
+    make_yaml, tmp_path, text_file, sections, interrupt
 ):
     """Weights, adapters and exponent bit for bit, across an epoch's end.
 
@@ -97,32 +67,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     shared = {"max_steps": 6, "save_steps": 4, "gradient_accumulation_steps": 2}
     shared["save_total_limit"] = 1
     path = make_yaml(**{**sections, "data": data | sections.get("data", {})}, training=shared)
-    whole = train(load_run_config(path, [f"training.output_dir={tmp_path / 'whole'}"]))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     cut = f"training.output_dir={tmp_path / 'cut'}"
-    with add_callbacks(StopAt(5)), pytest.raises(KeyboardInterrupt):  # 1 after the checkpoint
-        train(load_run_config(path, [cut]))
-    again = train(load_run_config(path, [cut, "resume=true"]))
-    assert again["head"] == whole["head"]
-    assert again["final"] == whole["final"]
-    rows = [[e for e in r["history"] if "loss" in e] for r in (whole, again)]
-    assert [e["loss"] for e in rows[0]] == [e["loss"] for e in rows[1]]
-    assert streaming or rows[0][-1]["epoch"] > 1
+    interrupt(5, path, cut)  # 1 after the checkpoint
+    again = start(path, cut, "resume=true")
+    assert (again["head"], again["final"]) == (whole["head"], whole["final"])
+    assert logged(again["history"]) == logged(whole["history"])
+    assert streaming or logged(whole["history"], "epoch")[-1] > 1
     files = [
-        file.relative_to(tmp_path / "whole") for file in tmp_path.glob("whole/**/*.safetensors")
+        {file.relative_to(run): file.read_bytes() for file in run.rglob("*.safetensors")}
+        for run in (tmp_path / "whole", tmp_path / "cut")
     ]
-    assert len(files) == 2 + 2 * ("peft" in sections) + ("loss" in sections)
-    for file in files:
-        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert len(files[0]) == 2 + 2 * ("peft" in sections) + ("loss" in sections)
+    assert files[0] == files[1]
 
 
 def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
-    make_yaml, tmp_path, add_callbacks
+    make_yaml, tmp_path, interrupt
 ):
     path = make_yaml(training={"max_steps": 5, "save_steps": 3, "logging_steps": 5})
     whole = trained(path, f"training.output_dir={tmp_path / 'whole'}")
-    with add_callbacks(StopAt(4)), pytest.raises(KeyboardInterrupt):
-        trained(path)
-    again = prepare(load_run_config(path)).trainer
+    interrupt(4, path)
+    again = prepared(path).trainer
     again.claimed = True
     output = again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole)
@@ -143,16 +109,6 @@ def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, tmp_path, 
     assert not warned
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(
-    finished_run, finished_results, make_yaml, tmp_path
-):
-    again = train(load_run_config(make_yaml()))
-    assert again["final"] == finished_results["final"]
-    names = ("model.safetensors", "checkpoint-3/model.safetensors")
-    runs = (finished_run, tmp_path / "run")
-    assert all(len({(run / name).read_bytes() for run in runs}) == 1 for name in names)
-
-
 def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
     """Training goes wrong on purpose: the first checkpoint is the best one."""
     path = make_yaml(
@@ -168,7 +124,7 @@ def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
         },
         schedule={"warmup_ratio": 0.9, "decay_ratio": 0.1},
     )
-    results = train(load_run_config(path))
+    results = start(path)
     evaluated = {
         entry["step"]: entry["eval_post_hoc_loss"]
         for entry in results["history"]
@@ -178,9 +134,7 @@ def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
     assert best < 9
     assert results["final"]["h_exp"] == pytest.approx(-12 + 8 * best / 9)
     assert results["head"]["h_exp"] == results["final"]["h_exp"]
-    saved = weights(tmp_path / "run" / f"checkpoint-{best}")
-    final = weights(tmp_path / "run")
-    assert all(torch.equal(final[name], value) for name, value in saved.items())
+    assert weights_in(tmp_path / "run" / f"checkpoint-{best}") == weights_in(tmp_path / "run")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -195,17 +149,6 @@ def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
     assert block == {getattr(torch, dtype)}
     assert set(dtypes.values()) == {torch.bfloat16}
     assert losses(trainer)[-1] > 0
-
-
-def test_a_non_finite_loss_stops_before_the_step(make_yaml, monkeypatch):
-    original = HarmonicTrainer.compute_loss
-
-    def compute_loss(self, model, inputs, **kwargs):
-        return original(self, model, inputs, **kwargs) * float("nan")
-
-    monkeypatch.setattr(HarmonicTrainer, "compute_loss", compute_loss)
-    with pytest.raises(StoppedError, match="loss: expected a finite number, got nan at step 1"):
-        trained(make_yaml())
 
 
 def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
@@ -225,17 +168,17 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
         patch.setattr(HarmonicTrainer, "training_step", training_step)
         message = r"gradient norm: expected a finite number, got inf at step 5. .* names the rows"
         with pytest.raises(StoppedError, match=message):
-            train(load_run_config(make_yaml()))
+            start(make_yaml())
     model, before, input_ids = seen
     assert torch.equal(model.dist_head.weight, before)
     saved = json.loads((tmp_path / "run" / "bad_step_5_0.json").read_text())
     assert saved["gradient_norm"] == "inf"
-    rows = prepare(load_run_config(make_yaml(), ["resume=true"])).data.train.rows
+    rows = prepared(make_yaml(), "resume=true").data.train.rows
     lengths = [len(rows[example["row"]]["input_ids"]) for example in saved["examples"]]
     assert lengths == (input_ids != 0).sum(1).tolist()  # 0 is padding
     with monkeypatch.context() as patch:  # the cause is still there
         patch.setattr(HarmonicTrainer, "training_step", training_step)
-        resumed = train(load_run_config(make_yaml(), ["resume=true", "skip_bad_steps=1"]))
+        resumed = start(make_yaml(), "resume=true", "skip_bad_steps=1")
     assert resumed["steps"] == 6
     assert [e["grad_norm"] > 0 for e in resumed["history"] if "grad_norm" in e] == (
         [True] * 4 + [False] + [True]
@@ -256,19 +199,11 @@ def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arg
         data_collator=default_data_collator,
         compute_loss_func=loss,
     )
-    with pytest.raises(StoppedError, match="loss: expected a finite number"):
+    with pytest.raises(StoppedError, match="loss: expected a finite number, got nan at step 1"):
         trainer.train()
     saved = json.loads((tmp_path / "run" / "bad_step_1_0.json").read_text())
     found = sorted(example["input_ids"] for example in saved["examples"])
     assert found == [row["input_ids"] for row in rows]
-
-
-def test_gradient_checkpointing_trains_the_same(make_yaml):
-    plain = trained(make_yaml(training={"max_steps": 2}))
-    checkpointed = trained(make_yaml(training={"gradient_checkpointing": True, "max_steps": 2}))
-    assert losses(plain) == losses(checkpointed)
-    backbone = checkpointed.model.model.backbone
-    assert [b.gradient_checkpointing for b in backbone.encoder.layer] == [False, False, True]
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -276,7 +211,7 @@ def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
     model = {"unfreeze": {"patterns": ["*"]}} if tie else {}
     head = {"name": "dist", "tie": tie}
     path = make_yaml(head=head, model=model, training={"weight_decay": 0.1})
-    trainer = prepare(load_run_config(path)).trainer
+    trainer = prepared(path).trainer
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     table = trainer.model.dist_head.weight
     assert (table is trainer.model.get_input_embeddings().weight) == tie

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -184,21 +185,9 @@ class Rows(IterableDataset):
 
 
 def test_bars_count_every_batch_once_and_streams_without_a_length(arguments, make, monkeypatch):
-    bars = []
-
-    class Bar:
-        def __init__(self, **options):
-            self.count, self.total = 0, options["total"]
-            bars.append(self)
-
-        def update(self, count):
-            self.count += count
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr("harmonic_sft.training.callbacks.tqdm", Bar)
-    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    bar = Mock()
+    monkeypatch.setattr("harmonic_sft.training.callbacks.tqdm", bar)
+    monkeypatch.setattr("transformers.trainer_callback.tqdm", bar)
     trainer = make(
         arguments(disable_tqdm=False, per_device_eval_batch_size=2),
         train_dataset=None,
@@ -206,10 +195,11 @@ def test_bars_count_every_batch_once_and_streams_without_a_length(arguments, mak
         compute_metrics=lambda found: {},
     )
     trainer.evaluate(Rows())
-    assert bars == []
+    bar.assert_not_called()
     trainer.evaluate([*Rows()])
-    (bar,) = bars
-    assert bar.count == bar.total == 3
+    bar.assert_called_once()
+    assert bar.call_args.kwargs["total"] == 3
+    assert sum(call.args[0] for call in bar.return_value.update.call_args_list) == 3
 
 
 def test_the_folder_of_an_evaluation_is_free_for_its_trainer(texts, arguments, make):

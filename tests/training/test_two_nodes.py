@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from harmonic_sft.training.run import train
-from harmonic_sft.training.run_config import load_run_config
-from tests.training.processes import ROOT, free_port, run_together
+from tests.elsewhere import ROOT
+from tests.training.conftest import logged, start
+from tests.training.processes import free_port, run_together
 
 # A network drive is waited for.
 IMPATIENT = """
@@ -30,27 +30,16 @@ def run_nodes(program, words, folders):
 @pytest.mark.slow
 def test_two_nodes_train_what_one_process_trains(make_yaml, tmp_path):
     path = make_yaml(training={"learning_rate": 1e-3, "max_steps": 3})
-    one = train(
-        load_run_config(
-            path,
-            [
-                f"training.output_dir={tmp_path / 'one'}",
-                "training.per_device_train_batch_size=4",
-            ],
-        )
-    )
-    words = [
-        path,
-        f"training.output_dir={tmp_path / 'two'}",
-        "training.per_device_train_batch_size=2",
-    ]
+    folder, rows = "training.output_dir", "training.per_device_train_batch_size"
+    one = start(path, f"{folder}={tmp_path / 'one'}", f"{rows}=4")
+    words = [path, f"{folder}={tmp_path / 'two'}", f"{rows}=2"]
     codes, written = run_nodes(ROOT / "scripts" / "sft.py", words, [ROOT, ROOT])
     assert codes == (0, 0), "".join(text[-4000:] for text in written)
     two = json.loads((tmp_path / "two" / "results" / "train.json").read_text())
     assert two["final"]["loss"] == pytest.approx(one["final"]["loss"], rel=1e-5)
-    logged = [[e["loss"] for e in run["history"] if "loss" in e] for run in (one, two)]
-    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
-    assert len(logged[0]) == 3
+    expected = logged(one["history"])
+    assert logged(two["history"]) == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == 3
 
 
 @pytest.mark.slow

@@ -5,9 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import verify
 from harmonic_sft.training.output_folder import note_verdicts, read_verdicts
 from harmonic_sft.training.run_config import load_run_config
@@ -17,7 +15,6 @@ from tests.conftest import write_run
 
 NAMES = list(verify.PAIRS)
 PROCESSES = "one process = two"
-STEP = {"loss": 1.0, "grad_norm": 1.0}  # of a log
 
 
 @pytest.fixture
@@ -70,8 +67,8 @@ def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, onl
 
 def test_a_stream_is_resumed_as_a_stream(make_yaml, text_file, only, monkeypatch):
     only(NAMES[0])
-    taken = []
-    monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or [STEP])
+    taken, log = [], [{"loss": 1.0, "grad_norm": 1.0}]
+    monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or log)
     source = {"path": str(text_file), "streaming": True}
     path = make_yaml(check_base=False, data={"sources": [source]})
     assert main(["verify", str(path)]) == 0
@@ -84,18 +81,14 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     monkeypatch.setattr(HarmonicTrainer, "_load_rng_state", lambda *_: None)
     path = make_yaml(check_base=False, model={"dropout": 0.2})
     assert main(["verify", str(path)]) == 1
-    assert (
-        f"verify: expected ways of training that agree, got {NAMES[:1]}" in capsys.readouterr().err
-    )
+    message = f"verify: expected ways of training that agree, got {NAMES[:1]}"
+    assert message in capsys.readouterr().err
 
 
-def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, tiny_base, capsys):
-    base = HarmonicForMaskedLM.from_base(tiny_base, head={"name": "linear"})  # of random weights
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "base")
+def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, ignorant_base, capsys):
     (tmp_path / "text.txt").write_text("aa aa aa ab aa aa ac aa aa\n" * 20)
     sources = [{"path": str(tmp_path / "text.txt")}]
-    path = make_yaml(model={"base": str(tmp_path / "base")}, data={"sources": sources})
+    path = make_yaml(model={"base": str(ignorant_base)}, data={"sources": sources})
     assert main(["verify", str(path)]) == 1
     assert "model.base: expected a base whose own head does better" in capsys.readouterr().err
 
