@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+import yaml
 
 from harmonic_sft.training import output_folder
 from harmonic_sft.training.output_folder import (
@@ -226,3 +227,13 @@ def test_an_address_that_is_signed_again_continues_a_run(make_yaml, tmp_path):
     assert "X-Signature=new" in (tmp_path / "run" / "run.yaml").read_text()  # `eval` reads it
     with pytest.raises(ValueError, match=r"got other values for data.sources"):
         check_output_folder(run_on("b.jsonl?X-Signature=new", "resume=true"))
+
+
+def test_a_run_of_max_steps_is_not_resumed_without_them(make_yaml):
+    path = make_yaml()
+    claim_output_folder(load_run_config(path, ["training.max_steps=5"]))
+    settings = yaml.safe_load(path.read_text())
+    del settings["training"]["max_steps"]
+    path.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=r"got other values for training.max_steps. Use"):
+        check_output_folder(load_run_config(path, ["resume=true"]))
