@@ -199,20 +199,22 @@ def _csv_rows(file: str) -> Iterator[Row]:
 
 def _json_rows(file: str) -> Iterator[Row]:
     """Yield the objects of a file, one in a line or all in one list, which is read as a whole."""
+    rows = None
     try:
         with _open_binary(file) as stream:
-            start = stream.read(100).removeprefix(BYTE_ORDER_MARK)
-            is_list = start.lstrip().startswith(b"[")
-            content = start + stream.read(MAX_LIST) if is_list else b"[]"
-        if len(content) > MAX_LIST:
-            raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
-        # What is no JSON becomes bytes, which no JSON has.
-        rows = json.loads(content.decode().rstrip(), parse_constant=str.encode)
+            content = stream.read(100).removeprefix(BYTE_ORDER_MARK)
+            if content.lstrip().startswith(b"["):
+                content += stream.read(MAX_LIST)
+                if len(content) > MAX_LIST:
+                    raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
+                # What is no JSON becomes bytes, which no JSON has.
+                rows = json.loads(content.decode().rstrip(), parse_constant=str.encode)
     except READ_ERRORS as error:
         yield _bad_row(shown(file), error)
         return
-    if not is_list:
+    if rows is None:
         yield from _line_rows(file, _parse_object, keep_blank=False)
+        return
     for number, row in enumerate(rows, 1):
         yield _row(f"{shown(file)}, row {number}", _check_listed, row)
 
