@@ -126,11 +126,12 @@ def _tried(group: str, name: str, rows: Rows) -> Rows:
         yield _missing(group, name, f"a column {error} in --data")
     except ValueError as error:
         yield _missing(group, name, f"other data: {error}")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        path = Path(error.filename)
-        yield _missing(group, name, f"{path.parent.name}/{path.name} in --data")
     except OSError as error:
-        yield _missing(group, name, f"a file that can be read: {error}")
+        needed = f"a file that can be read: {error}"
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and error.filename:
+            path = Path(error.filename)
+            needed = f"{path.parent.name}/{path.name} in --data"
+        yield _missing(group, name, needed)
     except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
         yield _missing(group, name, f"rows of another form: {error}")
 
