@@ -175,7 +175,9 @@ def record(
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
-    The two files are never published; the digest of the held-out documents may be.
+    `results/held_out.json` has what is given here, with the digest of the base's own list.
+    `results/trained_documents.npy` has the sorted `trained`; a run on a stream has none. Neither
+    is ever published; the digest of the held-out documents may be.
 
     Args:
         folder: The run's.

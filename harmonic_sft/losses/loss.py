@@ -14,7 +14,7 @@ class Loss:
     """A value whose fields are a loss's settings; `prepare` makes the loss that a model calls."""
 
     name: str
-    needs: ClassVar[str] = "nothing"  # what `prepare` takes from a head
+    needs: ClassVar[str]  # what `prepare` takes from a head, of a loss without a `__call__`
 
     def check(self, head: Head) -> None:
         """Refuse a head that the loss does not fit.
