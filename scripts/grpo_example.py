@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harmonic_sft.losses.w2_penalty import w2_penalty
 from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.models.backbones import CACHE
 from harmonic_sft.results import show_table
 
 NEW_TOKENS = 12  # of a sample
@@ -128,8 +129,8 @@ def _sample(model: Any, prompts: Tensor) -> Tensor:
     """Sample from the policy itself; `generate` would follow the model's own settings for it."""
     samples, new, cache = prompts, prompts, None
     for _ in range(NEW_TOKENS):
-        outputs = model(input_ids=new, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(input_ids=new, use_cache=True, **{CACHE: cache})
+        cache = outputs[CACHE]
         new = outputs.logits[:, -1].float().softmax(-1).multinomial(1)
         samples = torch.cat([samples, new], 1)
     return samples

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME, cached_file, logging
@@ -40,6 +42,14 @@ QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
 TRIED = 8  # tokens of a trial
+# transformers 5.24 renamed what a decoder takes and returns.
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+
+
+def take_cache(kwargs: dict[str, Any]) -> Cache | None:
+    """Take what earlier calls have left out of the arguments of a model, under either name."""
+    older, cache = kwargs.pop("past_key_values", None), kwargs.pop("cache", None)
+    return older if cache is None else cache
 
 
 def build_backbone(config: PreTrainedConfig) -> PreTrainedModel:
@@ -412,7 +422,8 @@ def _try(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
             f"base {name}: expected a decoder, got a {kind} whose tokens see those behind them. "
             "For an encoder set model.task: masked_lm"
         )
-    if getattr(outputs, "past_key_values", None) is None:
+    cache = outputs.get(CACHE)
+    if cache is None or all(getattr(cache, "is_linear", [False])):
         raise ValueError(
             f"base {name}: expected a decoder with a cache of keys and values, got a {kind}, which "
             "keeps another state"

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from .backbones import (
+    CACHE,
     Base,
     blocks_without_graph,
     build_backbone,
@@ -23,6 +24,7 @@ from .backbones import (
     find_blocks,
     has_blocks,
     settle_quantized_,
+    take_cache,
     trains,
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
@@ -276,7 +278,9 @@ class HarmonicModel(HarmonicPreTrainedModel):
         is_causal = self.config.is_causal
         if is_causal:
             kwargs = {"use_cache": False, **kwargs}
-        if position_ids is not None and kwargs.get("past_key_values") is not None:
+        if (cache := take_cache(kwargs)) is not None:
+            kwargs[CACHE] = cache
+        if position_ids is not None and cache is not None:
             kwargs["position_ids"] = position_ids
         elif position_ids is not None:
             batch_size = len(kwargs["inputs_embeds"] if input_ids is None else input_ids)

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
-from .backbones import Base, load_base
+from .backbones import CACHE, Base, load_base, take_cache
 from .configuration_harmonic import HarmonicConfig, check_pooling
 from .head import at_least_float32
 from .modeling_backbone import HarmonicHeadModel
@@ -229,10 +229,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next step of `generate`, as in transformers.
@@ -241,18 +238,17 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         was at first: the cached keys are then forgotten, and computed again.
         """
         rope = getattr(self.config.text_config, "rope_parameters", None) or {}
-        if past_key_values is not None and rope.get("rope_type") == "longrope":
+        cache = take_cache(kwargs)
+        if cache is not None and rope.get("rope_type") == "longrope":
             limit = rope["original_max_position_embeddings"]
-            if 0 < past_key_values.get_seq_length() <= limit < input_ids.shape[1]:
-                past_key_values = next_sequence_length = None
+            if 0 < cache.get_seq_length() <= limit < input_ids.shape[1]:
+                cache = next_sequence_length = None
         mixin: Any = super()  # whose types are narrower
         return mixin.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
+            **{CACHE: cache},
             **kwargs,
         )
 
@@ -269,6 +265,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -278,17 +275,18 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             attention_mask: `[B, T]`, 1 = attend; of the cached tokens too.
             position_ids: `[B, T]`. Without a cache, a position that does not continue the one
                 before it starts a new document, and tokens attend only to their own.
-            past_key_values: What earlier calls have left.
+            past_key_values: What earlier calls have left: the older name of `cache`.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
                 With labels only the labelled positions reach the head.
-            use_cache: Return `past_key_values`; default: without labels, out of training, unless
+            use_cache: Return the cache; default: without labels, out of training, unless
                 `config.use_cache` is False.
             logits_to_keep: Logits of so many last positions alone, or of those with these indices;
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
+            cache: What earlier calls have left.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; `shift_labels`
                 `[B, T]` in place of `labels`, shifted already: position t predicts its own entry,
                 as sequence parallelism cuts rows after the shift, and weights are those of these
@@ -305,7 +303,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -323,9 +321,9 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: outputs[CACHE] if CACHE in outputs else None},
         )
 
 

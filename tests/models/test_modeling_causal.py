@@ -23,7 +23,7 @@ from harmonic_sft.models import (
     HarmonicForMaskedLM,
     build_head,
 )
-from harmonic_sft.models.backbones import base_of, load_base
+from harmonic_sft.models.backbones import CACHE, base_of, load_base
 from tests.decoders import FAMILIES, D, V, save_decoder, save_tokenizer
 
 ROWS = torch.randint(3, V, (2, 10), generator=torch.Generator().manual_seed(0))
@@ -416,6 +416,17 @@ def test_a_saved_model_is_not_loaded_as_one_of_the_other_direction(bases, tmp_pa
     config.is_causal = False
     with pytest.raises(ValueError, match="is_causal: expected True for a HarmonicForCausalLM"):
         HarmonicForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before transformers 5.24, since
+def test_a_cache_is_taken_under_both_of_its_names(bases, name):
+    model = make(bases)
+    with torch.no_grad():
+        whole = model(input_ids=ROWS).logits
+        cache = model(input_ids=ROWS[:, :3])[CACHE]
+        last = model(input_ids=ROWS[:, 3:], use_cache=True, **{name: cache})
+    assert last[CACHE].get_seq_length() == ROWS.shape[1]
+    torch.testing.assert_close(last.logits, whole[:, 3:])
 
 
 def test_the_cache_can_be_turned_off_while_loading(bases, tmp_path):

@@ -332,7 +332,9 @@ def test_a_16_bit_model_that_becomes_float32_is_warned_of(
     )
 
 
-def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make):
+def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make, monkeypatch):
+    # transformers 5.24 asks for PEFT 0.22, which is not out yet.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
         model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
