@@ -83,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C. A run
         that a SIGTERM ended exits with 143.
     """
+    if sys.stdout is None:  # `>&-` closed it
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     _take_overrides(parser, options, rest)

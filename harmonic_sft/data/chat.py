@@ -60,7 +60,8 @@ class Conversation:
                     f"messages[{index}].role: expected system first only, assistant after another "
                     f"turn, tool after assistant or tool, got {role!r} {place}"
                 )
-            if not isinstance(content, str) or not (content.strip() or message.get("tool_calls")):
+            may_be_empty = role == "tool" or message.get("tool_calls")
+            if not isinstance(content, str) or not (content.strip() or may_be_empty):
                 found = repr(content) if isinstance(content, str) else type(content).__name__
                 raise BadRow(f"messages[{index}].content: expected text, got {found}")
             previous = role

@@ -1,5 +1,6 @@
 """Formats of data: recognizing one from a row, and turning its rows into tokens."""
 
+import itertools
 import json
 import operator
 import re
@@ -218,10 +219,11 @@ class Reader:
             seen = _integers(row, "attention_mask", len(input_ids)) != 0
         _check_one_document(row, seen)
         scored = _scored(row, input_ids, self.loss_on)
-        own = input_ids if scored is None else input_ids[scored]
-        texts = [" ".join(map(str, part)) for part in (input_ids, own)]
         scored = None if scored is None else scored[seen]
-        return Draft(_unwrapped(input_ids[seen], scored, self.special), *texts)
+        encoded = _unwrapped(input_ids[seen], scored, self.special)
+        own = itertools.compress(encoded.input_ids, encoded.scored)
+        texts = [" ".join(map(str, part)) for part in (encoded.input_ids, own)]
+        return Draft(encoded, *texts)
 
 
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
@@ -231,7 +233,7 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         hint = " (write it as a string)" if isinstance(value, bool) else ""
         raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
-    if value == IGNORE_INDEX or not str(value).strip():
+    if str(value).strip() in ("", str(IGNORE_INDEX)):
         raise BadRow(f"expected a class as label, got {value!r}, which stands for none")
     if class_names is not None:
         if not isinstance(value, int) or not 0 <= value < len(class_names):

@@ -172,9 +172,6 @@ class RowMaker:
         """Cut a document, and leave out the chunks in which nothing is scored."""
         if not encoded.input_ids:
             raise BadRow(BLANK)
-        if not any(encoded.scored):
-            found = f"expected tokens to score, got none of {len(encoded.scored)}"
-            raise BadRow(f"loss_on {self.read.loss_on}: {found}")
         common = {"source": self.source, "document": document[NUMBER]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
@@ -184,17 +181,23 @@ class RowMaker:
         special = self._around(encoded)
         size = self.context_length - len(special.prefix) - len(special.suffix)
         end = 1 if self.read.is_labeled else len(encoded.input_ids)
-        rows = []
+        # A decoder predicts no token that has none before it.
+        first = int(self.read.is_causal and not special.prefix)
+        rows, unscored = [], 0
         for chunk, start in enumerate(range(0, end, size)):
             part = slice(start, start + size)
-            if not any(encoded.scored[part]):
-                bad_rows.unscored_tokens += len(encoded.scored[part])
+            if not any(encoded.scored[start + first : start + size]):
+                unscored += len(encoded.scored[part])
                 continue
             row = {"input_ids": [*special.prefix, *encoded.input_ids[part], *special.suffix]}
             for name, fill in fills.items():
                 before, after = [fill] * len(special.prefix), [fill] * len(special.suffix)
                 row[name] = [*before, *getattr(encoded, name)[part], *after]
             rows.append({**row, **common, "chunk": chunk})
+        if not rows:
+            found = f"expected tokens to score, got none of {len(encoded.scored)}"
+            raise BadRow(f"loss_on {self.read.loss_on}: {found}")
+        bad_rows.unscored_tokens += unscored
         return rows
 
     def _around(self, encoded: Encoded) -> SpecialTokens:

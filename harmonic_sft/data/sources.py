@@ -254,6 +254,13 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
 
 
+def shard_sizes(documents: IterableDataset) -> list[int]:
+    """Return the sizes of the files or row groups of a stream, as far as they are known here."""
+    shards = getattr(documents._ex_iterable, "kwargs", {}).get("shards", [])
+    known = [one for one in shards if one.num_rows or not is_url(one.file)]
+    return [one.num_rows or Path(one.file).stat().st_size for one in known] or [1]
+
+
 def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
     splits = _find_files(source, path, name)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind
 from harmonic_sft.data.keyed_random import permutation, random_bits
 from harmonic_sft.data.row_maker import TRACES, RowMaker
 from harmonic_sft.data.sources import STREAM_BITS, numbered_rows
+
+logger = logging.getLogger(__name__)
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
@@ -153,6 +156,13 @@ class LogicalStream:
             found, is_document = readers[source].next()
             if is_document:
                 waiting.append(source)
+            elif starts is None:
+                logger.warning(
+                    "%s has no document left to train on in stream %d: the evaluation takes all. "
+                    "Lower data.eval.documents.",
+                    self.make_rows[source].name,
+                    self.number,
+                )
             made, bad_rows = self.make_rows[source](found)
             (self.bad_rows if starts is None else ahead).merge(bad_rows)
             is_left = bool(made) and documents == count
@@ -248,17 +258,18 @@ class LogicalStream:
             if source not in waiting:
                 continue
             reader = readers[source]
-            rows, is_document = reader.next()
-            if rows:
-                found.setdefault((source, reader.epoch), []).extend(rows)
-            count += is_document
-            if is_document:
-                continue
-            ended.add(source)
-            if self.weights is None or reader.at_start:
-                waiting.remove(source)
-            else:
-                reader.restart()
+            while True:
+                rows, is_document = reader.next()
+                if rows:
+                    found.setdefault((source, reader.epoch), []).extend(rows)
+                count += is_document
+                if is_document:
+                    break
+                ended.add(source)
+                if self.weights is None or reader.at_start:
+                    waiting.remove(source)
+                    break
+                reader.restart()  # the turn is still this source's
         if not waiting:
             for reader in readers:
                 reader.restart()

@@ -224,5 +224,5 @@ def repetition(continuations: Tensor) -> dict[str, float]:
         result[f"distinct_{size}"] = len(set(found)) / max(1, len(found))
     grams = [ngrams(row, 4) for row in rows]
     total = sum(map(len, grams))
-    result["repeated_4"] = 1 - sum(len(set(row)) for row in grams) / max(1, total)
+    result["repeated_4"] = sum(len(row) - len(set(row)) for row in grams) / max(1, total)
     return result

@@ -37,7 +37,8 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0)
     total = eigenvalues.sum()
     directions, count = F.normalize(table, dim=-1), len(table)
-    pairs = (directions.sum(0).square().sum() - count) / (count * (count - 1))
+    own = directions.square().sum()  # of rows that are not 0
+    pairs = (directions.sum(0).square().sum() - own) / (count * (count - 1))
     return {
         "explained_variance_2": float(eigenvalues[:2].sum() / total),
         "explained_variance_10": float(eigenvalues[:10].sum() / total),

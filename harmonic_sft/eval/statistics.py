@@ -8,6 +8,7 @@ from scipy import stats
 
 UNDECIDED = "undecided"
 LEVEL = 0.95
+ROUNDING = 1e-12  # of differences between numbers of about 1
 NUM_RESAMPLES = 2000
 BATCH = 1 << 22  # documents of the resamples that are drawn at once
 MIN_DOCUMENTS = 5  # of fewer no resampling gives an interval that holds the mean often enough
@@ -34,6 +35,8 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     if count == 1:
         return {"mean": mean, "half_width": None, "p": None, "seeds": 1}
     error = float(array.std(ddof=1)) / count**0.5
+    if error < ROUNDING * max(1.0, float(np.abs(array).max())):
+        error = 0.0
     half_width = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else None
     return {"mean": mean, "half_width": half_width, "p": p, "seeds": count}

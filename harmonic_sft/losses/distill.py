@@ -131,9 +131,8 @@ class Distillation:
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, states: Tensor) -> Tensor:
         with torch.no_grad():
-            log_target = self.teacher(states).log_softmax(-1)  # [n, V]
-            target = log_target.exp()
-            entropy = -torch.linalg.vecdot(target, log_target)
+            target = self.teacher(states).softmax(-1)  # [n, V]
+            entropy = torch.special.entr(target).sum(-1)
             target.mul_(self.weight)
             own = target.new_full((len(labels), 1), 1 - self.weight)
             target.scatter_add_(-1, labels.unsqueeze(-1), own)

@@ -263,7 +263,8 @@ def base_of(
     head = generation_config = None
     if is_causal:
         if model.base_model is not model:
-            head, generation_config = old_head(model), model.generation_config
+            head = old_head(model)
+            generation_config = getattr(model, "generation_config", None)
         elif model.get_output_embeddings() is not None:
             raise ValueError(
                 f"base {name}: expected a decoder whose body stands apart from its head, got a "
@@ -345,6 +346,11 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
     if weight is None or weight.dim() != 2:
         raise ValueError(
             f"base {name}: expected token embeddings, got none in a {type(backbone).__name__}"
+        )
+    if backbone.config.is_encoder_decoder:
+        raise ValueError(
+            f"base {name}: expected an encoder or a decoder, got a {type(backbone).__name__}, "
+            "which is both"
         )
     if is_quantized(weight):
         raise ValueError(f"base {name}: expected token embeddings that are not quantized")

@@ -140,6 +140,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             with suppress(OSError):  # there is none
                 model.generation_config = GenerationConfig.from_pretrained(name, **where)
         model.config.name_or_path = model.name_or_path = name
+        options = dict(kwargs.get("adapter_kwargs") or {})
+        if (adapter := options.pop("_adapter_model_path", None)) is not None:
+            model.load_adapter(adapter, adapter_kwargs=options)  # of the folder that was asked for
         return loaded
 
     @classmethod

@@ -225,7 +225,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         vars(self.config).pop("use_cache", None)
         super().save_pretrained(save_directory, *args, **kwargs)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # ty: ignore[incompatible-method-override]
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
@@ -323,7 +323,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE: outputs[CACHE] if CACHE in outputs else None},
+            **{CACHE: outputs.get(CACHE)},
         )
 
 

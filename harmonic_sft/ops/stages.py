@@ -167,7 +167,7 @@ class DistillationStage(CrossEntropyStage):
         taught = torch.mm(self.states[tokens].to(dtype), self.weight[tile].to(dtype).T)
         if self.bias is not None:
             taught.add_(self.bias[tile].to(dtype))
-        peaks = taught.amax(1)
+        peaks = taught.amax(1).clamp_min(torch.finfo(dtype).min / 4)  # -inf rules a class out
         weights = taught.sub_(peaks.unsqueeze(1)).exp_()
         return weights, [peaks, weights.sum(1), -torch.special.entr(weights).sum(1)]
 

@@ -7,12 +7,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -202,19 +204,14 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Let transformers settle its fields; then check ours."""
+        self._settle_types()
         raw = {name: getattr(self, name) for name in _names()}
         for name in SECTIONS:
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, load_text(value, name))
         if isinstance(self.unfreeze, str) and self.unfreeze.isdecimal():
             self.unfreeze = int(self.unfreeze)
-        if not isinstance(self.head, str | Mapping | None):
-            raise ValueError(f"head: expected a name or a dictionary, got {self.head!r}")
-        if isinstance(self.loss, type):
-            name = self.loss.__name__
-            raise ValueError(f"loss: expected a loss, got the class {name}. Write {name}()")
-        if self.loss is not None and not isinstance(self.loss, str | Mapping):
-            self.loss = to_plain(self.loss)
+        self._settle_head_and_loss()
         self.gradient_checkpointing = None
         self._check_theirs()
         super().__post_init__()  # takes it for the old name of its own option
@@ -232,6 +229,28 @@ class HarmonicTrainingArguments(TrainingArguments):
             if getattr(self, name) is not value
         }
         self._check_ours()
+
+    def _settle_types(self) -> None:
+        """Take numbers of NumPy, and what transformers writes into JSON."""
+        for one in fields(self):
+            if isinstance(value := getattr(self, one.name), np.generic):
+                setattr(self, one.name, value.item())
+        if self.hub_token == "<HUB_TOKEN>":  # which stands there in its place
+            self.hub_token = None
+
+    def _settle_head_and_loss(self) -> None:
+        if not isinstance(self.head, str | Mapping | None):
+            raise ValueError(f"head: expected a name or a dictionary, got {self.head!r}")
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ValueError(f"loss: expected a loss, got the class {name}. Write {name}()")
+        if not isinstance(self.loss, str | Mapping | Loss | None):
+            raise ValueError(
+                f"loss: expected one of harmonic_sft.losses, got {self.loss!r}. One of your own is "
+                "the trainer's compute_loss_func"
+            )
+        if isinstance(self.loss, Loss):
+            self.loss = to_plain(self.loss)
 
     def _check_ours(self) -> None:
         """Check the arguments for the task; where the model will say it, for any."""

@@ -50,6 +50,8 @@ class MasterWeightsAdamW(torch.optim.AdamW):
         """Step the masters with the weights' gradients and round the result into the weights."""
         assert closure is None, "a closure would compute gradients after they were handed on"
         for weight, master in self._weights:
+            # Weights that were set since, as those of the best checkpoint are.
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
             master.grad = weight.grad
         loss = super().step()
         for weight, master in self._weights:

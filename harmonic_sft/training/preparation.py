@@ -191,7 +191,7 @@ class Preparation:
             if not isinstance(self.model, str) and not self._base.name_or_path:
                 raise ValueError(
                     "processing_class: expected the model's tokenizer, got nothing, and the model "
-                    "has no name to load it by"
+                    "has no name to load it by, or lost it to an earlier trainer"
                 )
             self._given_tokenizer = load_tokenizer(self.config.model)
         return with_padding(self._given_tokenizer, self.config.model.task)
@@ -381,6 +381,11 @@ class Preparation:
                     "model: expected a name with from_scratch or dropout, got a loaded "
                     f"{type(self.model).__name__}. Set them when you build it"
                 )
+            if model.task == "masked_lm" and _kind(self.model.config) == "causal_lm":
+                raise ValueError(
+                    "task: expected causal_lm for a decoder, whose tokens do not see those behind "
+                    f"them, got masked_lm with a {type(self.model).__name__}"
+                )
             if self.model.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
                 logger.warning(
                     "The loaded model is in %s and becomes float32; dtype='bfloat16' keeps it in "
@@ -557,7 +562,7 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
         if name.endswith(CLASSIFIER_NAMES):
             raise ValueError(
                 f"label_column: expected the column of the labels of a {name}, got nothing. To "
-                "train its body on text without labels, set task='masked_lm'"
+                f"train its body on text without labels, set task={_kind(config) or 'masked_lm'!r}"
             )
     if (kind := _kind(config)) is not None:
         return kind

@@ -48,6 +48,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
+from harmonic_sft.models.backbones import load_checked
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
@@ -148,6 +149,7 @@ class HarmonicTrainer(Trainer):
     model: HarmonicHeadModel
     args: HarmonicTrainingArguments
     _best: str | None = None  # checkpoint of a resumed run
+    _misses = False  # weights of a checkpoint that was just loaded
 
     def __init__(
         self,
@@ -223,12 +225,13 @@ class HarmonicTrainer(Trainer):
         )
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
-        self.claimed = False  # the output folder
-        self._found_empty = is_empty(Path(str(args.output_dir)))
+        folder = Path(str(args.output_dir))
+        self.claimed: Path | None = None  # the output folder that is this run's
+        self._found_empty = folder if is_empty(folder) else None
         self.data_seconds = 0.0
         self._memory = MemoryFallback(args, built)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
-        self._num_bad_steps = 0
+        self._keep: int | None = None  # how many checkpoints, while a training is on
         self._frozen: str | None = None  # checksum of the frozen weights
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
@@ -237,19 +240,22 @@ class HarmonicTrainer(Trainer):
         Raises:
             ValueError: It holds something else, or another run; or nodes do not share it.
         """
-        if self.claimed:
+        folder = Path(str(self.args.output_dir))
+        if self.claimed == folder:
             return
+        if folder.expanduser() != self.run_config.output_dir:  # the arguments name another one now
+            self.run_config = self._preparation.configure_trial()
         state = PartialState()
         if state.is_main_process:
             config = replace(self.run_config, resume=resume)
             # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
-            if not self._found_empty or (config.output_dir / RUN_FILE).exists():
+            if self._found_empty != folder or (folder / RUN_FILE).exists():
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
         if state.num_processes > 1:
-            check_shared(Path(str(self.args.output_dir)))
-        self.claimed = True
+            check_shared(folder)
+        self.claimed = folder
 
     @contextmanager
     def at_work(self) -> Generator[None]:
@@ -303,6 +309,7 @@ class HarmonicTrainer(Trainer):
         The caller is `at_work`.
         """
         self.old_head = None  # as large as the new one
+        accumulation = self.args.gradient_accumulation_steps
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
@@ -317,12 +324,18 @@ class HarmonicTrainer(Trainer):
             load_neighbors_(checkpoint, self.model.loss_fn)
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
+        # transformers would delete by the clock, before there is a manifest, and of two checkpoints
+        # at the end the last one.
+        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
+        self._num_bad_steps = 0
         try:
             with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
             self.args.ignore_data_skip = False
+            self.args.save_total_limit = self._keep
+            self.args.gradient_accumulation_steps = accumulation
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
@@ -514,12 +527,7 @@ class HarmonicTrainer(Trainer):
         if self.args.should_save:  # what is there was saved otherwise, or cannot be written over
             shutil.rmtree(folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        # transformers would delete by the clock, and before there is a manifest.
-        keep, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = keep
+        super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             save_neighbors(folder, self.model.loss_fn)
@@ -534,7 +542,7 @@ class HarmonicTrainer(Trainer):
                 rows_sha256=self.rows_sha256,
             )
             best = Path(self.state.best_model_checkpoint or folder)
-            rotate(folder.parent, keep=keep, protected=[folder, best])
+            rotate(folder.parent, keep=self._keep, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Note a new best; with `save_strategy="best"` also save what a callback asked for.
@@ -725,12 +733,27 @@ class HarmonicTrainer(Trainer):
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             check_frozen(self.model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self._load_missing(Path(resume_from_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Say nothing of a tied weight: it is in the checkpoint under its other name."""
+        """Note what was not loaded; a tied weight is in the checkpoint under its other name."""
         tied = self.model.all_tied_weights_keys
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
-        super()._issue_warnings_after_load(load_result)
+        self._misses = bool(load_result.missing_keys)
+        if not self._misses:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_missing(self, folder: Path) -> None:
+        """Load a checkpoint in which transformers has saved experts under the names of its files.
+
+        Only `from_pretrained` knows them. The trainers of transformers 5.23 would leave such
+        weights as they are, with a warning.
+        """
+        if self._misses:
+            model_class, config = type(self.model), HarmonicConfig.from_pretrained(folder)
+            whole = load_checked(model_class, str(folder), config, dtype="auto")
+            self.model.load_state_dict(whole.state_dict())
+            self._misses = False
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's exponent with its weights: they belong together."""
@@ -739,6 +762,7 @@ class HarmonicTrainer(Trainer):
         check_whole(folder, is_best=True)
         if not load_part_(self.model, folder):
             super()._load_best_model()
+            self._load_missing(folder)
         if self._head_callback.h_exp is not None:
             best = HarmonicConfig.from_pretrained(folder)
             assert best.h_exp is not None, "it is annealed"
@@ -793,6 +817,7 @@ class HarmonicTrainer(Trainer):
         blocking: bool = True,
         token: None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs: Any,
     ) -> str:
         """Save the model into the output folder and publish it in one commit, with its card.
@@ -802,6 +827,7 @@ class HarmonicTrainer(Trainer):
             blocking: Has to be True: a push is waited for.
             token: Has to be None; `hf auth login` keeps it.
             revision: The branch; default: `hub_revision`, else main.
+            private: Create the repo as a private one; default: `hub_private_repo`.
             kwargs: What scripts say for transformers' card; ours is made of the run.
 
         Returns:
@@ -828,8 +854,9 @@ class HarmonicTrainer(Trainer):
             return ""
         folder = Path(str(self.args.output_dir))
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        revision = hub.revision if revision is None else revision
-        return push(folder, replace(destination_of(hub), message=commit_message, revision=revision))
+        to = replace(destination_of(hub), message=commit_message)
+        given = {"revision": revision, "private": private}
+        return push(folder, replace(to, **{k: v for k, v in given.items() if v is not None}))
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Look whether the Hub could be pushed to; the repo is made by the first push."""

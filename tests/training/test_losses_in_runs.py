@@ -75,7 +75,7 @@ def test_neighbors_are_found_anew_when_it_is_time_and_train_other_weights(make_y
         trainer = prepared(path).trainer
         tables = Tables()
         trainer.add_callback(tables)
-        trainer.claimed = True  # both share the folder
+        trainer.claimed = trainer.run_config.output_dir  # both share the folder
         trainer.train()
         seen = tables.seen
         assert len(seen) == 6
