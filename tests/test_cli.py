@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -491,3 +492,23 @@ def test_scripts_sft_runs_under_accelerate_launch():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: hub.formm: expected one of the known keys")
     assert last.endswith("Did you mean 'form'?")
+
+
+def test_a_stream_lasts_when_its_reader_is_gone():
+    """As `tee` is after a SIGTERM to all processes of a job."""
+    program = (
+        "import sys; from harmonic_sft.cli import LastingStream;"
+        "out = LastingStream(sys.stdout); sys.stdin.read();"
+        "print('a' * 100_000, file=out, flush=True); print('b', file=out, flush=True);"
+        "print('end', file=sys.stderr)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, b"end\n")

@@ -388,3 +388,16 @@ ANSWER = {"role": "tool", "content": "word3"}
 def test_turns_that_cannot_be_are_refused(messages, reason):
     with pytest.raises(BadRow, match=reason):
         Conversation(messages=messages, tools=[])
+
+
+def test_a_tool_may_answer_with_nothing():
+    call = {"type": "function", "function": {"name": "save", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "Save it"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "Done"},
+    ]
+    assert Conversation(messages=turns, tools=[]).messages == turns
+    with pytest.raises(BadRow, match=r"messages\[0\].content: expected text, got ''"):
+        Conversation(messages=[{"role": "user", "content": ""}], tools=[])

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import Reader, recognize
+from harmonic_sft.data.formats import Reader, _label, recognize
 from tests.data.conftest import encode_rows
 
 USER = {"role": "user", "content": "word1"}
@@ -457,3 +457,9 @@ def test_a_call_of_a_tool_is_the_assistants_own(tokenizer):
     assert '"word5"' in own
     assert "word7" not in own
     assert "word7" in whole
+
+
+@pytest.mark.parametrize("label", [-100, "-100", " -100 ", ""])
+def test_what_stands_for_no_label_is_no_class_also_as_text_of_a_csv_file(label):
+    with pytest.raises(BadRow, match="which stands for none"):
+        _label(label, None)

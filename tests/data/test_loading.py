@@ -5,6 +5,8 @@ import re
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -483,3 +485,29 @@ def test_counts_are_of_all_tokens_and_none_is_a_mask(text, causal_tokenizer):
     # 17 words and 4 ends; the second document has two rows.
     held_out = sum(len(row["input_ids"]) for row in data.eval)
     assert data.num_tokens == 17 + 4 - held_out
+
+
+def test_copies_of_tokens_are_told_without_padding_and_special_tokens(tokenizer, tmp_path):
+    """Beside each row of tokens stands a copy that is wrapped and padded."""
+    before, after, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    rows = []
+    for number in range(20):
+        plain = [5 + (number * k) % 7 + number % 3 for k in range(1, 5)] + [5 + number % 11]
+        wrapped = [before, *plain, after, pad, pad]
+        rows.append({"input_ids": plain, "attention_mask": [1] * len(plain)})
+        rows.append({"input_ids": wrapped, "attention_mask": [1] * (len(plain) + 2) + [0, 0]})
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load(tokenizer, Source(path=str(path)))
+    kept = {tuple(ids.tolist()) for ids in originals(data.eval)}
+    assert kept
+    assert not kept & {tuple(ids.tolist()) for ids in originals(data.train)}
+
+
+@pytest.mark.parametrize(("streams", "is_said"), [(16, True), (1, False)])
+def test_row_groups_of_other_sizes_are_said(tokenizer, tmp_path, caplog, streams, is_said):
+    table = pa.table({"text": [f"word{k % 200} word{k % 7}" for k in range(230)]})
+    pq.write_table(table, tmp_path / "texts.parquet", row_group_size=100)
+    source = Source(path=str(tmp_path / "texts.parquet"), streaming=True)
+    load(tokenizer, source, streams=streams)
+    assert ("row groups differ in size up to 3 times" in caplog.text) == is_said

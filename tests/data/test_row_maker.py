@@ -12,13 +12,16 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from harmonic_sft.data import Source
 from harmonic_sft.data import row_maker as module
 from harmonic_sft.data.bad_rows import BadRows
+from harmonic_sft.data.encoding import SpecialTokens
 from harmonic_sft.data.files import BAD, NUMBER, PLACE, FileRows, file_shards
 from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
+from tests.data.conftest import load
 from tests.elsewhere import run_python
 
 TEXTS = [
@@ -310,3 +313,18 @@ def test_tokenizer_without_needed_tokens_is_refused(lacking, message):
     tokens = {f"{name}_token": token for name, token in roles.items()}
     with pytest.raises(ValueError, match=message):
         check(PreTrainedTokenizerFast(tokenizer_object=backend, **tokens))
+
+
+def test_a_row_whose_only_scored_token_is_its_first_is_none_of_a_decoders(tmp_path):
+    """Without a token that begins every row, nothing predicts it."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}, {"input_ids": [5, 6, 7]}]
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(12)}, unk_token="w0"))
+    special = {"unk_token": "w0", "eos_token": "w1", "pad_token": "w1"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    assert not SpecialTokens.of(tokenizer).prefix
+    settings = {"task": "causal_lm", "on_bad_row": "skip", "eval": {"documents": 1}}
+    data = load(tokenizer, Source(path=str(path)), **settings)
+    assert data.bad_rows.total == 8
+    assert all((row["labels"][1:] != -100).any() for row in data.train)

@@ -401,3 +401,32 @@ def test_failure_of_a_library_is_one_line_with_source_and_place(workers):
     with pytest.raises(DataError) as caught:
         read(streamed, 30, workers=workers)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_share_of_a_small_source_is_that_of_its_weight(size):
+    """A draw that meets the end of a source is still that source's."""
+    rows = names(plain_order(open_streams((4000, size), weights=[1.0, 1.0]), 4000))
+    starts = Counter(source for source, _, chunk, _ in rows if chunk == 0)
+    share = starts[1] / starts.total()
+    blank = sum(length(0, k) == 0 for k in range(4000)) / 4000  # of the large source
+    assert abs(share - 1 / (2 - blank)) < 0.04
+
+
+def test_a_source_that_the_evaluation_takes_whole_is_named(caplog):
+    sources = [
+        IterableDataset.from_generator(generate, gen_kwargs={"shards": [(s, 0, n)]})
+        for s, n in enumerate((3, 50))
+    ]
+    stream = LogicalStream(
+        sources=sources,
+        number=0,
+        weights=None,
+        make_rows=[Maker(0), Maker(1)],
+        window=8,
+        seed=0,
+        capacity=None,
+    )
+    stream.hold_out(20)
+    assert "data.sources[0] has no document left to train on in stream 0" in caplog.text
+    assert "data.sources[1]" not in caplog.text

@@ -85,3 +85,11 @@ def test_few_documents_have_an_interval_that_holds_the_mean():
         low, high = document_interval(generator.normal(size=6), np.arange(6))
         held += low <= 0 <= high
     assert held >= 175  # percentiles of the level itself hold 168
+
+
+@pytest.mark.parametrize("values", [[0.1] * 3, [0.3 - 0.2, 0.4 - 0.3, 0.5 - 0.4], [0.7] * 5])
+def test_seeds_that_differ_by_rounding_alone_decide_nothing(values):
+    found = t_interval(values)
+    assert found["half_width"] == 0
+    assert found["p"] is None
+    assert verdict(found, found["p"]) == "undecided"

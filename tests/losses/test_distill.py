@@ -190,3 +190,18 @@ def test_a_failed_transform_of_torch_func_leaves_the_teacher_as_it_was(parts):
     assert loss.teacher.weight is weight
     assert type(weight.data) is torch.Tensor
     assert torch.equal(loss(head, hidden_states, labels), before)
+
+
+@pytest.mark.parametrize("head", ["euclidean", "cosine"])  # fused, and dense by chunks
+def test_classes_that_the_teacher_rules_out_have_no_share(head):
+    """A whole tile of them, too."""
+    torch.manual_seed(0)
+    old = build_head({"name": "linear"}, hidden_size=D, vocab_size=1600).double()
+    new = build_head(HEADS[head], hidden_size=D, vocab_size=1600).double()
+    with torch.no_grad():
+        old.bias[1536:] = -torch.inf
+    states, labels = torch.randn(N, D, dtype=torch.float64), torch.arange(N)
+    found = DistillLoss().prepare(old)(new, states, labels)
+    q, log_p = old(states).softmax(-1), new(states).log_softmax(-1)
+    wanted = -torch.special.entr(q).sum(-1) - (q * log_p).sum(-1)
+    torch.testing.assert_close(found, wanted)

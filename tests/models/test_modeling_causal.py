@@ -1,5 +1,6 @@
 """Any decoder under any head: training, saving, generating with and without a cache."""
 
+import json
 import math
 import re
 
@@ -443,3 +444,21 @@ def test_a_tied_head_is_not_said_to_start_from_another(bases, init):
     head = {"name": "linear"} if init == "base_head" else HEADS["sphere"]
     with pytest.raises(ValueError, match=f"expected input_embeddings for a tied head, got {init}"):
         make(bases, "llama", head=head, init=init, tie=True)
+
+
+def test_an_adapter_on_the_form_head_is_loaded_again(bases, tmp_path, monkeypatch):
+    """PEFT's files stand in a folder of their own and name the repository below."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    make(bases).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    whole = model(ROWS).logits
+    state = {**model.state_dict()}
+    plain = {k.replace(".base_layer", ""): v for k, v in state.items() if "lora_" not in k}
+    module = "harmonic_sft.models.modeling_backbone.complete_state_dict"
+    monkeypatch.setattr(module, lambda *_: plain)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "partial": True}))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(again(ROWS).logits, whole)

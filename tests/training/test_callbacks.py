@@ -187,3 +187,15 @@ def test_workers_outlive_a_sigterm_while_a_run_takes_it():
     worker.terminate()
     worker.join(timeout=10)
     assert worker.exitcode == 0
+
+
+def test_the_only_checkpoint_that_is_kept_is_not_the_one_that_a_sigterm_saved(
+    make_yaml, tmp_path, add_callbacks
+):
+    """transformers deletes all but the best at the end, where one is kept."""
+    training = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 1}
+    training |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is best
+    with add_callbacks(terminate()), pytest.raises(SystemExit):
+        start(make_yaml(training=training, h_exp=-12.0))
+    found = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert found == {"checkpoint-1", "checkpoint-4"}

@@ -5,7 +5,13 @@ import shutil
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
@@ -220,3 +226,36 @@ def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path, exporte
     with pytest.raises(ValueError, match="LlamaForCausalLM has no place for it"):
         exported(model)
     assert not (tmp_path / "plain").exists()
+
+
+def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
+    """transformers saves them under names that its trainer does not know."""
+    config = Qwen3MoeConfig(
+        vocab_size=600,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    )
+
+    def trainer():
+        torch.manual_seed(0)
+        args = arguments("moe", max_steps=4, save_strategy="steps", save_steps=2, h_exp=-6.0)
+        return make(args, model=Qwen3MoeForCausalLM(config), eval_dataset=texts.select(range(9)))
+
+    whole = trainer()
+    whole.train()
+    shutil.rmtree(tmp_path / "moe" / "checkpoint-4")
+    again = trainer()
+    again.train(resume_from_checkpoint=True)
+    weights = (dict(one.model.named_parameters()) for one in (whole, again))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    finished = trainer()
+    finished.train(resume_from_checkpoint=True)
+    assert finished.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]

@@ -79,3 +79,13 @@ def test_parameters_without_a_gradient_stay():
     assert not torch.equal(used, start())
     optimizer.zero_grad()
     assert used.grad is None
+
+
+def test_weights_that_were_set_since_are_kept():
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = MasterWeightsAdamW([weight], lr=0.0)
+    with torch.no_grad():
+        weight.fill_(3.0)  # as the best checkpoint does
+    weight.grad = torch.ones(8)
+    optimizer.step()
+    assert (weight == 3).all()

@@ -12,10 +12,13 @@ from peft import LoraConfig
 from torch.utils.data import Subset
 from transformers import (
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     BertForMaskedLM,
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlamaModel,
     TrainerCallback,
     TrainingArguments,
@@ -602,3 +605,26 @@ def test_other_arguments_a_model_without_a_tokenizer_and_no_evaluation_are_refus
     config = load_run_config("configs/demo.yaml", ["data.eval.documents=0"])
     with pytest.raises(ValueError, match=r"data\.eval\.documents: expected at least 1"):
         train(config)
+
+
+def test_a_loaded_decoder_is_no_masked_model(causal_base, arguments, make):
+    model = LlamaForSequenceClassification.from_pretrained(causal_base)
+    with pytest.raises(ValueError, match="task: expected causal_lm for a decoder"):
+        make(arguments(task="masked_lm"), model=model)
+    with pytest.raises(ValueError, match="set task='causal_lm'"):
+        make(model=model)
+
+
+def test_a_model_of_encoder_and_decoder_is_refused(arguments, make):
+    config = BartConfig(
+        vocab_size=600,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+    )
+    with pytest.raises(ValueError, match="expected an encoder or a decoder, got a Bart"):
+        make(arguments(task="masked_lm"), model=BartForConditionalGeneration(config))

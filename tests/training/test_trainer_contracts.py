@@ -1,9 +1,11 @@
 """What users of transformers' Trainer count on, where ours does something of its own."""
 
+import json
 import logging
 import signal
 from unittest.mock import Mock
 
+import numpy as np
 import optuna
 import pytest
 import torch
@@ -294,3 +296,39 @@ def test_a_subclass_trains_on_a_loss_of_its_own_and_evaluates_it(
     assert trainer.state.log_history[0]["loss"] > 40
     found = trainer.evaluate()
     assert found["eval_loss"] > 40 > found["eval_post_hoc_loss"]
+
+
+def test_another_folder_is_looked_at_when_the_arguments_name_it(arguments, make, tmp_path):
+    trainer = make(arguments("first", max_steps=1))
+    trainer.train()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"mine")
+    trainer.args.output_dir = str(foreign)
+    with pytest.raises(ValueError, match="output_dir: expected an empty folder"):
+        trainer.train()
+    assert (foreign / "model.safetensors").read_bytes() == b"mine"
+    trainer.args.output_dir = str(tmp_path / "second")
+    trainer.train()
+    assert (tmp_path / "second" / "run.yaml").is_file()
+
+
+def test_a_push_is_private_if_its_call_says_so(arguments, make, monkeypatch):
+    seen = []
+    monkeypatch.setattr(trainer_module, "push", lambda folder, to: seen.append(to) or "address")
+    trainer = make(arguments(hub_model_id="me/mine"))
+    trainer.push_to_hub(private=True)
+    trainer.push_to_hub()
+    assert [to.private for to in seen] == [True, False]
+
+
+def test_arguments_survive_their_own_json_and_take_numpy_numbers(arguments):
+    args = arguments(h_exp=np.float32(-5), unfreeze=np.int64(1))
+    assert (args.h_exp, args.unfreeze) == (-5.0, 1)
+    again = HarmonicTrainingArguments(**json.loads(args.to_json_string()))
+    assert again.hub_token is None
+    assert (again.h_exp, again.output_dir) == (-5.0, args.output_dir)
+    with pytest.raises(
+        ValueError, match=r"loss: expected one of harmonic_sft\.losses, got CrossEnt"
+    ):
+        arguments(loss=torch.nn.CrossEntropyLoss())
