@@ -317,10 +317,12 @@ def test_tokenizer_without_needed_tokens_is_refused(lacking, message):
 
 def test_a_row_whose_only_scored_token_is_its_first_is_none_of_a_decoders(tmp_path):
     """Without a token that begins every row, nothing predicts it."""
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}, {"input_ids": [5, 6, 7]}]
+    rows = [
+        {"input_ids": [k, k + 1], "labels": [k, -100 if k % 2 else k + 1]} for k in range(8, 24)
+    ]
     path = tmp_path / "tokens.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
-    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(12)}, unk_token="w0"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(40)}, unk_token="w0"))
     special = {"unk_token": "w0", "eos_token": "w1", "pad_token": "w1"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     assert not SpecialTokens.of(tokenizer).prefix
