@@ -8,9 +8,11 @@ import platform
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -83,8 +85,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C. A run
         that a SIGTERM ended exits with 143.
     """
-    if sys.stdout is None:  # `>&-` closed it
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+    with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()  # Python would at its end, where nobody catches an error
+
+
+class LastingStream:
+    """A stream into a pipe that lasts when its reader is gone: the rest is dropped.
+
+    A run is not lost with its terminal, `tee` or `head`, which a SIGTERM to a whole job ends too.
+
+    Args:
+        stream: None if it was closed before the program began.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop the text."""
+        return self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        """Flush, or drop what was to be flushed."""
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     _take_overrides(parser, options, rest)
@@ -173,7 +211,8 @@ def _init(name: str | None) -> int:
     """Print a shipped configuration, or what there is."""
     shipped = configurations()
     if name is not None:
-        return _print(_shipped(name, shipped).read_text(encoding="utf-8"))
+        sys.stdout.write(_shipped(name, shipped).read_text(encoding="utf-8"))
+        return 0
     width = 2 + max(map(len, shipped))
     lines = []
     for known, path in shipped.items():
@@ -182,15 +221,7 @@ def _init(name: str | None) -> int:
         lines.append(textwrap.fill(line, 80, subsequent_indent=" " * width))
     lines += ["", "Print one:  harmonic-sft init NAME > my.yaml"]
     lines += ["Train one:  harmonic-sft train NAME", ""]
-    return _print("\n".join(lines))
-
-
-def _print(text: str) -> int:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; Python would flush again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write("\n".join(lines))
     return 0
 
 

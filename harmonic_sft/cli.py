@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -41,43 +40,6 @@ def run_command(options: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, or 1 after an error that was printed in one line.
     """
-    with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
-        return _guarded(options)
-
-
-class LastingStream:
-    """A stream into a pipe that lasts when its reader is gone: the rest is dropped.
-
-    A run is not lost with its terminal, `tee` or `head`, which a SIGTERM to a whole job ends too.
-    """
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write, or drop the text."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush, or drop what was to be flushed."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-
-def _guarded(options: argparse.Namespace) -> int:
-    """Run a command; an error is printed in one line."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = os.environ.get("RANK", "0")
     logging.getLogger("harmonic_sft").setLevel(logging.INFO if rank == "0" else logging.WARNING)

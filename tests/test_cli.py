@@ -497,7 +497,7 @@ def test_scripts_sft_runs_under_accelerate_launch():
 def test_a_stream_lasts_when_its_reader_is_gone():
     """As `tee` is after a SIGTERM to all processes of a job."""
     program = (
-        "import sys; from harmonic_sft.cli import LastingStream;"
+        "import sys; from harmonic_sft_cli import LastingStream;"
         "out = LastingStream(sys.stdout); sys.stdin.read();"
         "print('a' * 100_000, file=out, flush=True); print('b', file=out, flush=True);"
         "print('end', file=sys.stderr)"

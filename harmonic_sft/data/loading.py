@@ -205,9 +205,9 @@ def _streamed_data(
     """Read the sources in as many logical streams as all of them have shards for."""
     count = min(config.streams, *(documents.num_shards for documents, _ in opened))
     weights = [source.weight for source in config.sources if source.weight is not None]
-    for documents, maker in opened if count > 1 else ():
+    for documents, maker in opened:
         sizes = shard_sizes(documents)
-        if max(sizes) > 2 * min(sizes):
+        if count > 1 and max(sizes) > 2 * min(sizes):
             logger.warning(
                 "%s: the files or row groups differ in size up to %.0f times. The %d streams give "
                 "as many rows each, those of small ones more often. data.streams: 1 reads each "

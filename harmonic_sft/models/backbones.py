@@ -334,10 +334,10 @@ def copy_head_(head: Head, base: Base) -> None:
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone without token embeddings that prototypes could be taken from.
+    """Refuse a backbone without one table of token embeddings that prototypes could be taken from.
 
     Raises:
-        ValueError: It has none, or quantized ones.
+        ValueError: It has none, quantized ones, or a decoder beside its encoder.
     """
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
@@ -429,7 +429,7 @@ def _try(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
             "For an encoder set model.task: masked_lm"
         )
     cache = outputs.get(CACHE)
-    if cache is None or all(getattr(cache, "is_linear", [False])):
+    if cache is None or all(getattr(cache, "is_linear", [False])):  # Mamba's
         raise ValueError(
             f"base {name}: expected a decoder with a cache of keys and values, got a {kind}, which "
             "keeps another state"

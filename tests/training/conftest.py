@@ -45,7 +45,7 @@ def prepared(path, *overrides):
 
 def trained(path, *overrides):
     trainer = prepared(path, *overrides).trainer
-    trainer.claimed = Path(str(trainer.args.output_dir))  # several of one test share the folder
+    trainer.claimed = trainer.run_config.output_dir  # several of one test share the folder
     trainer.train()
     return trainer
 

@@ -230,19 +230,8 @@ def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path, exporte
 
 def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
     """transformers saves them under names that its trainer does not know."""
-    config = Qwen3MoeConfig(
-        vocab_size=600,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
+    experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**{**SIZES, "vocab_size": 600}, **experts)
 
     def trainer():
         torch.manual_seed(0)

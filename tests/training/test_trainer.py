@@ -116,7 +116,6 @@ def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
     whole = trained(path, f"training.output_dir={tmp_path / 'whole'}")
     interrupt(4, path)
     again = prepared(path).trainer
-    again.claimed = path
     output = again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole)
     checkpoint = tmp_path / "run" / "checkpoint-3"
