@@ -102,19 +102,26 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         if fields is None:
             fields, _ = PreTrainedConfig.get_config_dict(config or name, **where)
         if (kind := fields.get("model_type")) != "harmonic":
-            raise ValueError(
-                f"{name}: expected one of our models, got one of type {kind!r}. "
-                f"Put a head on it: {cls.__name__}.from_base"
-            )
-        if not cls._is_trained(fields.get("architectures")):
-            return cls._with_new_head(
-                HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
-            )
-        if fields.get("partial", False):
+            mend = f"Put a head on it: {cls.__name__}.from_base"
+            if kind is None:
+                mend = "AutoModelFor... puts an adapter on its base"
+            raise ValueError(f"{name}: expected one of our models, got one of type {kind!r}. {mend}")
+        is_trained = cls._is_trained(fields.get("architectures"))
+        is_partial = is_trained and fields.get("partial", False)
+        # transformers would put an adapter on what it loads, which lacks the head or is None here.
+        own = not is_trained or is_partial
+        options = dict(kwargs.pop("adapter_kwargs", None) or {}) if own else {}
+        adapter = options.pop("_adapter_model_path", None)  # of the folder that was asked for
+        if not is_trained:
+            bare = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
+            loaded = cls._with_new_head(bare)
+        elif is_partial:
             loaded = cls._from_partial(str(name), where, *model_args, config=config, **kwargs)
         else:
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if adapter is not None:
+            model.load_adapter(adapter, adapter_kwargs=options)
         settle_quantized_(model)
         _report_useless(model)
         return loaded
@@ -140,9 +147,6 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             with suppress(OSError):  # there is none
                 model.generation_config = GenerationConfig.from_pretrained(name, **where)
         model.config.name_or_path = model.name_or_path = name
-        options = dict(kwargs.get("adapter_kwargs") or {})
-        if (adapter := options.pop("_adapter_model_path", None)) is not None:
-            model.load_adapter(adapter, adapter_kwargs=options)  # of the folder that was asked for
         return loaded
 
     @classmethod

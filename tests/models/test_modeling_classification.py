@@ -528,3 +528,18 @@ def test_numbers_of_tokens_that_are_not_scored_count_nothing(base, tmp_path, num
     logits, expected = found.logits[:, 1:7], labels[:, 1:7]
     loss_fn = torch.nn.MSELoss() if num_labels == 1 else torch.nn.BCEWithLogitsLoss()
     torch.testing.assert_close(found.loss, loss_fn(logits, expected))
+
+
+def test_a_trained_head_of_an_adapter_is_loaded_again(published, tmp_path, monkeypatch):
+    """The repository below is a language model's: its classifier's head is in the adapter alone."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    sequence = HarmonicForSequenceClassification
+    model = sequence.from_pretrained(published, num_labels=3)
+    options = {"target_modules": ["query"], "modules_to_save": ["dist_head"]}
+    model.add_adapter(LoraConfig(r=2, init_lora_weights=False, **options))
+    torch.nn.init.normal_(model.active_head.weight)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    torch.testing.assert_close(again(**batch()).logits, model.eval()(**batch()).logits)
+    with pytest.raises(ValueError, match=r"AutoModelFor\.\.\. puts an adapter on its base"):
+        sequence.from_pretrained(tmp_path)
