@@ -123,15 +123,14 @@ class LastingStream:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    _take_overrides(parser, options, rest)
+    options, rest = _parser().parse_known_args(arguments)
+    _take_overrides(options, rest)
     try:
         if options.command == "init":
             return _init(options.name)
         if options.command == "train":
             _end_with_launcher()
-            _check_flags(parser, options)
+            _check_flags(options)
         if "config" in options and options.config is not None:
             options.config, options.shipped = _find_config(options.config)
     except ValueError as error:
@@ -171,19 +170,19 @@ def configurations() -> dict[str, Path]:
     return {path.with_suffix("").as_posix(): folder / path for path in runs}
 
 
-def _check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check_flags(options: argparse.Namespace) -> None:
     """Take either a file or a model with data; without a file its place holds an override."""
     if options.model is None and options.dataset is None:
         if options.config is None:
-            parser.error("train: expected a file, or --model and --dataset, got neither")
+            options.parser.error("expected a file, or --model and --dataset, got neither")
         for flag in ("head", "task", "output"):
             if vars(options)[flag] is not None:
-                parser.error(f"train: expected --{flag} beside --model, got it beside a file")
+                options.parser.error(f"expected --{flag} beside --model, got it beside a file")
         return
     if options.model is None or options.dataset is None:
-        parser.error("train: expected --model and --dataset together, got one of them")
+        options.parser.error("expected --model and --dataset together, got one of them")
     if options.config is not None and "=" not in options.config:
-        parser.error(f"train: expected a file or --model, got both: {options.config}")
+        options.parser.error(f"expected a file or --model, got both: {options.config}")
     if options.config is not None:
         options.overrides.insert(0, options.config)
         options.config = None
@@ -225,9 +224,7 @@ def _init(name: str | None) -> int:
     return 0
 
 
-def _take_overrides(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, rest: Sequence[str]
-) -> None:
+def _take_overrides(options: argparse.Namespace, rest: Sequence[str]) -> None:
     """Take key=value pairs that stand after an option, where the command takes any.
 
     From Python 3.13 on argparse has taken them, and other words with them.
@@ -238,9 +235,9 @@ def _take_overrides(
     words = [*vars(options).get("overrides", ()), *rest]
     unknown = [word for word in words if word.startswith("-") or "=" not in word]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest and "overrides" not in options:
-        parser.error(f"{options.command}: expected no key=value pairs, got {' '.join(rest)}")
+        options.parser.error(f"expected no key=value pairs, got {' '.join(rest)}")
     if rest:
         options.overrides += rest
 
@@ -354,6 +351,7 @@ def _command(commands: argparse._SubParsersAction, name: str, text: str) -> argp
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--debug", action="store_true", help="show where an error comes from")
+    command.set_defaults(parser=command)
     return command
 
 

@@ -270,11 +270,11 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["push", "run", "--repo-id", "me/x", "a=b"], "push: expected no key=value pairs, got a="),
-        (["export", "run", "--output", "x", "a=b"], "export: expected no key=value pairs, got a="),
-        (["train", "x.yaml", "--dry-runn"], "unrecognized arguments: --dry-runn"),
+        (["push", "run", "--repo-id", "me/x", "a=b"], "push: error: expected no key=value pairs, got a="),
+        (["export", "run", "--output", "x", "a=b"], "export: error: expected no key=value pairs, got a="),
+        (["train", "x.yaml", "--dry-runn"], "train: error: unrecognized arguments: --dry-runn"),
         (["reproduce", "family"], "invalid choice: 'reproduce'"),
-        (["train"], "train: expected a file, or --model and --dataset, got neither"),
+        (["train"], "train: error: expected a file, or --model and --dataset, got neither"),
         (["train", "--model", "x"], "expected --model and --dataset together, got one of them"),
         (["train", "demo", "--model", "x", "--dataset", "y"], "a file or --model, got both: demo"),
         (["train", "demo", "--head", "linear"], "--head beside --model, got it beside a file"),

@@ -305,8 +305,9 @@ class HubConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.push and self.repo_id is None:
-            raise ValueError("repo_id: expected owner/name with push: true, got nothing")
+        if self.push and (self.repo_id is None or self.repo_id.count("/") != 1):
+            found = "nothing" if self.repo_id is None else repr(self.repo_id)
+            raise ValueError(f"repo_id: expected owner/name with push: true, got {found}")
         if self.every_save and not self.push:
             raise ValueError("every_save: expected push: true beside it, got false")
         return self

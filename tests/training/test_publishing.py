@@ -20,7 +20,7 @@ from harmonic_sft.training.run_config import load_run_config
     ("repo_id", "message"),
     [
         ("me/model", "token: expected to be logged in"),
-        ("model", "repo_id: expected owner/name"),
+        ("me/model..", "repo_id: expected owner/name"),
     ],
 )
 def test_what_cannot_be_pushed_to_is_an_error_before_anything_is_made(
