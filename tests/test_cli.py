@@ -270,8 +270,14 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["push", "run", "--repo-id", "me/x", "a=b"], "push: error: expected no key=value pairs, got a="),
-        (["export", "run", "--output", "x", "a=b"], "export: error: expected no key=value pairs, got a="),
+        (
+            ["push", "run", "--repo-id", "me/x", "a=b"],
+            "push: error: expected no key=value pairs, got a=",
+        ),
+        (
+            ["export", "run", "--output", "x", "a=b"],
+            "export: error: expected no key=value pairs, got a=",
+        ),
         (["train", "x.yaml", "--dry-runn"], "train: error: unrecognized arguments: --dry-runn"),
         (["reproduce", "family"], "invalid choice: 'reproduce'"),
         (["train"], "train: error: expected a file, or --model and --dataset, got neither"),

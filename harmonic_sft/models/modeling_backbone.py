@@ -105,7 +105,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             mend = f"Put a head on it: {cls.__name__}.from_base"
             if kind is None:
                 mend = "AutoModelFor... puts an adapter on its base"
-            raise ValueError(f"{name}: expected one of our models, got one of type {kind!r}. {mend}")
+            raise ValueError(
+                f"{name}: expected one of our models, got one of type {kind!r}. {mend}"
+            )
         is_trained = cls._is_trained(fields.get("architectures"))
         is_partial = is_trained and fields.get("partial", False)
         # transformers would put an adapter on what it loads, which lacks the head or is None here.
