@@ -33,6 +33,7 @@ from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     EvalLoopOutput,
     EvalPrediction,
+    HPSearchBackend,
     TrainOutput,
 )
 
@@ -67,6 +68,7 @@ from harmonic_sft.training.callbacks import (
     HeadCallback,
     TerminationCallback,
     label_bars_,
+    StoppedError,
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
@@ -295,8 +297,15 @@ class HarmonicTrainer(Trainer):
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
             self.claim_output_folder(resume=checkpoint is not None)
-        with self.at_work():
-            return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        try:
+            with self.at_work():
+                return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        except StoppedError as error:
+            if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
+                raise
+            import optuna
+
+            raise optuna.TrialPruned(str(error)) from error  # the others are to go on
 
     def train_from(
         self,
@@ -655,8 +664,12 @@ class HarmonicTrainer(Trainer):
         save_bad_step(self.args, rows, self.stream_place, batches, **found)
         if self._num_bad_steps == self.args.skip_bad_steps:
             raise not_finite(**found)
+        logger.warning("Step %d was left out: its loss or gradients are not finite.", found["step"] + 1)
         self._num_bad_steps += 1
         model.zero_grad()  # optimizers leave alone what has no gradient
+        # The loss that is logged next is a mean over the steps that were taken.
+        self._tr_loss -= torch.stack(self._losses).nan_to_num(0, 0, 0).sum()
+        self._globalstep_last_logged += 1
         return torch.zeros_like(norm)
 
     def evaluation_loop(

@@ -486,6 +486,20 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
         fixed.hyperparameter_search(n_trials=1)
 
 
+def test_a_search_goes_on_after_a_trial_that_diverges(texts, arguments, make):
+    def space(trial):
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [1e30, 1e-3])}
+
+    trainer = make(arguments(max_steps=4), eval_dataset=texts.select(range(10)))
+    best = trainer.hyperparameter_search(
+        hp_space=space,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e30, 1e-3]}, seed=0),
+    )
+    assert best.hyperparameters["learning_rate"] == 1e-3
+
+
 def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
     seen = {}
 

@@ -178,7 +178,7 @@ def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
 
 
 def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
-    make_yaml, tmp_path, monkeypatch
+    make_yaml, tmp_path, monkeypatch, caplog
 ):
     """The gradients are finite; clipped by their norm, which is not, they would be zeros."""
     original, seen = HarmonicTrainer.training_step, []
@@ -206,10 +206,32 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
         patch.setattr(HarmonicTrainer, "training_step", training_step)
         resumed = start(make_yaml(), "resume=true", "skip_bad_steps=1")
     assert resumed["steps"] == 6
-    assert [e["grad_norm"] > 0 for e in resumed["history"] if "grad_norm" in e] == (
-        [True] * 4 + [False] + [True]
-    )
+    logged = [(e["step"], e["grad_norm"] > 0) for e in resumed["history"] if "grad_norm" in e]
+    assert logged == [(step, True) for step in (1, 2, 3, 4, 6)]
+    assert "Step 5 was left out" in caplog.text
     assert math.isfinite(resumed["final"]["loss"])
+
+
+def test_a_step_that_is_left_out_does_not_count_in_the_loss_that_is_logged(
+    make, arguments, monkeypatch
+):
+    original, taken = HarmonicTrainer.training_step, []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = original(self, model, inputs, num_items_in_batch)
+        if self.state.global_step == 1:
+            model.dist_head.weight.grad[0, 0] = math.inf
+        else:
+            taken.append(loss.item())
+        return loss
+
+    monkeypatch.setattr(HarmonicTrainer, "training_step", training_step)
+    args = arguments(logging_steps=3, max_steps=3, skip_bad_steps=1, gradient_accumulation_steps=1)
+    trainer = make(args)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(taken) == 2
+    assert logged == [pytest.approx(sum(taken) / 2)]
 
 
 def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arguments, tmp_path):
