@@ -46,9 +46,14 @@ TRIED = 8  # tokens of a trial
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
-def take_cache(kwargs: dict[str, Any]) -> Cache | None:
-    """Take what earlier calls have left out of the arguments of a model, under either name."""
+def take_cache(kwargs: dict[str, Any]) -> Any:
+    """Take what earlier calls have left out of the arguments of a model, under either name.
+
+    The pages of continuous batching, no `Cache`, stay: attention looks for them as `cache`.
+    """
     older, cache = kwargs.pop("past_key_values", None), kwargs.pop("cache", None)
+    if cache is not None and not isinstance(cache, Cache):
+        kwargs["cache"] = cache
     return older if cache is None else cache
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -287,7 +288,8 @@ class HarmonicModel(HarmonicPreTrainedModel):
         is_causal = self.config.is_causal
         if is_causal:
             kwargs = {"use_cache": False, **kwargs}
-        if (cache := take_cache(kwargs)) is not None:
+        cache = take_cache(kwargs)
+        if isinstance(cache, Cache):
             kwargs[CACHE] = cache
         if position_ids is not None and cache is not None:
             kwargs["position_ids"] = position_ids

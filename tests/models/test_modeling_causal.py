@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -154,6 +155,18 @@ def test_a_tied_16_bit_gemma_scales_embeddings_as_transformers_does(bases, tmp_p
         model.save_pretrained(tmp_path)
         again = HarmonicForCausalLM.from_pretrained(tmp_path)
         assert torch.equal(again(input_ids=ROWS).logits, model(input_ids=ROWS).logits)
+
+
+def test_continuous_batching_says_what_a_batch_says(bases):
+    """Its pages go to attention under the name that transformers 5.24 gives a decoder's cache."""
+    model = make(bases).eval()
+    prompts = [ROWS[0, :4].tolist(), ROWS[1].tolist()]
+    sizes = {"num_blocks": 16, "max_batch_tokens": 64, "eos_token_id": -1, "pad_token_id": 0}
+    config = GenerationConfig(**LENGTH, **sizes)
+    found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    for prompt, output in zip(prompts, found.values(), strict=True):
+        alone = model.generate(torch.tensor([prompt]), **LENGTH)[0, len(prompt) :]
+        assert output.generated_tokens == alone.tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
