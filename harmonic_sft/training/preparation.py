@@ -528,6 +528,8 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
             f"get no noise, got {noise}. Unfreeze them, or leave it out"
         )
     changes = run.peft is not None or trains(model.model)
+    if changes and getattr(model.config.text_config, "output_router_logits", False):
+        logger.warning("The router's own loss, which output_router_logits asks for, is not added.")
     old_body = frozen_copy(model.model) if changes and isinstance(run.loss, DistillLoss) else None
     if run.peft is not None:
         add_lora_(model, run.peft)

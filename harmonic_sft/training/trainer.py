@@ -523,8 +523,12 @@ class HarmonicTrainer(Trainer):
                 self._globalstep_last_logged = last
 
     def _load_callback_state(self) -> None:
-        """Set the best checkpoint, which transformers looks for where the run was once."""
+        """Set what callbacks had counted, and the best checkpoint, wherever the run was once."""
         super()._load_callback_state()
+        for callback in self.callback_handler.callbacks:
+            state = self.state.stateful_callbacks.get(type(callback).__name__)
+            if isinstance(state, dict):  # a list is of several of one kind
+                vars(callback).update(state.get("attributes", {}))
         if self._best is not None and self.state.best_model_checkpoint is None:
             logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
         self.state.best_model_checkpoint = self._best

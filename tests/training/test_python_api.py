@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
 from peft import LoraConfig
 from torch.utils.data import Subset
 from transformers import (
+    EarlyStoppingCallback,
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
@@ -439,6 +440,27 @@ def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
     again = make(arguments("run", **SAVING), train_dataset=texts.select(range(len(texts) - 1)))
     with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_the_patience_of_early_stopping_outlives_a_resume(arguments, make, texts):
+    steps: dict = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    steps |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    fixed = {"h_exp": -8.0, "learning_rate": 1e-30, "max_steps": 9}  # nothing gets better
+
+    def start(**options):
+        callbacks = [EarlyStoppingCallback(early_stopping_patience=3)]
+        trainer = make(
+            arguments("run", **steps, **fixed),
+            eval_dataset=texts.select(range(10)),
+            callbacks=callbacks,
+        )
+        trainer.train(**options)
+        return trainer.state.global_step
+
+    whole = start()
+    folder = Path(arguments("run").output_dir)
+    shutil.rmtree(folder / f"checkpoint-{whole}")
+    assert start(resume_from_checkpoint=True) == whole < 9
 
 
 def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
