@@ -35,6 +35,7 @@ from harmonic_sft.hub.staging import (
     SENTENCES,
     TOKENIZER,
     Form,
+    check_completed,
     check_form,
     license_of_code,
     stage,
@@ -124,6 +125,8 @@ def push(folder: Path, to: Destination) -> str:
     check_model(trained.config, to, trained.has_adapter)
     with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as staged:
         stage(trained, Path(staged), form=to.form, repo_id=to.repo_id, license=to.license)
+        if to.form == "head":
+            check_completed(trained, Path(staged))
         return upload(Path(staged), trained, to)
 
 

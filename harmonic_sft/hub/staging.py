@@ -41,7 +41,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite
-from harmonic_sft.models.partial_checkpoint import hub_base
+from harmonic_sft.models.partial_checkpoint import BACKBONE, complete_state_dict, hub_base
 from harmonic_sft.results import read_results, reading
 
 Form = Literal["full", "head", "peft"]
@@ -175,6 +175,22 @@ def check_adapter(config: HarmonicConfig, adapter: Path) -> None:
             f"--form peft: expected an adapter on {config.base_model!r} as it was published, got "
             f"one on weights that were trained before, such as {left[0]}. Use --form head"
         )
+
+
+def check_completed(trained: TrainedFolder, staged: Path) -> None:
+    """Refuse the form `head` of a model that its base does not complete.
+
+    Raises:
+        ValueError: What the run did not train is not the base's, or the base cannot be fetched.
+    """
+    completed = complete_state_dict(str(staged), trained.config, {"revision": None})
+    for name, saved in read_tensors(trained.path, (BACKBONE,)):
+        if not torch.equal(completed.get(name, saved).to(saved.dtype), saved):
+            raise ValueError(
+                f"--form head: expected what was not trained to be that of "
+                f"{trained.config.base_model}, got another {name}, which was changed before the "
+                "run. Use --form full"
+            )
 
 
 def check_publishable(trained: TrainedFolder, form: Form) -> None:

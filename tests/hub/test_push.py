@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from harmonic_sft.hub.push import _reason
@@ -19,6 +20,7 @@ from harmonic_sft.hub.staging import license_of_code
 from harmonic_sft.models import HarmonicForMaskedLM
 
 TEXT = "aa ab [MASK] ad ba"
+FORMAT = {"format": "pt"}
 
 
 READER = """
@@ -213,6 +215,20 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     assert "model.safetensors" not in hub.files("alice/bumpy")
     client.succeeds("train", tmp_path / "bumpy.yaml", "resume=true")
     assert "model.safetensors" in hub.files("alice/bumpy")
+
+
+def test_a_base_that_does_not_complete_the_head_is_refused(hub, client, pushed, tmp_path):
+    """Someone merged an adapter into a model of ours, say, and gave it to the trainer."""
+    folder = shutil.copytree(pushed, tmp_path / "run")
+    weights = load_file(folder / "model.safetensors")
+    trained = json.loads((folder / "config.json").read_text())["trained_parameters"]
+    frozen = next(name for name in weights if ".layer.0." in name and name not in trained)
+    save_file({**weights, frozen: weights[frozen] + 1}, folder / "model.safetensors", FORMAT)
+    done = client("push", folder, "--repo-id", "alice/changed", "--form", "head")
+    assert f"expected what was not trained to be that of alice/base, got another {frozen}" in (
+        done["err"]
+    )
+    assert "alice/changed" not in hub.repos
 
 
 def test_files_of_others_stay_and_leftovers_of_ours_go(hub, client, pushed):
