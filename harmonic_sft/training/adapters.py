@@ -36,8 +36,11 @@ OPTIONS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_trans
 
 def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | None:
     """Return PEFT's configuration as ours; refuse what has no counterpart."""
-    if not isinstance(peft_config, LoraConfig):
+    if peft_config is None or isinstance(peft_config, PeftConfig):
         return peft_config
+    if type(peft_config) is not LoraConfig:
+        name = type(peft_config).__name__
+        raise ValueError(f"peft_config: expected a LoraConfig, got a {name}, which is not merged")
     given = {name: getattr(peft_config, name) for name in OPTIONS}
     plain = LoraConfig(**given).to_dict()
     ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}

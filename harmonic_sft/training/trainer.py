@@ -66,9 +66,9 @@ from harmonic_sft.training.batches import (
 from harmonic_sft.training.callbacks import (
     TERMINATED,
     HeadCallback,
+    StoppedError,
     TerminationCallback,
     label_bars_,
-    StoppedError,
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
@@ -668,7 +668,9 @@ class HarmonicTrainer(Trainer):
         save_bad_step(self.args, rows, self.stream_place, batches, **found)
         if self._num_bad_steps == self.args.skip_bad_steps:
             raise not_finite(**found)
-        logger.warning("Step %d was left out: its loss or gradients are not finite.", found["step"] + 1)
+        logger.warning(
+            "Step %d was left out: its loss or gradients are not finite.", found["step"] + 1
+        )
         self._num_bad_steps += 1
         model.zero_grad()  # optimizers leave alone what has no gradient
         # The loss that is logged next is a mean over the steps that were taken.

@@ -225,8 +225,9 @@ def test_a_base_that_does_not_complete_the_head_is_refused(hub, client, pushed, 
     frozen = next(name for name in weights if ".layer.0." in name and name not in trained)
     save_file({**weights, frozen: weights[frozen] + 1}, folder / "model.safetensors", FORMAT)
     done = client("push", folder, "--repo-id", "alice/changed", "--form", "head")
-    assert f"expected what was not trained to be that of alice/base, got another {frozen}" in (
-        done["err"]
+    assert (
+        f"expected what was not trained to be that of alice/base, got another {frozen}"
+        in (done["err"])
     )
     assert "alice/changed" not in hub.repos
 

@@ -8,16 +8,16 @@ import optuna
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
-from peft import LoraConfig
+from peft import AdaLoraConfig, IA3Config, LoraConfig
 from torch.utils.data import Subset
 from transformers import (
-    EarlyStoppingCallback,
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertForMaskedLM,
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -415,6 +415,9 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
         ValueError, match=r"peft_config: expected no more than .* got \['use_dora'\]"
     ):
         make(arguments("other"), peft_config=LoraConfig(r=2, use_dora=True))
+    for other in (AdaLoraConfig(r=2, total_step=4), IA3Config()):
+        with pytest.raises(ValueError, match="peft_config: expected a LoraConfig, got a"):
+            make(arguments("type"), peft_config=other)
     with pytest.raises(ValueError, match=r"^target_modules: expected .*, got '\.\*query'$"):
         make(arguments("third"), peft_config=LoraConfig(r=2, target_modules=".*query"))
 
