@@ -526,7 +526,7 @@ class HarmonicTrainer(Trainer):
         """Set what callbacks had counted, and the best checkpoint, wherever the run was once."""
         super()._load_callback_state()
         for callback in self.callback_handler.callbacks:
-            state = self.state.stateful_callbacks.get(type(callback).__name__)
+            state = cast(dict, self.state.stateful_callbacks).get(type(callback).__name__)
             if isinstance(state, dict):  # a list is of several of one kind
                 vars(callback).update(state.get("attributes", {}))
         if self._best is not None and self.state.best_model_checkpoint is None:
