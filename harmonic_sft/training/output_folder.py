@@ -119,6 +119,25 @@ def check_output_folder(run: RunConfig) -> None:
         )
 
 
+def check_settings(checkpoint: Path, run: RunConfig) -> None:
+    """Refuse to continue another folder's run with other settings: its optimizer keeps the old.
+
+    Raises:
+        ValueError: They differ in more than the number of steps, or of rows in a micro-batch.
+    """
+    home = checkpoint.resolve().parent
+    if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
+        return
+    free = (MAX_STEPS, "training.num_train_epochs", *BATCH_KEYS)
+    different = [key for key in _changed_keys(read_run(home), run) if key not in free]
+    if different:
+        raise ValueError(
+            f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "
+            f"values for {', '.join(different)}. Use the old ones, or give the checkpoint as the "
+            "model of a new run"
+        )
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """Return what `run.yaml` in the folder of a run says, as this version would write it.
 

@@ -99,6 +99,7 @@ from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import (
     RUN_FILE,
     check_output_folder,
+    check_settings,
     check_shared,
     claim_output_folder,
     is_empty,
@@ -293,6 +294,8 @@ class HarmonicTrainer(Trainer):
             SystemExit: A SIGTERM came; the step at work was saved.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
+        if checkpoint is not None:
+            check_settings(checkpoint, self.run_config)
         if trial is None:
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
