@@ -463,7 +463,8 @@ def summarize(
         first two, `edge`, whether the learning rate is the least or largest that was tried, and
         against the best linear read-out `gain` and `auroc_gain` with their verdicts; `rejected`
         says whether Holm's procedure over the other gains of the regime rejects this one.
-        `over_start` is the accuracy over that of the linear head from class means.
+        `over_start` is the accuracy over that of the linear head from class means, whose class is
+        its own, and `over_start_as_linear` the same by the best read-out of the linear head.
     """
     cells = {cell_name(cell): cell for cell in (*CELLS[regime.name], NOISY)}
     rows: list[dict[str, Any]] = []
@@ -483,7 +484,9 @@ def summarize(
                 factor = round(chosen[arm] / regime.learning_rate)
                 edge = ARMS[arm] is not None and factor in (FACTORS[0], FACTORS[-1])
                 if CONTROL in by and arm not in ("linear", CONTROL):
-                    row["over_start"] = _row(runs, by[arm], found[CONTROL], by[CONTROL])["gain"]
+                    start = {"over_start": by[CONTROL], "over_start_as_linear": by["linear"]}
+                    for key, read in start.items():
+                        row[key] = _row(runs, by[arm], found[CONTROL], read)["gain"]
                 setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
                 rows.append({**setting, "edge": edge, **row})
     others = [r for r in rows if r["arm"] not in ("linear", CONTROL) and not _is_primary(r)]

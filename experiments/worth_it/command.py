@@ -109,7 +109,16 @@ def _classes(options: argparse.Namespace) -> None:
 
 
 COLUMNS = ["arm", "rate", "class by", "accuracy, %", "gain, points", "", "Holm"]
-COLUMNS += ["over linear, means", "scope by", "AUROC", "gain", "", "ECE, %", "loss, nats"]
+COLUMNS += [
+    "over linear, means",
+    "so read as linear",
+    "scope by",
+    "AUROC",
+    "gain",
+    "",
+    "ECE, %",
+    "loss, nats",
+]
 LOST = ("lost", "linear_lost", "more")
 HOLM = {True: "rejected", False: "not", None: "-"}
 
@@ -124,6 +133,7 @@ def _line(row: dict[str, Any]) -> list[Any]:
         row["gain_verdict"],
         HOLM[row.get("rejected")],
         show_spread(row.get("over_start"), scale=100, digits=3),
+        show_spread(row.get("over_start_as_linear"), scale=100, digits=3),
         row["scope_by"],
         show_interval(row["auroc"], digits=3),
         show_interval(row["auroc_gain"], digits=3),

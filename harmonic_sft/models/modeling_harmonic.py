@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
@@ -280,7 +280,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
                 With labels only the labelled positions reach the head.
             use_cache: Return the cache; default: without labels, out of training, unless
-                `config.use_cache` is False.
+                `config.use_cache` is False. Compiled with positions, only if this is True: a row is
+                then one document.
             logits_to_keep: Logits of so many last positions alone, or of those with these indices;
                 0 is all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
@@ -296,6 +297,14 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
+        if (
+            use_cache
+            and torch.compiler.is_compiling()
+            and past_key_values is None
+            and cache is None
+        ):
+            # Without one, positions of unknown values may be those of several documents.
+            cache = DynamicCache(config=self.config.text_config)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
             use_cache = use_cache and labels is None and shift_labels is None

@@ -212,6 +212,21 @@ def test_generating_under_compile_changes_no_token(bases, backend, cache):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
+def test_a_compiled_loop_of_the_user_has_the_cache_that_it_asks_for(bases):
+    model = make(bases).eval()
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager")
+    tokens, positions, past = ROWS, torch.arange(ROWS.shape[1])[None], None
+    for _ in range(4):
+        with torch.no_grad():
+            outputs = step(tokens, position_ids=positions, past_key_values=past, use_cache=True)
+        past, tokens = outputs.past_key_values, outputs.logits[:, -1:].argmax(-1)
+        positions = positions[:, -1:] + 1
+    options = {**LENGTH, "max_new_tokens": 4, "min_new_tokens": 4}
+    assert torch.equal(tokens, model.generate(ROWS, **options)[:, -1:])
+
+
 def test_the_pipeline_writes_text(bases, tmp_path):
     model = make(bases)
     model.save_pretrained(tmp_path)
