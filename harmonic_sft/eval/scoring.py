@@ -19,6 +19,7 @@ from harmonic_sft.eval.calibration import (
     normalizers_at,
 )
 from harmonic_sft.models import HarmonicHeadModel, Head
+from harmonic_sft.ops.chunks import chunk_rows
 from harmonic_sft.ops.tiles import LOWEST
 
 CACHED_ROWS = 8
@@ -50,7 +51,7 @@ class TokenScores(NamedTuple):
 
 @torch.no_grad()
 def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings: Tensor) -> Tensor:
-    """Score every token of a batch.
+    """Score every token of a batch; of the logits those of a few tokens at a time.
 
     Args:
         head: The output head.
@@ -61,9 +62,17 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     Returns:
         `[B, S, 5 + G]`, the columns of `TokenScores` from `labels` on; NaN where nothing is scored.
     """
-    scored = labels != -100  # [B, S]
-    targets = labels[scored]  # [N]
-    logits = head(hidden_states[scored])  # [N, V]
+    scored, size = labels != -100, chunk_rows(head.weight)  # [B, S]
+    chunks = zip(hidden_states[scored].split(size), labels[scored].split(size), strict=True)
+    found = torch.cat([_score_tokens(head, *chunk, embeddings) for chunk in chunks])  # [N, 5 + G]
+    scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)
+    scores[scored] = found
+    return scores
+
+
+def _score_tokens(head: Head, states: Tensor, targets: Tensor, embeddings: Tensor) -> Tensor:
+    """Return the scores `[N, 5 + G]` of tokens, from hidden states `[N, D]`."""
+    logits = head(states)  # [N, V]
     target_logits = logits.gather(-1, targets.unsqueeze(-1))  # [N, 1]
     # Ties count against the label: a head that gives all classes one logit is never right.
     ranks = logits.shape[-1] - 1 - (logits < target_logits).sum(-1)
@@ -75,12 +84,9 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     predictions = embeddings[predicted].float()  # [N, D]
     cosines = F.cosine_similarity(predictions, embeddings[targets].float(), dim=-1) * (ranks > 0)
     columns = [targets, ranks, predicted, cosines, (target_logits - highest).squeeze(-1)]
-    found = torch.cat(
+    return torch.cat(
         [torch.stack([column.float() for column in columns], -1), _normalizers(logits, highest)], -1
-    )  # [N, 5 + G]
-    scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)
-    scores[scored] = found
-    return scores
+    )
 
 
 def _normalizers(logits: Tensor, highest: Tensor) -> Tensor:

@@ -438,7 +438,7 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     other = make(arguments("other", **SAVING, learning_rate=1e-5))
     with pytest.raises(ValueError, match=message):  # the optimizer would keep the old rate
         other.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    assert not Path(other.args.output_dir).exists()
+    assert not Path(other.args.output_dir, "run.yaml").exists()
 
 
 def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
