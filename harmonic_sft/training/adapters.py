@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from harmonic_sft.config import parse
-from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base
+from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base, read_tensors
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import BACKBONE, RESUME_FILE
-from harmonic_sft.training.checkpoints import load_exactly_, load_trained_
-from harmonic_sft.training.freezing import load_head_
+from harmonic_sft.training.checkpoints import load_exactly_, trained_state
 from harmonic_sft.training.run_config import PeftConfig
 
 NAME = "default"  # PEFT's, of the one adapter
@@ -184,32 +183,28 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     save_file(tensors, target / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def load_adapter_(model: HarmonicHeadModel, folder: Path) -> None:
-    """Load what `save_adapter` wrote, exactly; frozen weights stay as they are.
+def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
+    """Load what trains, exactly, from a checkpoint whose body is merged, packed or left out.
+
+    Returns:
+        Whether it is one; else nothing was loaded.
 
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
     """
-    saved = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
-    live = {name: live for live, name in _saved_names(model, _saved_modules(model)).items()}
-    state = {live.get(name, name): value for name, value in saved.items()}
-    load_exactly_(model, state, folder, names=live.values())
-
-
-def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
-    """Load what trains from a checkpoint whose body is merged, packed or left out.
-
-    Returns:
-        Whether it is one; else nothing was loaded.
-    """
+    names: Collection[str]
     if (folder / RESUME_FILE).is_file():
-        load_trained_(model, folder)
+        names, saved = trained_state(model), load_file(folder / RESUME_FILE)
     elif has_lora(model):
-        load_adapter_(model, folder)
+        found = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
+        live = {saved: name for name, saved in _saved_names(model, _saved_modules(model)).items()}
+        names, saved = live.values(), {live.get(name, name): found[name] for name in found}
     elif quantization_method(model.config) is not None:
-        load_head_(model, folder)
+        saved = dict(read_tensors(folder, ("dist_head.",)))
+        names = [name for name in model.state_dict() if name.startswith("dist_head.")]
     else:
         return False
+    load_exactly_(model, saved, folder, names=names)
     return True
 
 

@@ -309,17 +309,8 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
         path.unlink()
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
-    state = {name: value.contiguous() for name, value in _trained_state(model).items()}
+    state = {name: value.contiguous() for name, value in trained_state(model).items()}
     save_file(state, folder / RESUME_FILE, {"format": "pt"})
-
-
-def load_trained_(model: HarmonicHeadModel, folder: Path) -> None:
-    """Load what `save_trained` wrote over the weights of the base.
-
-    Raises:
-        ValueError: The model trains other tensors, or has other frozen weights.
-    """
-    load_exactly_(model, load_file(folder / RESUME_FILE), folder, names=_trained_state(model))
 
 
 def load_exactly_(
@@ -375,7 +366,8 @@ def frozen_sha256(model: HarmonicHeadModel) -> str:
     return digest.hexdigest()
 
 
-def _trained_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
+def trained_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
+    """Return what training changes, by name."""
     state = model.state_dict()
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return {name: state[name] for name in names} | {

@@ -4,11 +4,9 @@ import copy
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -61,20 +59,6 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     """Return a copy in eval mode that never trains; it shares what does not train in `module`."""
     shared = {id(p): p for p in module.parameters() if not p.requires_grad}
     return copy.deepcopy(module, shared).requires_grad_(False).eval()
-
-
-def load_head_(model: HarmonicHeadModel, folder: Path) -> None:
-    """Load the head from a saved model; the frozen rest stays as it is.
-
-    Raises:
-        RuntimeError: The head in `folder` has other weights.
-    """
-    state = {}
-    for path in folder.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith("dist_head.")]  # noqa: SIM118
-            state |= {name.removeprefix("dist_head."): file.get_tensor(name) for name in names}
-    model.dist_head.load_state_dict(state)
 
 
 def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[str]:

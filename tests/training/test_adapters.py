@@ -26,7 +26,7 @@ from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
 from harmonic_sft.training.adapters import (
     add_lora_,
     covering_modules,
-    load_adapter_,
+    load_part_,
     lora_layers,
     merged_state,
     save_adapter,
@@ -222,11 +222,11 @@ def test_an_adapter_of_another_run_is_refused(tiny_base, tmp_path):
     model = move_(with_lora(tiny_base, **LORA))
     save_adapter(model, tmp_path)
     other = with_lora(tiny_base, **LORA)
-    load_adapter_(other, tmp_path)
+    load_part_(other, tmp_path)
     assert torch.equal(logits(other), logits(model))
     other = with_lora(tiny_base, **{**LORA, "layers_to_transform": [1]})
     with pytest.raises(ValueError, match="resume: expected the tensors that this run trains, got"):
-        load_adapter_(other, tmp_path)
+        load_part_(other, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from harmonic_sft.config import to_yaml
 from harmonic_sft.hub import read_trained
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
+from harmonic_sft.training.adapters import load_part_
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     check_continues,
     check_whole,
     find_damage,
     last_checkpoint,
-    load_trained_,
     rotate,
     same_accumulation,
     save_trained,
@@ -383,12 +383,12 @@ def test_buffers_are_saved_with_what_trains_and_other_tensors_are_refused(tiny_b
     model, again = build(), build()
     model.model.seen += 3
     save_trained(model, tmp_path)
-    load_trained_(again, tmp_path)
+    load_part_(again, tmp_path)
     assert again.model.seen.tolist() == [3, 3]
     again.model.backbone.embeddings.requires_grad_(True)
     message = "expected the tensors that this run trains, .* such as 'model.backbone.embeddings"
     with pytest.raises(ValueError, match=message):
-        load_trained_(again, tmp_path)
+        load_part_(again, tmp_path)
 
 
 def test_packed_weights_cannot_be_compared_and_are_saved(make_yaml):

@@ -28,9 +28,9 @@ from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
 from harmonic_sft.training import load_run_config
+from harmonic_sft.training.adapters import load_part_
 from harmonic_sft.training.checkpoints import (
     frozen_sha256,
-    load_trained_,
     save_trained,
     write_manifest,
 )
@@ -304,10 +304,10 @@ def test_what_a_weight_was_packed_with_is_told_apart(four_bits, tmp_path):
     model.model.requires_grad_(False)
     save_trained(model, tmp_path)
     write_manifest(tmp_path, rows_per_step=8, frozen_sha256=frozen_sha256(model))
-    load_trained_(model, tmp_path)
+    load_part_(model, tmp_path)
     model.model.backbone.layers[1].mlp.up_proj.weight.quant_state.absmax[0] += 1
     with pytest.raises(ValueError, match="resume: expected the frozen weights that"):
-        load_trained_(model, tmp_path)
+        load_part_(model, tmp_path)
 
 
 @PEFT_WARNINGS
