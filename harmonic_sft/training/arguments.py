@@ -205,7 +205,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         """Let transformers settle its fields; then check ours."""
         self._settle_types()
-        raw = {name: getattr(self, name) for name in _names()}
+        raw = {name: getattr(self, name) for name in their_names()}
         for name in SECTIONS:
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, load_text(value, name))
@@ -352,7 +352,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     def _given(self) -> dict[str, Any]:
         """Return the arguments of transformers that differ from the recipe."""
         given = {}
-        for name in _names():
+        for name in their_names():
             value = getattr(self, name)
             if name in self._derived and self._derived[name][1] is value:
                 value = self._derived[name][0]
@@ -361,7 +361,7 @@ class HarmonicTrainingArguments(TrainingArguments):
                 plain = vars(AcceleratorConfig())
                 value = {k: v for k, v in vars(value).items() if (v or None) != (plain[k] or None)}
             # A parser of command lines writes nothing in its own ways.
-            if name not in NOT_IN_CONFIG and (value or None) != (_default(name) or None):
+            if name not in NOT_IN_CONFIG and (value or None) != (default_of(name) or None):
                 given[name] = value
         if "metric_for_best_model" in given:
             metric = _metric(str(given.pop("metric_for_best_model")))
@@ -384,12 +384,13 @@ class HarmonicTrainingArguments(TrainingArguments):
         }
 
 
-def _names() -> list[str]:
+def their_names() -> list[str]:
     """Name transformers' own arguments."""
     return [one.name for one in fields(TrainingArguments) if one.init]
 
 
-def _default(name: str) -> Any:
+def default_of(name: str) -> Any:
+    """Return what an argument is where it was not given."""
     found = HarmonicTrainingArguments.__dataclass_fields__[name]
     return found.default if found.default_factory is MISSING else found.default_factory()
 

@@ -14,7 +14,8 @@ from pydantic_core import PydanticUndefined
 from harmonic_sft.config import unknown_key
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
-from harmonic_sft.training.run_config import DEFAULTS, NOT_IN_HEAD, REFUSED, RunConfig
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, default_of, their_names
+from harmonic_sft.training.run_config import NOT_IN_HEAD, REFUSED, RunConfig
 
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 WIDTH = 80
@@ -124,24 +125,17 @@ def _options(head: type) -> dict[str, Key]:
 
 def _training() -> dict[str, Key]:
     """Return transformers' arguments, with our defaults and without those that are refused."""
-    from transformers import TrainingArguments
-
-    from harmonic_sft.training.arguments import HarmonicTrainingArguments
-
     refused = {key for keys in REFUSED.values() for key in keys}
-    ours = {argument.name: argument for argument in dataclasses.fields(HarmonicTrainingArguments)}
-    keys = {}
-    for argument in (ours[theirs.name] for theirs in dataclasses.fields(TrainingArguments)):
-        default = argument.default
-        if argument.default_factory is not dataclasses.MISSING:
-            default = argument.default_factory()
-        if argument.init and argument.name not in refused:
-            keys[argument.name] = Key(
-                text=" ".join(argument.metadata["help"].split()),
-                kind=_kind(argument.type),
-                default=_show(DEFAULTS.get(argument.name, default)),
-            )
-    return keys
+    arguments = HarmonicTrainingArguments.__dataclass_fields__
+    return {
+        name: Key(
+            text=" ".join(arguments[name].metadata["help"].split()),
+            kind=_kind(arguments[name].type),
+            default=_show(default_of(name)),
+        )
+        for name in their_names()
+        if name not in refused
+    }
 
 
 def _sections(annotation: Any) -> list[Any]:
