@@ -64,16 +64,14 @@ ONE_SEED = (
     "Which run is better is undecided, since one seed decides nothing: give runs that differ "
     f"only in training.seed, at least {MIN_SEEDS} of each. "
 )
-METRIC_COLUMNS = [
-    "",
-    "loss, nats",
-    "accuracy, %",
-    "error cosine (**)",
-    "ECE, %",
-    "h_exp",
-    "best loss, nats",
-    "at h_exp (*)",
-]
+SHOWN = {  # of a table: heading, factor and format
+    "loss": ("loss, nats", 1, ".2f"),
+    "accuracy": ("accuracy, %", 100, ".1f"),
+    "error_cosine": ("error cosine (**)", 1, ".3f"),
+    "ece": ("ECE, %", 100, ".1f"),
+    "h_exp": ("h_exp", 1, "g"),
+    "post_hoc_loss": ("best loss, nats", 1, ".2f"),
+}
 
 
 def log_data(data: LoadedData) -> None:
@@ -354,21 +352,17 @@ def draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None
 
 
 def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
-    show_table(title, METRIC_COLUMNS, rows)
+    columns = ["", *(heading for heading, _, _ in SHOWN.values()), "at h_exp (*)"]
+    show_table(title, columns, rows)
     logger.info(textwrap.fill(METRIC_NOTE, 80))
 
 
 def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]:
-    return (
-        name,
-        f"{metrics['loss']:.2f}",
-        f"{100 * metrics['accuracy']:.1f}",
-        f"{metrics['error_cosine']:.3f}" if "error_cosine" in metrics else None,
-        f"{100 * metrics['ece']:.1f}" if "ece" in metrics else None,
-        f"{metrics['h_exp']:g}" if "h_exp" in metrics else None,
-        f"{metrics['post_hoc_loss']:.2f}",
-        _best(metrics),
-    )
+    cells = [
+        f"{factor * metrics[key]:{spec}}" if key in metrics else None
+        for key, (_, factor, spec) in SHOWN.items()
+    ]
+    return name, *cells, _best(metrics)
 
 
 def _best(metrics: dict[str, float]) -> str:
