@@ -320,7 +320,8 @@ def _resumes_bit_equal(options: argparse.Namespace) -> bool:
 def _estimate(options: argparse.Namespace) -> int:
     run = load_run_config(CONFIG, _overrides(options))
     batch_size = run.training["per_device_train_batch_size"]
-    return estimate_step(run, load_base_config(run.model), batch_size=batch_size)[1].total
+    _, estimate = estimate_step(run, load_base_config(run.model), batch_size=batch_size)
+    return sum(estimate.values())
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +24,6 @@ from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.run_config import RunConfig
 
 GIB = 2**30
-
-
-class MemoryEstimate(NamedTuple):
-    """Bytes of one training step at its peak.
-
-    Attributes:
-        weights: Of all parameters, those of a teacher too.
-        training: Gradients and optimizer state.
-        activations: What the backward pass needs.
-        workspace: The chunk of the loss at work.
-    """
-
-    weights: int
-    training: int
-    activations: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        """All of it; the CUDA context and fragmentation come on top, about 1 GiB."""
-        return self.weights + self.training + self.activations + self.workspace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -110,11 +89,12 @@ def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadMo
 
 def estimate_step(
     run: RunConfig, config: PreTrainedConfig, *, batch_size: int
-) -> tuple[list[Part], MemoryEstimate]:
+) -> tuple[list[Part], dict[str, int]]:
     """Estimate the peak memory of one training step.
 
     Returns:
-        The parameters by part, and the bytes of a step.
+        The parameters by part, and the bytes of a step at its peak by what they are for. The CUDA
+        context and fragmentation come on top, about 1 GiB.
     """
     with FakeTensorMode():
         model = build_fake_model(run, config).train()
@@ -129,7 +109,12 @@ def estimate_step(
     weights, training = sum(p.bytes for p in rows), sum(p.training_bytes for p in rows)
     if isinstance(run.loss, DistillLoss):
         weights += _teacher_bytes(model)
-    return rows, MemoryEstimate(weights, training, activations, workspace)
+    return rows, {
+        "weights": weights,
+        "gradients and optimizer": training,
+        "activations and head, at the peak": activations,
+        "a chunk of the loss": workspace,
+    }
 
 
 def _pack_(model: HarmonicHeadModel, quantization: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
-from harmonic_sft.training.memory import GIB, MemoryEstimate
+from harmonic_sft.training.memory import GIB
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -115,18 +115,12 @@ def show_parts(run: RunConfig, rows: Sequence[Part]) -> None:
     show_table(title, columns, table)
 
 
-def show_estimate(estimate: MemoryEstimate, *, batch: str) -> None:
+def show_estimate(estimate: dict[str, int], *, batch: str) -> None:
     """Print the memory of one step and whether it fits into 24 GiB."""
-    sizes = {
-        "weights": estimate.weights,
-        "gradients and optimizer": estimate.training,
-        "activations and head, at the peak": estimate.activations,
-        "a chunk of the loss": estimate.workspace,
-        "total": estimate.total,
-    }
-    rows = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
+    total = sum(estimate.values())
+    rows = [(name, f"{size / GIB:.2f}") for name, size in {**estimate, "total": total}.items()]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)
-    fits = "Fits" if estimate.total / GIB + 1 <= DEVICE_GIB else "Does not fit"
+    fits = "Fits" if total / GIB + 1 <= DEVICE_GIB else "Does not fit"
     what = "with 1 GiB set aside for the CUDA context and fragmentation"
     logger.info("%s %d GiB, %s.", fits, DEVICE_GIB, what)
 

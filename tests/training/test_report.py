@@ -4,7 +4,7 @@ import pytest
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.results import write_results
-from harmonic_sft.training.memory import GIB, MemoryEstimate
+from harmonic_sft.training.memory import GIB
 from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics, show_next_steps
 from harmonic_sft_cli import main
 
@@ -161,5 +161,5 @@ def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
 
 @pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
 def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
-    show_estimate(MemoryEstimate(0, GIB, (gib - 1) * GIB, 0), batch="8 rows")
+    show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 24 GiB")
