@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.sources import DOCSTRINGS, HUB_NAME
-from harmonic_sft.hub.run_folder import last_part
+from harmonic_sft.hub.run_folder import Destination, TrainedFolder, last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import hub_base
@@ -73,40 +73,28 @@ CARD_TASKS = {
 
 
 def model_card(
-    config: HarmonicConfig,
-    *,
-    repo_id: str,
-    form: str,
-    run: dict[str, Any],
-    results: dict[str, Any] | None,
-    step: int | None,
-    figure: str | None,
-    license: Mapping[str, Any],
+    trained: TrainedFolder, to: Destination, *, figure: str | None, license: Mapping[str, Any]
 ) -> str:
     """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
     Args:
-        config: The published model's configuration.
-        repo_id: owner/name of the repo.
-        form: `full`, `head` or `peft`: the whole model, what was trained, or an adapter.
-        run: The content of the run's `run.yaml`.
-        results: The content of its `results/train.json`, which must be of these very weights; None
-            before the end of training.
-        step: Optimizer steps behind the weights.
+        trained: What is published.
+        to: Where, and in which form.
         figure: File name of the training's figure in the repo.
         license: Metadata of the weights' license: `license`, `license_name`, `license_link`.
     """
-    results = results or {}
+    config, repo_id, form, step = trained.config, to.repo_id, to.form, trained.step
+    results: dict[str, Any] = trained.results or {}
     documents = (results.get("data") or {}).get("held_out") or {}
     seen = _seen(documents)
     if seen == "yes":  # then the numbers tell nothing
         results = {**results, "before": {}, "final": {}, "history": []}
-    run = without_secrets(run)
+    run = without_secrets(trained.run)
     run = {**run, **{key: run.get(key) or {} for key in ("model", "h_exp", "data", "training")}}
     known = (name for name in config.architectures or () if name in CARD_TASKS)
     architecture = next(known, "HarmonicForMaskedLM")
     task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], hub_base(config)
-    trained, sources = config.trained_parameters or [], run["data"].get("sources") or []
+    changed, sources = config.trained_parameters or [], run["data"].get("sources") or []
     held_out = (run["data"].get("eval") or {}).get("source")
     # The exponent of several heads is no factor on their logits.
     final = results.get("final") or {}
@@ -132,7 +120,7 @@ def model_card(
         "base": _base(config),
         "hub_name": hub_name,
         "head_file": HEAD_FILE,
-        "blocks_file": None if all(n.startswith("dist_head.") for n in trained) else BLOCKS_FILE,
+        "blocks_file": None if all(n.startswith("dist_head.") for n in changed) else BLOCKS_FILE,
         "step": results.get("steps") if step is None else step,
         "total": results.get("steps") or max(run["training"].get("max_steps") or 0, 0),
         # Training ends with these weights, whatever checkpoints are pushed before.

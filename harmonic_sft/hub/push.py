@@ -2,9 +2,7 @@
 
 import json
 import logging
-import shlex
 import tempfile
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from harmonic_sft.hub.run_folder import TrainedFolder, read_trained
+from harmonic_sft.hub.run_folder import Destination, TrainedFolder, read_trained
 from harmonic_sft.hub.staging import (
     FIGURE,
     LICENSE,
     SECRET,
     SENTENCES,
     TOKENIZER,
-    Form,
     check_completed,
     check_form,
     license_of_code,
@@ -82,29 +79,6 @@ class PushError(RuntimeError):
     """The Hub did not take it; the repo's last revision and the run are as they were."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Destination:
-    """Where and how to publish."""
-
-    repo_id: str  # owner/name
-    form: Form = "full"  # see `stage`
-    private: bool = False  # whether a new repo is private
-    revision: str | None = None  # a branch, made if it does not exist; None is main
-    force: bool = False  # push also over a model of another architecture
-    message: str | None = None  # of the commit; None names form and step
-    license: str | None = None  # of the weights, for the card; None is the base's
-
-    def command(self, folder: Path) -> str:
-        """Return the command that pushes `folder` here."""
-        words = ["harmonic-sft", "push", str(folder), "--repo-id", self.repo_id]
-        words += ["--form", self.form] if self.form != "full" else []
-        words += ["--private"] if self.private else []
-        words += ["--revision", self.revision] if self.revision is not None else []
-        words += ["--force"] if self.force else []
-        words += ["--license", self.license] if self.license is not None else []
-        return shlex.join(words)
-
-
 def push(folder: Path, to: Destination) -> str:
     """Publish what a run has saved, in a single commit.
 
@@ -124,7 +98,7 @@ def push(folder: Path, to: Destination) -> str:
     check_destination(to)
     check_model(trained.config, to, trained.has_adapter)
     with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as staged:
-        stage(trained, Path(staged), form=to.form, repo_id=to.repo_id, license=to.license)
+        stage(trained, Path(staged), to)
         if to.form == "head":
             check_completed(trained, Path(staged))
         return upload(Path(staged), trained, to)

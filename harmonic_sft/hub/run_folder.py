@@ -1,11 +1,12 @@
-"""A run's folder, or one of its checkpoints, as something to publish."""
+"""What is published, a run's folder or one of its checkpoints, and where."""
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 from torch import Tensor
@@ -20,6 +21,8 @@ from harmonic_sft.results import read_results, reading
 
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
+
+Form = Literal["full", "head", "peft"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,29 @@ class TrainedFolder:
     def has_adapter(self) -> bool:
         """Whether LoRA weights lie beside the merged ones."""
         return (self.path / ADAPTER_FOLDER).is_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where and how to publish."""
+
+    repo_id: str  # owner/name
+    form: Form = "full"  # see `stage`
+    private: bool = False  # whether a new repo is private
+    revision: str | None = None  # a branch, made if it does not exist; None is main
+    force: bool = False  # push also over a model of another architecture
+    message: str | None = None  # of the commit; None names form and step
+    license: str | None = None  # of the weights, for the card; None is the base's
+
+    def command(self, folder: Path) -> str:
+        """Return the command that pushes `folder` here."""
+        words = ["harmonic-sft", "push", str(folder), "--repo-id", self.repo_id]
+        words += ["--form", self.form] if self.form != "full" else []
+        words += ["--private"] if self.private else []
+        words += ["--revision", self.revision] if self.revision is not None else []
+        words += ["--force"] if self.force else []
+        words += ["--license", self.license] if self.license is not None else []
+        return shlex.join(words)
 
 
 def _read_run(home: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -24,6 +24,8 @@ from harmonic_sft.data.heldout import run_home
 from harmonic_sft.hub.model_card import model_card
 from harmonic_sft.hub.run_folder import (
     ADAPTER_FOLDER,
+    Destination,
+    Form,
     TrainedFolder,
     public_base,
     read_tensors,
@@ -44,7 +46,6 @@ from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.models.partial_checkpoint import BACKBONE, complete_state_dict, hub_base
 from harmonic_sft.results import read_results, reading
 
-Form = Literal["full", "head", "peft"]
 FIGURE, LICENSE = "training.png", "LICENSE"
 TOKENIZER = (
     "tokenizer*.json",
@@ -69,51 +70,38 @@ SECRET = re.compile(  # in a card or JSON
 )
 
 
-def stage(
-    trained: TrainedFolder, target: Path, *, form: Form, repo_id: str, license: str | None = None
-) -> None:
-    """Write everything that a repo will hold.
+def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
+    """Write everything that a repo will hold into an empty folder.
 
-    Args:
-        trained: What to publish.
-        target: An empty folder.
-        form: `full`, everything; `head`, what was trained, completed from the base while loading;
-            `peft`, an adapter.
-        repo_id: Its name, for the card.
-        license: Of the weights, for the card; default: the base's, if its card names one.
+    The form `full` holds everything; `head` what was trained, completed from the base while
+    loading; `peft` an adapter.
 
     Raises:
         ValueError: The form does not suit this run, its weights predict nothing, or a secret would
             have been published.
     """
-    check_form(trained.config, form, trained.has_adapter)
-    check_publishable(trained, form)
-    if form == "peft":
+    check_form(trained.config, to.form, trained.has_adapter)
+    check_publishable(trained, to.form)
+    if to.form == "peft":
         adapter = trained.path / ADAPTER_FOLDER
         check_adapter(trained.config, adapter)
         _copy(adapter, target, (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_CONFIG_NAME))
     else:
-        if form == "full":
+        if to.form == "full":
             weights = [path.name for path in weight_files(trained.path)]
             _copy(trained.path, target, (*weights, SAFE_WEIGHTS_INDEX_NAME))
         else:
             _write_trained(trained, target)
-        _write_config(trained, target, partial=form == "head")
+        _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         (target / LICENSE).write_text(license_of_code())
     copy_tokenizer(trained.path, target)
+    figure = None
     if trained.figure is not None:
-        shutil.copyfile(trained.figure, target / FIGURE)
-    card = model_card(
-        trained.config,
-        repo_id=repo_id,
-        form=form,
-        run=trained.run,
-        results=trained.results,
-        step=trained.step,
-        figure=FIGURE if trained.figure is not None else None,
-        license={"license": license} if license else base_license(trained.config),
-    )
+        figure = FIGURE
+        shutil.copyfile(trained.figure, target / figure)
+    license = {"license": to.license} if to.license else base_license(trained.config)
+    card = model_card(trained, to, figure=figure, license=license)
     (target / "README.md").write_text(card)
     check_clean(target, trained)
 

@@ -72,8 +72,7 @@ class PushCallback(TrainerCallback):
         staged = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
         try:
             trained = read_trained(folder)
-            place, to = Path(staged.name), self.to
-            stage(trained, place, form=to.form, repo_id=to.repo_id, license=to.license)
+            stage(trained, Path(staged.name), self.to)
         except (OSError, ValueError) as error:
             staged.cleanup()
             self._warn(folder, error)

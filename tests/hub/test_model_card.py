@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt
 from transformers import BertConfig
 
 from harmonic_sft.eval.calibration import BOUNDS
+from harmonic_sft.hub import Destination, TrainedFolder
 from harmonic_sft.hub.model_card import CARD_TASKS, FITTED, NEEDS, model_card
 from harmonic_sft.models import HarmonicConfig, NeoBERTConfig
 
@@ -68,10 +69,11 @@ def make_results(name="demo", steps=200):
     return {**results, "history": [start, *log, total, end], "config": {"resume": False}}
 
 
-def make_card(config=None, **changes):
-    settings = {"form": "full", "run": make_run(), "results": None, "step": 200, "figure": None}
-    settings["license"] = {}
-    return model_card(config or make_config(), repo_id="me/my_model", **{**settings, **changes})
+def make_card(config=None, *, form="full", figure=None, license=(), **changes):
+    settings = {"run": make_run(), "results": None, "step": 200, "figure": None, **changes}
+    trained = TrainedFolder(path=ROOT, config=config or make_config(), **settings)
+    to = Destination(repo_id="me/my_model", form=form)
+    return model_card(trained, to, figure=figure, license=dict(license))
 
 
 def snippets(card):

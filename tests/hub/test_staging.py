@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
-from harmonic_sft.hub import read_trained, stage
+from harmonic_sft.hub import Destination, read_trained, stage
 from harmonic_sft.hub.staging import check_adapter, check_form
 from harmonic_sft.models import (
     HarmonicConfig,
@@ -42,7 +42,7 @@ def staged(finished_run, tmp_path):
         target = tmp_path / form
         shutil.rmtree(target, ignore_errors=True)  # what was refused
         target.mkdir()
-        stage(trained, target, form=form, repo_id="me/model")
+        stage(trained, target, Destination(repo_id="me/model", form=form))
         return target
 
     return make
@@ -342,7 +342,7 @@ def classifier_run(tmp_path_factory, labelled_settings):
 def test_a_staged_classifier_loads_and_its_card_is_about_classes(classifier_run, tmp_path):
     trained = read_trained(classifier_run)
     trained.run["data"]["eval"]["source"] = {"path": "/home/alice/held_out.jsonl"}
-    stage(trained, tmp_path, form="full", repo_id="alice/letters")
+    stage(trained, tmp_path, Destination(repo_id="alice/letters"))
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["id2label"] == {"0": "a", "1": "b", "2": "c", "3": "d"}
     assert "AutoModelForSequenceClassification" in fields["auto_map"]

@@ -23,7 +23,7 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from harmonic_sft import HarmonicTrainer, HarmonicTrainingArguments
 from harmonic_sft.hub.linear_export import export_linear
-from harmonic_sft.hub.run_folder import read_trained
+from harmonic_sft.hub.run_folder import Destination, read_trained
 from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
@@ -315,7 +315,7 @@ def test_an_adapter_of_a_quantized_body_is_published_alone(four_bits, make_causa
     train(load_run_config(make_causal_yaml(**lora(four_bits))))
     repo = tmp_path / "repo"
     repo.mkdir()
-    stage(read_trained(tmp_path / "run"), repo, form="peft", repo_id="me/mine")
+    stage(read_trained(tmp_path / "run"), repo, Destination(repo_id="me/mine", form="peft"))
     card = (repo / "README.md").read_text()
     assert "bitsandbytes" in card
     call = re.search(r"```python\n(.*?)tokenizer = ", card, re.S)[1]
