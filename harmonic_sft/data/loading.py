@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
 from harmonic_sft.data.batches import (
@@ -57,6 +57,7 @@ from harmonic_sft.data.sources import (
     shard_sizes,
 )
 from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
+from harmonic_sft.models import max_positions
 
 logger = logging.getLogger(__name__)
 SAMPLE = 100  # rows, the first of which that can be read decides on the format
@@ -98,21 +99,20 @@ class LoadedData:
 def load_data(
     config: DataConfig,
     *,
+    base: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    max_positions: int,
     seed: int,
     task: str = "masked_lm",
     labels: Sequence[str] | None = None,
     eval_only: bool = False,
+    is_trained: bool = False,
 ) -> LoadedData:
     """Load, tokenize, split, mask and pack the documents of a run.
 
     Args:
         config: The `data:` part of the configuration.
-        tokenizer: The model's tokenizer.
-        vocab_size: Rows of the model's embedding table.
-        max_positions: Longest row the model takes, in tokens.
+        base: Configuration of the model, or of its base.
+        tokenizer: The model's tokenizer. A decoder gets all tokens that it has.
         seed: Decides the masks and the order of a stream.
         task: `masked_lm`; `causal_lm`, where plain text ends in the tokenizer's eos token; or
             `sequence_classification` or `token_classification`, where a document has one label, or
@@ -121,6 +121,7 @@ def load_data(
             in the order of a `ClassLabel`, if the sources have one and the same, else sorted.
         eval_only: Evaluate on all documents; those of streams are split all the same. A trained
             classifier's may then have no labels, `label_column` None.
+        is_trained: The model gets no tokens any more that only its tokenizer has.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -130,10 +131,13 @@ def load_data(
     """
     if task in LABELED and not (eval_only and config.label_column is None):
         check_label_settings(config)
+    base = base.get_text_config()
+    more = len(tokenizer) if task == "causal_lm" and not is_trained else 0
+    vocab_size = max(base.vocab_size, more)
     check_tokenizer(
         tokenizer,
         vocab_size=vocab_size,
-        max_positions=max_positions,
+        max_positions=max_positions(base),
         context_length=config.context_length,
         needs_mask=task == "masked_lm",
         pad_to_multiple_of=config.pad_to_multiple_of or 1,

@@ -22,7 +22,7 @@ from harmonic_sft.data import DataConfig
 from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
-from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.data.sections import check_label_settings
 from harmonic_sft.eval import TokenScores, documents_of, explain, score, summarize
@@ -56,7 +56,6 @@ from harmonic_sft.training.loading import (
     LANGUAGE_MODELS,
     MODELS,
     TASKS,
-    load_task_data,
     locate_base,
 )
 from harmonic_sft.training.output_folder import RUN_FILE, read_run
@@ -374,12 +373,12 @@ def _load(
     seed: int = 42,
     eval_only: bool = False,
 ) -> LoadedData:
-    return load_task_data(
+    return load_data(
         data,
-        task,
-        config,
+        base=config,
         tokenizer=tokenizer,
         seed=seed,
+        task=task,
         labels=[config.id2label[index] for index in range(config.num_labels)],
         eval_only=eval_only,
         is_trained=True,

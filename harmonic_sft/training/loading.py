@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from harmonic_sft.data import DataConfig
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.models import (
@@ -22,7 +21,6 @@ from harmonic_sft.models import (
     HarmonicForTokenClassification,
     HarmonicHeadModel,
     HarmonicLanguageModel,
-    max_positions,
 )
 from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
@@ -140,7 +138,7 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     check_base_config(run, base)  # before anything is fetched
     task = run.model.task
     tokenizer = with_padding(load_tokenizer(run.model), task)
-    data = load_task_data(run.data, task, base, tokenizer=tokenizer, seed=run.seed)
+    data = load_data(run.data, base=base, tokenizer=tokenizer, seed=run.seed, task=task)
     rows = (data.eval[index] for index in range(len(data.eval)))
     if len(data.eval) and not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
         raise ValueError(
@@ -148,48 +146,6 @@ def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
             f"{len(data.eval)} rows. Keep more documents"
         )
     return tokenizer, data
-
-
-def load_task_data(
-    config: DataConfig,
-    task: str,
-    base: PreTrainedConfig,
-    *,
-    tokenizer: Any,
-    seed: int,
-    labels: list[str] | None = None,
-    eval_only: bool = False,
-    is_trained: bool = False,
-) -> LoadedData:
-    """Load the data of a task.
-
-    Args:
-        config: The `data:` section.
-        task: What the model predicts.
-        base: Configuration of the model, or of its base.
-        tokenizer: Of the model.
-        seed: Of masks and order; the evaluation has one of its own.
-        labels: A classifier's classes; None is those of the data.
-        eval_only: Evaluate on all of the sources, holding nothing back to train on.
-        is_trained: The model gets no tokens any more that only its tokenizer has.
-    """
-    base = base.get_text_config()
-    vocab_size = base.vocab_size
-    return load_data(
-        config,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size if is_trained else num_tokens(task, vocab_size, tokenizer),
-        max_positions=max_positions(base),
-        seed=seed,
-        task=task,
-        labels=labels,
-        eval_only=eval_only,
-    )
-
-
-def num_tokens(task: str, num_embeddings: int, tokenizer: Any) -> int:
-    """Return how many tokens a model knows: a decoder gets all that its tokenizer has."""
-    return max(num_embeddings, len(tokenizer)) if task == "causal_lm" else num_embeddings
 
 
 def packable(run: RunConfig) -> Collection[str]:

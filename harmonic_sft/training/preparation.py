@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from harmonic_sft.data.batches import MaskedRows
-from harmonic_sft.data.loading import LoadedData
+from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.row_maker import rows_sha256
 from harmonic_sft.data.sources import GivenSource, unformatted
 from harmonic_sft.data.streams import StreamedRows
@@ -53,9 +53,7 @@ from harmonic_sft.training.loading import (
     check_package,
     from_base,
     load_base_config,
-    load_task_data,
     load_tokenizer,
-    num_tokens,
     with_padding,
 )
 from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
@@ -326,12 +324,12 @@ class Preparation:
             path=name, column=column, format=row_format, streaming=streaming, documents=data
         )
         with PartialState().main_process_first():  # one process fills the cache
-            loaded = load_task_data(
+            loaded = load_data(
                 replace(settings, sources=[source]),
-                self.config.model.task,
-                self._base,
+                base=self._base,
                 tokenizer=self.tokenizer(),
                 seed=self.args.seed,
+                task=self.config.model.task,
                 labels=self._labels,
                 eval_only=name == EVAL_NAME,
             )
@@ -433,7 +431,7 @@ class Preparation:
     def _has_all_tokens_(self, model: HarmonicHeadModel) -> bool:
         """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
         num_before = len(model.dist_head.weight)
-        num_classes = num_tokens("causal_lm", num_before, self.tokenizer())
+        num_classes = max(num_before, len(self.tokenizer()))
         if num_classes == num_before:
             return True
         model.resize_token_embeddings(num_classes)

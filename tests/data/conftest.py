@@ -4,7 +4,7 @@ import json
 
 import pytest
 from tokenizers import pre_tokenizers
-from transformers import BertTokenizer, RobertaTokenizer
+from transformers import BertConfig, BertTokenizer, RobertaTokenizer
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.bad_rows import BadRow
@@ -36,9 +36,9 @@ def load(tokenizer, *sources, seed=0, task="masked_lm", labels=None, eval_only=F
     """The data of a run, in rows of 8 tokens and with 5 documents held out if nothing is said."""
     defaults = {"context_length": 8, "eval": {"documents": 5, "seed": 0}}
     config = DataConfig(**{"sources": list(sources), **defaults, **settings})
-    model = {"vocab_size": len(tokenizer), "max_positions": 16}
+    base = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=16)
     options = {"task": task, "labels": labels, "eval_only": eval_only}
-    return load_data(config, tokenizer=tokenizer, seed=seed, **options, **model)
+    return load_data(config, tokenizer=tokenizer, seed=seed, base=base, **options)
 
 
 def bert_like(pieces, **settings):

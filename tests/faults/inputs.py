@@ -16,7 +16,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig
 
 from harmonic_sft.data import DataConfig
 from harmonic_sft.data.loading import load_data
@@ -150,8 +150,9 @@ class Feeder:
         if name in TASKS:
             section["label_column"] = "label"
             section["sources"][0]["column"] = next(iter(ROWS[name][0]))
-        sizes = {"vocab_size": 109, "max_positions": 64, "seed": 0}
-        data = load_data(parse(DataConfig, section), tokenizer=self.tokenizer, task=task, **sizes)
+        base = BertConfig(vocab_size=109, max_position_embeddings=64)
+        options = {"base": base, "tokenizer": self.tokenizer, "seed": 0, "task": task}
+        data = load_data(parse(DataConfig, section), **options)
         data.collator(list(itertools.islice(data.train, 8)))  # a stream has no end
 
     def yaml(self, content):
