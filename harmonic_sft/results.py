@@ -1,5 +1,6 @@
 """The JSON files of a run: how they are written, what machine they come from, how they print."""
 
+import hashlib
 import json
 import logging
 import math
@@ -113,6 +114,12 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the checksum of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_whole(path: Path, *keys: str) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from harmonic_sft.data.formats import Draft, Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NO_WORD, TokenLabels
 from harmonic_sft.data.sources import Documents, document_name, numbered_rows
+from harmonic_sft.results import file_sha256
 
 logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 1000
@@ -271,7 +272,7 @@ def tokenize_table(
                 for rows, bad in _made(batches, maker, num_proc):
                     found.merge(bad)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
-            new_report.write_text(json.dumps([_checksum(new_table), asdict(found)]))
+            new_report.write_text(json.dumps([file_sha256(new_table), asdict(found)]))
             os.replace(new_report, report)
             os.replace(new_table, table)
     return datasets.Dataset.from_file(str(table)), found
@@ -291,18 +292,13 @@ def _read_report(table: Path, report: Path) -> BadRows | None:
         return None
     try:
         checksum, found = json.loads(report.read_text())
-        if checksum == _checksum(table):
+        if checksum == file_sha256(table):
             places = {place: (reason, rows) for place, (reason, rows) in found["places"].items()}
             return BadRows(**found | {"places": places})
     except (OSError, KeyError, TypeError, ValueError):
         pass  # the report is damaged
     logger.warning("The cached table %s is damaged. It is made again.", table)
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _made(

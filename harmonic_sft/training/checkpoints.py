@@ -21,7 +21,7 @@ from harmonic_sft.losses.knn_label_smoothing import NeighborTable
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.objective import LossFunction
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
-from harmonic_sft.results import write_whole
+from harmonic_sft.results import file_sha256, write_whole
 
 logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
@@ -48,7 +48,7 @@ def write_manifest(
     for path in paths:  # on the disk before older checkpoints go
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    files = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+    files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
     content: dict[str, Any] = {
         "rows_per_step": rows_per_step,
         "frozen_sha256": frozen_sha256,
@@ -125,7 +125,7 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
     for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if _sha256(folder / name) != digest:
+        if file_sha256(folder / name) != digest:
             return f"{name} has changed since it was saved"
     return None
 
@@ -386,8 +386,3 @@ def _find_missing(folder: Path) -> str | None:
 
 def _sha256_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,5 @@
 """What a run loads: the configuration of its base, its tokenizer, its data."""
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -26,6 +25,7 @@ from harmonic_sft.models.backbones import check_quantization
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
 from harmonic_sft.models.document_attention import PACKABLE, PACKABLE_DECODERS
 from harmonic_sft.models.partial_checkpoint import check_not_partial
+from harmonic_sft.results import file_sha256
 from harmonic_sft.training.run_config import ModelConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,7 @@ def check_package(base: str) -> None:
     name = base.removeprefix("package:")
     if name == base:
         return
-    weights = Path(locate_base(base)) / "model.safetensors"
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_sha256(Path(locate_base(base)) / "model.safetensors")
     if digest != PACKAGES[name]:
         raise ValueError(
             f"model.base: expected the published weights in package {name}, got sha256 {digest}"
