@@ -4,7 +4,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -240,20 +240,15 @@ class ScaledHead(SphereHead):
         vocab_size: V.
         scale: Above 0, what the scale is or starts at.
         learn_scale: Make it a parameter, `log_scale`.
-        per_class: One scale for each class.
 
     Raises:
         ValueError: The scale is not above 0.
     """
 
+    name: ClassVar[str]
+
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        scale: float,
-        learn_scale: bool,
-        per_class: bool = False,
+        self, hidden_size: int, vocab_size: int, *, scale: float = 20.0, learn_scale: bool = True
     ):
         super().__init__()
         if not 0 < scale < math.inf:
@@ -262,8 +257,7 @@ class ScaledHead(SphereHead):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
         self.log_scale = None
         if learn_scale:
-            shape = (vocab_size,) if per_class else ()
-            self.log_scale = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+            self.log_scale = nn.Parameter(torch.empty((), dtype=torch.float32))
         self.reset_parameters()
         self.renormalize_()
 
@@ -284,6 +278,11 @@ class ScaledHead(SphereHead):
             return self._scale
         # Six digits: float32 returns 20 as 19.9999996, and the parameter itself is saved.
         return float(f"{math.exp(self.log_scale.mean().item()):.6g}")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the scale it has now."""
+        learned = self.log_scale is not None
+        return {"name": self.name, "scale": self.rounded_scale(), "learn_scale": learned}
 
 
 def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

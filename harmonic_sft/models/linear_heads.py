@@ -93,6 +93,7 @@ class L2Head(ScaledHead):
         Models, arXiv:2502.01628, Fig. 6, without released code; squared distances are our reading.
     """
 
+    name = "l2"
     unit_sphere = False
 
     def __init__(
@@ -107,11 +108,6 @@ class L2Head(ScaledHead):
             weight = self.weight.to(hidden_states.dtype)
             bias = -self.scale * weight.square().sum(-1)  # [V]
             return AffineLogits(2 * self.scale * hidden_states, weight, bias)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the name and the fields of this head, with the scale it has now."""
-        learned = self.log_scale is not None
-        return {"name": "l2", "scale": self.rounded_scale(), "learn_scale": learned}
 
 
 class PowerHead(Head):
@@ -174,19 +170,11 @@ class CosineHead(ScaledHead):
         learned in log space, so that it stays above 0.
     """
 
-    def __init__(
-        self, hidden_size: int, vocab_size: int, *, scale: float = 20.0, learn_scale: bool = True
-    ):
-        super().__init__(hidden_size, vocab_size, scale=scale, learn_scale=learn_scale)
+    name = "cosine"
 
     def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
         """Return what the logits are made of, for hidden states `[N, D]`."""
         return AffineLogits(self.scale * _normalize(hidden_states), _normalize(self.weight))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the name and the fields of this head, with the scale it has now."""
-        learned = self.log_scale is not None
-        return {"name": "cosine", "scale": self.rounded_scale(), "learn_scale": learned}
 
 
 class VonMisesFisherHead(ScaledHead):
@@ -220,10 +208,11 @@ class VonMisesFisherHead(ScaledHead):
                 f"per_class: expected a hidden size of at least {MIN_SIZE}, got {hidden_size}. "
                 "The densities' constant is not accurate below. Use per_class: false"
             )
-        super().__init__(
-            hidden_size, vocab_size, scale=scale, learn_scale=True, per_class=per_class
-        )
+        super().__init__(hidden_size, vocab_size, scale=scale)
         self.per_class = per_class
+        if per_class:
+            log_scales = torch.full((vocab_size,), math.log(scale), dtype=torch.float32)
+            self.log_scale = nn.Parameter(log_scales)
 
     def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
         """Return what the logits are made of, for hidden states `[N, D]`."""
