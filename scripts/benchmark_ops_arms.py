@@ -143,7 +143,7 @@ class BareProducts:
         torch.mm(self.logits.T, self.hidden_states, out=self.gradients[1])
 
 
-DISTANCE: dict[str, Any] = {"h_exp": -14.0, "unit_sphere": False, "impl": "chunked"}
+DISTANCE: dict[str, Any] = {"h_exp": -14.0, "unit_sphere": False}
 
 
 def _distance(**settings: Any) -> LossFn:
@@ -161,7 +161,7 @@ def _with_metrics(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> 
 
 
 def _linear(**settings: Any) -> LossFn:
-    return partial(linear_cross_entropy, reduction="mean", impl="chunked", **settings)
+    return partial(linear_cross_entropy, reduction="mean", **settings)
 
 
 def _linear_bias(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
@@ -239,13 +239,14 @@ ARMS: dict[str, Arm | BareProducts] = {
         partial(linear_full_logits, label_smoothing=0.1), is_ours=False
     ),
     "harmonic, full logits": Arm(harmonic_full_logits, is_ours=False),
-    "linear, chunked": Arm(_linear()),
+    # What a GPU computes by our kernels has arms of its own; the options take what users get.
+    "linear, chunked": Arm(_linear(impl="chunked"), devices=("cpu",)),
     "linear, bias": Arm(_linear_bias),
     "linear, smoothing": Arm(_linear(options=SMOOTHING)),
     "harmonic, reference": Arm(_distance(impl="reference")),
-    "harmonic, chunked": Arm(_distance()),
-    "harmonic sphere, chunked": Arm(_distance(unit_sphere=True)),
-    "harmonic h_exp=-7.3, chunked": Arm(_distance(h_exp=-7.3)),
+    "harmonic, chunked": Arm(_distance(impl="chunked"), devices=("cpu",)),
+    "harmonic sphere, chunked": Arm(_distance(unit_sphere=True, impl="chunked"), devices=("cpu",)),
+    "harmonic h_exp=-7.3, chunked": Arm(_distance(h_exp=-7.3, impl="chunked"), devices=("cpu",)),
     "harmonic, smoothing": Arm(_distance(options=SMOOTHING)),
     "harmonic, learned h_exp": Arm(_learned_exponent),
     "harmonic, metrics": Arm(_with_metrics),
@@ -253,6 +254,7 @@ ARMS: dict[str, Arm | BareProducts] = {
     "harmonic, distilled": Arm(_distilled, products=4),
     "linear, transport on fixed points": Arm(partial(_transported, moving=False), products=4),
     "linear, transport on its prototypes": Arm(partial(_transported, moving=True), products=6),
+    "linear, triton": Arm(_linear(impl="triton"), devices=("cuda",)),
     "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
     "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
     FLOOR: BareProducts(),

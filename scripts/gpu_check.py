@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import release_memory
+from torch.autograd import DeviceType
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +44,7 @@ from harmonic_sft import load_run_config, train
 from harmonic_sft.data.docstrings import standard_library_docstrings
 from harmonic_sft.ops import distance_cross_entropy
 from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import estimate_step
 from scripts import benchmark_ops, benchmark_step, make_neobert, make_small_gpt
@@ -84,12 +86,11 @@ def profile_loss(options: argparse.Namespace) -> None:
             _loss_step(inputs)
         with profile() as profiler:  # all activities that this machine has
             _loss_step(inputs)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
         events = profiler.key_averages()
-        kernels = [event for event in events if event.self_device_time_total > 0]
+        # An operator's own event has the time of the kernels that it launches, too.
+        kernels = [event for event in events if event.device_type != DeviceType.CPU]
         kernels.sort(key=lambda event: -event.self_device_time_total)
-        # One halt is the one above.
+        # One halt is the profiler's, at its end.
         halts = sum(event.count for event in events if event.key in HALTS)
         found[name] = {
             "launches": sum(event.count for event in kernels),
@@ -151,7 +152,8 @@ def _measure_losses(
     if options.small:
         arguments += ["--repetitions", "2", "--only", "chunked|bare"]
     else:
-        arguments += ["--device", "cuda", "--memory", "--repetitions", "15"]
+        repetitions = "5" if name == "loss_large" else "15"
+        arguments += ["--device", "cuda", "--memory", "--repetitions", repetitions]
     benchmark_ops.main(arguments)
 
 
@@ -172,11 +174,17 @@ def job(options: argparse.Namespace) -> None:
         "packed": ["data.packing=true"],
         "padding-free": ["data.packing=true", "data.padding_free=true"],
     }
-    found = {name: _train(options, name, changes) for name, changes in variants.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, changes in variants.items():
+        found[name] = _train(options, name, changes)
+        _write(options, "job", {"runs": found})  # what is lent may end, or fail, before the rest
     recipe = found["recipe"]
     if torch.cuda.is_available():  # a real error, of a card with less memory than the recipe takes
         _limit(int(0.85 * recipe["peak_memory_bytes"]))
-        found["out of memory"] = _train(options, "out of memory", [])
+        try:
+            found["out of memory"] = _train(options, "out of memory", [])
+        except StoppedError as error:  # not even one row fitted: no reason to lose the rest
+            print(f"out of memory: {error}")
         _limit(CARD)
     steps = [] if options.small else ["training.max_steps=200"]
     found["200 steps"] = _train(options, "200 steps", steps)

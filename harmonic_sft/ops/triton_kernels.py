@@ -13,7 +13,7 @@ import triton.language as tl
 class Scores(NamedTuple):
     """What turns products into logits; None = not part of this head."""
 
-    products: Any  # [T, V] float32
+    products: Any  # [T, V] float32, rows padded: see `Plan`
     labels: Any  # [T, num_labels], -1 = none
     row: Any  # [T], with column and the factors of the squared distance
     column: Any  # [V]
@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
     mass: Any
     floor: Any
     near_columns: Any  # [num_tiles, T]
-    coefficients: Any  # [T, V]
+    coefficients: Any  # [T, V], rows padded
     row_sums: Any  # [num_tiles, T]
     column_sums: Any  # [num_blocks, V]
     class_sums: Any  # [num_blocks, V]
@@ -53,6 +53,7 @@ class Plan(NamedTuple):
     """What a kernel is compiled for; every field is a `tl.constexpr`."""
 
     num_classes: Any
+    stride: Any  # of the rows of `[T, V]` matrices: V, up to a multiple of 64
     num_labels: Any
     block_t: Any
     block_v: Any
@@ -71,10 +72,11 @@ def _load_column(ptr, columns, plan):
 @triton.jit
 def _load_scores(scores, rows, columns, num_rows, plan):
     """Products or squared distances of one tile, and which of them exist and are no label."""
-    inside = (rows < num_rows)[:, None] & (columns < plan.num_classes)[None, :]
-    ptrs = scores.products + rows.to(tl.int64)[:, None] * plan.num_classes + columns[None, :]
+    # What stands behind the last class is read with it, so that reads are whole vectors.
+    inside = (rows < num_rows)[:, None] & (columns < plan.stride)[None, :]
+    ptrs = scores.products + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    keep = inside & (columns < plan.num_classes)[None, :]
     values = tl.load(ptrs, mask=inside, other=0.0)
-    keep = inside
     for slot in tl.static_range(plan.num_labels):
         ptrs = scores.labels + rows * plan.num_labels + slot
         label = tl.load(ptrs, mask=rows < num_rows, other=-1)
@@ -199,5 +201,5 @@ def coefficient_kernel(scores, out, num_rows, plan):
     elif scores.row is not None:
         scaled = gradients * slope * _load_column(scores.column_factor, columns, plan)
         values = scaled.to(out.coefficients.dtype.element_ty)
-    ptrs = out.coefficients + rows.to(tl.int64)[:, None] * plan.num_classes + columns[None, :]
-    tl.store(ptrs, values, mask=inside[:, None] & existing[None, :])
+    ptrs = out.coefficients + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    tl.store(ptrs, values, mask=inside[:, None] & (columns < plan.stride)[None, :])

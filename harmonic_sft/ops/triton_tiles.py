@@ -106,7 +106,7 @@ class TritonTiles:
         # The coefficients of float32 products take their place.
         values = products
         if gradients.dtype != torch.float32:
-            values = torch.empty_like(products, dtype=gradients.dtype)
+            values = _padded_rows(products, num_rows, num_classes, gradients.dtype)
         with_sums = self.geometry.with_sums
         row_sums = products.new_empty(grid[1], num_rows) if with_sums else None
         column_sums = products.new_empty(grid[0], num_classes) if with_sums else None
@@ -125,7 +125,8 @@ class TritonTiles:
     def _products(self, chunk: Chunk) -> Tensor:
         """Return hidden states times prototypes, `[T, V]` in float32."""
         geometry, states = self.geometry, self.hidden_states[chunk.tokens]
-        products = chunk.placed.new_empty(len(states), len(geometry.prototypes))
+        num_classes = len(geometry.prototypes)
+        products = _padded_rows(chunk.placed, len(states), num_classes, chunk.placed.dtype)
         for block in self.blocks:
             if not self.takes_raw:
                 tile = geometry.tile(block)
@@ -152,9 +153,16 @@ class TritonTiles:
             near = NEAR_SHARE * chunk.near_limits
             vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
             scores = Scores(products, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
-        fields = (num_classes, labels.shape[1], BLOCK_ROWS, BLOCK_CLASSES)
+        shape = (num_classes, products.stride(0), labels.shape[1])
         grid = (-(-num_rows // BLOCK_ROWS), -(-num_classes // BLOCK_CLASSES))
-        return scores, Plan(*map(tl.constexpr, fields)), grid
+        return scores, Plan(*map(tl.constexpr, (*shape, BLOCK_ROWS, BLOCK_CLASSES))), grid
+
+
+def _padded_rows(like: Tensor, num_rows: int, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Return a new `[T, V]` matrix, whose rows start at multiples of 64 numbers; 0 behind V."""
+    rows = like.new_empty(num_rows, -(-num_classes // 64) * 64, dtype=dtype)
+    rows[:, num_classes:].zero_()
+    return rows[:, :num_classes]
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
