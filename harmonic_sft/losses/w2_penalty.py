@@ -36,12 +36,13 @@ def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tens
     with torch.autocast(policy_logits.device.type, enabled=False):
         policy = policy_logits.to(wide).softmax(-1)
         reference = reference_logits.detach().to(wide).softmax(-1)
-    change, points = policy - reference, prototypes.detach().to(wide)
-    gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
-    moved = gained.sum(-1)  # [N], the total variation
-    points = points - points.mean(0)  # only differences count, and a common mean takes their digits
-    squares = points.square().sum(-1)  # [V]
-    # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
-    inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
-    cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
-    return (gained + given_up) @ squares - 2 * cross
+        change, points = policy - reference, prototypes.detach().to(wide)
+        gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
+        moved = gained.sum(-1)  # [N], the total variation
+        # Only differences count, and a common mean takes their digits.
+        points = points - points.mean(0)
+        squares = points.square().sum(-1)  # [V]
+        # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
+        inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
+        cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
+        return (gained + given_up) @ squares - 2 * cross

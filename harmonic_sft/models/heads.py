@@ -186,7 +186,8 @@ class RotationHead(OuterHead):
         identity = torch.eye(len(half), dtype=half.dtype, device=half.device)
         if torch.onnx.is_in_onnx_export():
             return 2 * _inverse_by_products(identity, half) - identity
-        return torch.linalg.solve(identity - half, identity + half)
+        # Never singular, so no look at the result, which would halt a GPU.
+        return torch.linalg.solve_ex(identity - half, identity + half).result
 
     @property
     def prototypes(self) -> Tensor:

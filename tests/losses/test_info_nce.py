@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from harmonic_sft.losses import InfoNCELoss
-from tests.head_variants import D, moved_head
+from harmonic_sft.models import build_head
+from tests.head_variants import D, V, moved_head
 
 REFUSED = ("power", "multi_head", "multi_head of cosine", "rotation of multi_head")
 
@@ -57,3 +58,16 @@ def test_a_batch_of_one_label_has_nothing_to_contrast():
 def test_heads_that_do_not_compare_whole_vectors_are_refused(name):
     with pytest.raises(ValueError, match="loss info_nce: expected a head of dot products"):
         InfoNCELoss().prepare(moved_head(name))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 4])
+@pytest.mark.parametrize("name", ["linear", "dist"])
+def test_every_weight_has_a_gradient_that_other_processes_wait_for(name, num_tokens):
+    """Of a process without a token, and of a bias or an exponent, which take no part."""
+    settings = {"linear": {"name": "linear"}, "dist": {"name": "dist", "learn_h_exp": True}}
+    head = build_head(settings[name], hidden_size=D, vocab_size=V)
+    states = torch.randn(num_tokens, D, requires_grad=True)
+    InfoNCELoss()(head, states, torch.arange(num_tokens)).sum().backward()
+    gradients = {name: weight.grad for name, weight in head.named_parameters()}
+    assert len(gradients) == 2
+    assert all(gradient is not None for gradient in gradients.values())

@@ -49,6 +49,13 @@ def test_the_formula(parts):
         torch.testing.assert_close(w2_penalty(*parts)[row], expected)
 
 
+def test_autocast_changes_no_digit(parts):
+    parts = [part.float() for part in parts]
+    with torch.autocast("cpu"):
+        found = w2_penalty(*parts)
+    assert torch.equal(found, w2_penalty(*parts))
+
+
 def test_it_is_exact_against_a_dirac(parts):
     policy_logits, _, prototypes = parts
     dirac = torch.full((N, V), -1e9, dtype=torch.float64)
