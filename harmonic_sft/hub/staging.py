@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import get_token, hf_hub_download, metadata_load
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -37,6 +38,7 @@ from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
+    HarmonicModel,
     build_head,
     check_prototypes,
     max_positions,
@@ -186,11 +188,10 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
 
     Of the other forms than `full` only what was trained is read.
     """
-    config = trained.config
-    names = ("dist_head.", *(config.trained_parameters or ()))
-    if name := find_not_finite(read_tensors(trained.path, ("",) if form == "full" else names)):
+    config, state = trained.config, dict(read_tensors(trained.path, ("dist_head.",)))
+    part = [*state.items(), *_trained_blocks(trained).items()] if form != "full" else None
+    if name := find_not_finite(part or read_tensors(trained.path, ("",))):
         raise ValueError(f"weights: expected finite numbers, got others in {name}")
-    state = dict(read_tensors(trained.path, ("dist_head.",)))
     if config.tie_word_embeddings:
         model_class = HarmonicForCausalLM if config.is_causal else HarmonicForMaskedLM
         with torch.device("meta"):
@@ -282,11 +283,20 @@ def _write_trained(trained: TrainedFolder, target: Path) -> None:
     metadata = {"format": "pt"}  # transformers asks for it
     head = dict(read_tensors(trained.path, ("dist_head.",)))
     save_file(head, target / HEAD_FILE, metadata)
-    names = set(trained.config.trained_parameters or ()) - head.keys()
-    tensors = read_tensors(trained.path, tuple(names))
-    blocks = {name: tensor for name, tensor in tensors if name in names}
-    if blocks:
+    if blocks := _trained_blocks(trained):
         save_file(blocks, target / BLOCKS_FILE, metadata)
+
+
+def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
+    """Return what was trained in the backbone, by the names that a model has for it."""
+    names = {name for name in trained.config.trained_parameters or () if name.startswith(BACKBONE)}
+    found = {name: value for name, value in read_tensors(trained.path, tuple(names))}
+    if names <= found.keys():
+        return {name: found[name] for name in names}
+    # Of experts, transformers saves one by one what a model has in one piece.
+    model = HarmonicModel.from_pretrained(trained.path, dtype="auto")
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return {name: state[name].contiguous() for name in names}
 
 
 def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> None:

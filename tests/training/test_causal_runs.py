@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -13,9 +14,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from harmonic_sft.hub import Destination, read_trained, stage
 from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.staging import check_form
-from harmonic_sft.models import HarmonicForCausalLM
+from harmonic_sft.models import BLOCKS_FILE, HarmonicForCausalLM
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import measure_swap
 from harmonic_sft.training.loading import load_run_data, with_padding
@@ -248,3 +250,12 @@ def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
     finished = trainer()
     finished.train(resume_from_checkpoint=True)
     assert finished.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    finished.save_model()
+    published = read_trained(tmp_path / "moe")
+    published.config.base_model, published.config.base_revision = "me/base", "a" * 40
+    (tmp_path / "head").mkdir()
+    stage(published, tmp_path / "head", Destination(repo_id="me/experts", form="head"))
+    blocks, state = load_file(tmp_path / "head" / BLOCKS_FILE), finished.model.state_dict()
+    assert blocks.keys() == {n for n in published.config.trained_parameters if "dist_head" not in n}
+    assert any("experts" in name for name in blocks)
+    assert all(torch.equal(value, state[name]) for name, value in blocks.items())
