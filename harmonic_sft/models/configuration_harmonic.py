@@ -97,6 +97,11 @@ class HarmonicConfig(PreTrainedConfig):
         self.text_config.num_hidden_layers = value
 
     @property
+    def vocab_size(self) -> int:
+        """The backbone's: PEFT saves embeddings with an adapter where it is not the base's."""
+        return self.text_config.vocab_size
+
+    @property
     def max_position_embeddings(self) -> int:
         """The backbone's, which sentence-transformers looks for here; none where it has none."""
         return self.text_config.max_position_embeddings

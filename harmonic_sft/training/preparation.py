@@ -11,6 +11,8 @@ import pandas as pd
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import Subset
@@ -92,8 +94,12 @@ class Preparation:
                 "model: expected a name, a folder or a model of transformers, got "
                 f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
             )
-        parts = [] if isinstance(model, str) else model.modules()
-        if any(getattr(part, "_hf_peft_config_loaded", False) for part in parts):
+        parts = [] if isinstance(model, str) else [*model.modules()]
+        # The LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
+        own = isinstance(model, HarmonicHeadModel) and hasattr(model.model.backbone, "peft_config")
+        if any(getattr(part, "_hf_peft_config_loaded", False) for part in parts) or (
+            not own and any(isinstance(p, BaseTunerLayer | AuxiliaryTrainingWrapper) for p in parts)
+        ):
             raise ValueError(
                 f"model: expected one without a PEFT adapter, got a {type(model).__name__} with "
                 "one. Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or give "

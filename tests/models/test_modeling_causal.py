@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -490,3 +490,22 @@ def test_an_adapter_on_the_form_head_is_loaded_again(bases, tmp_path, monkeypatc
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "partial": True}))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(again(ROWS).logits, whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_holds_the_embeddings_of_a_resized_vocabulary(bases, tmp_path):
+    make(bases).save_pretrained(tmp_path / "model")
+
+    def resized(seed):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        model.resize_token_embeddings(V + 2, mean_resizing=False)
+        return model
+
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["dist_head"]}
+    model = get_peft_model(resized(0), LoraConfig(r=2, **options)).eval()
+    with pytest.warns(UserWarning, match="`save_embedding_layers` to `True`"):
+        model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(resized(1), tmp_path / "adapter").eval()
+    new = torch.tensor([[5, V, V + 1, 6]])
+    torch.testing.assert_close(again(new).logits, model(new).logits)

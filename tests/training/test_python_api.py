@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
-from peft import AdaLoraConfig, IA3Config, LoraConfig
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch.utils.data import Subset
 from transformers import (
     AutoTokenizer,
@@ -336,14 +336,16 @@ def test_a_16_bit_model_that_becomes_float32_is_warned_of(
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make, monkeypatch):
     # transformers 5.24 asks for PEFT 0.22, which is not out yet.
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
-    ours = HarmonicForMaskedLM.from_base(str(tiny_base))
-    for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
-        model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
-        with pytest.raises(ValueError, match="model: expected one without a PEFT adapter, got a"):
-            make(model=model)
+    for put in (lambda model, lora: model.add_adapter(lora), get_peft_model):  # in place
+        ours = HarmonicForMaskedLM.from_base(str(tiny_base))
+        for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
+            put(model, LoraConfig(r=2, target_modules=["query"]))
+            with pytest.raises(ValueError, match="model: expected one without a PEFT adapter, got"):
+                make(model=model)
 
 
 def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, arguments, tmp_path, make):
