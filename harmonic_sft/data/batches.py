@@ -120,7 +120,9 @@ class PaddingCollator:
         """
         fillers = {"input_ids": self.pad_token_id, "attention_mask": 0}
         fillers |= {"labels": IGNORE_INDEX, "position_ids": 0, "label_weights": 0}
-        rows = [{**row, "attention_mask": np.ones_like(row["input_ids"])} for row in rows]
+        # Rows of the user may hold tensors or lists, and a mask of their own.
+        arrays = ({name: np.asarray(row[name]) for name in fillers if name in row} for row in rows)
+        rows = [{"attention_mask": np.ones_like(row["input_ids"]), **row} for row in arrays]
         longest = max(len(row["input_ids"]) for row in rows)
         more = -longest % (self.pad_to_multiple_of or 1)
         batch = {}

@@ -290,7 +290,7 @@ def _write_trained(trained: TrainedFolder, target: Path) -> None:
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
     """Return what was trained in the backbone, by the names that a model has for it."""
     names = {name for name in trained.config.trained_parameters or () if name.startswith(BACKBONE)}
-    found = {name: value for name, value in read_tensors(trained.path, tuple(names))}
+    found = dict(read_tensors(trained.path, tuple(names)))
     if names <= found.keys():
         return {name: found[name] for name in names}
     # Of experts, transformers saves one by one what a model has in one piece.

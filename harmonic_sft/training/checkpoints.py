@@ -38,11 +38,12 @@ def write_manifest(
     rows_per_step: int,
     frozen_sha256: str | None = None,
     rows_sha256: str | None = None,
+    eval_sha256: str | None = None,
 ) -> None:
     """Write the last file of a checkpoint: the checksums of all the others, and of itself.
 
-    That of frozen weights is missing where packed ones change as they are used; that of the
-    training rows where these are no table of ours.
+    That of frozen weights is missing where packed ones change as they are used; those of the
+    training and evaluation rows where these are no tables of ours.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints go
@@ -53,6 +54,7 @@ def write_manifest(
         "rows_per_step": rows_per_step,
         "frozen_sha256": frozen_sha256,
         "rows_sha256": rows_sha256,
+        "eval_sha256": eval_sha256,
         "files": files,
     }
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
@@ -176,18 +178,25 @@ def check_whole(folder: Path, *, is_best: bool = False) -> None:
     )
 
 
-def check_continues(folder: Path, config: HarmonicConfig, *, rows_sha256: str | None) -> None:
+def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) -> None:
     """Refuse to continue from a checkpoint on other rows, or on another commit of the base.
+
+    Args:
+        folder: The checkpoint.
+        config: The model's.
+        rows: `rows_sha256` and `eval_sha256`, as in `write_manifest`.
 
     Raises:
         ValueError: The rows, or the base's commit, are known and others.
     """
-    known = read_manifest(folder).get("rows_sha256")
-    if None not in (known, rows_sha256) and known != rows_sha256:
-        raise ValueError(
-            f"resume: expected the training rows of {str(folder)!r}, got others. Give the same "
-            "data and tokenizer, or give the checkpoint as the model of a new run"
-        )
+    manifest = read_manifest(folder)
+    for name, digest in rows.items():
+        if None not in (known := manifest.get(name), digest) and known != digest:
+            what = "training" if name == "rows_sha256" else "evaluation"
+            raise ValueError(
+                f"resume: expected the {what} rows of {str(folder)!r}, got others. Give the same "
+                "data and tokenizer, or give the checkpoint as the model of a new run"
+            )
     saved = HarmonicConfig.from_pretrained(folder)
     if None not in (saved.base_revision, config.base_revision) and (
         saved.base_revision != config.base_revision

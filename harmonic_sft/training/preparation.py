@@ -95,7 +95,7 @@ class Preparation:
                 f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
             )
         parts = [] if isinstance(model, str) else [*model.modules()]
-        # The LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
+        # LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
         own = isinstance(model, HarmonicHeadModel) and hasattr(model.model.backbone, "peft_config")
         if any(getattr(part, "_hf_peft_config_loaded", False) for part in parts) or (
             not own and any(isinstance(p, BaseTunerLayer | AuxiliaryTrainingWrapper) for p in parts)

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,6 +35,7 @@ from transformers.trainer_utils import (
     EvalPrediction,
     HPSearchBackend,
     TrainOutput,
+    has_length,
 )
 
 from harmonic_sft.data.batches import EpochSampler, MaskedRows, collate_padding_free
@@ -330,7 +331,13 @@ class HarmonicTrainer(Trainer):
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
                 self.load_finished(checkpoint, state)
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
-            check_continues(checkpoint, self.model.config, rows_sha256=self.rows_sha256)
+            rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
+            check_continues(checkpoint, self.model.config, **rows)
+            if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
+                logger.warning(
+                    "An IterableDataset of your own is read from its start, and the batches of all "
+                    "steps taken are left out: the same rows only if none came twice."
+                )
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             load_neighbors_(checkpoint, self.model.loss_fn)
@@ -354,9 +361,19 @@ class HarmonicTrainer(Trainer):
 
     @cached_property
     def rows_sha256(self) -> str | None:
-        """The checksum of the training rows; None of a stream, and of rows that are no table."""
+        """The checksum of the training rows; of rows of the user their number, None of a stream."""
         rows = self.train_dataset
-        return rows_digest(rows.rows) if isinstance(rows, MaskedRows) else None
+        if isinstance(rows, MaskedRows):
+            return rows_digest(rows.rows)
+        return f"{len(rows)} rows" if has_length(rows) else None
+
+    @cached_property
+    def eval_sha256(self) -> str | None:
+        """The checksum of the evaluation sets that are tables of ours; None if there is none."""
+        given = self.eval_dataset
+        sets = given.values() if isinstance(given, dict) else [given]
+        found = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
+        return " ".join(found) or None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.
@@ -535,6 +552,7 @@ class HarmonicTrainer(Trainer):
         if self._best is not None and self.state.best_model_checkpoint is None:
             logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
         self.state.best_model_checkpoint = self._best
+        self.state.compute_steps(self.args, self.state.max_steps)  # `logging_steps` may be another
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
@@ -556,6 +574,7 @@ class HarmonicTrainer(Trainer):
                 rows_per_step=rows_per_step(self.args),
                 frozen_sha256=self._frozen,
                 rows_sha256=self.rows_sha256,
+                eval_sha256=self.eval_sha256,
             )
             best = Path(self.state.best_model_checkpoint or folder)
             rotate(folder.parent, keep=self._keep, protected=[folder, best])
@@ -609,6 +628,8 @@ class HarmonicTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
+        if self.stream_place is not None and self.state.max_steps:  # else counted from a resume
+            self.state.epoch = self.state.global_step / self.state.max_steps
         if "loss" in logs:
             h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
             h_exp = self.model.h_exp if self.run_config.learns_h_exp else h_exp

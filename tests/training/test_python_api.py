@@ -452,6 +452,52 @@ def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
         again.train(resume_from_checkpoint=True)
 
 
+def test_a_run_does_not_continue_on_other_evaluation_rows(arguments, make, texts):
+    """The best checkpoint, and when to stop, would be chosen on two sets."""
+
+    def start(count, **options):
+        options = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, **options}
+        return make(arguments("run", **options), eval_dataset=texts.select(range(count)))
+
+    start(10).train()
+    shutil.rmtree(f"{arguments('run').output_dir}/checkpoint-4")
+    with pytest.raises(ValueError, match=r"resume: expected the evaluation rows of .*checkpoint-2"):
+        start(11).train(resume_from_checkpoint=True)
+    again = start(10, logging_steps=4)  # which may change
+    again.train(resume_from_checkpoint=True)
+    assert [e["step"] for e in again.state.log_history if "loss" in e][-2:] == [2, 4]
+
+
+class TensorRows(torch.utils.data.Dataset):
+    """Rows of a user: tensors, and padding that they mask themselves."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        row = torch.tensor([2, 5 + index, 6, 3, 0])
+        return {
+            "input_ids": row,
+            "attention_mask": row.ne(0).long(),
+            "labels": row.where(row > 4, -100),
+        }
+
+
+def test_rows_of_tensors_need_no_collator(arguments, make):
+    whole = make(arguments("run", **SAVING), train_dataset=TensorRows(12))
+    batch = next(iter(whole.get_train_dataloader()))
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0]] * len(batch["input_ids"])
+    whole.train()
+    shutil.rmtree(f"{whole.args.output_dir}/checkpoint-4")
+    with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
+        make(arguments("run", **SAVING), train_dataset=TensorRows(13)).train(
+            resume_from_checkpoint=True
+        )
+
+
 def test_the_patience_of_early_stopping_outlives_a_resume(arguments, make, texts):
     steps: dict = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     steps |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}

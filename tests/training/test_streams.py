@@ -58,10 +58,11 @@ def one_thread():
 
 
 def found_by(folder):
-    """Return the losses of a run, how many rows it left out, and why."""
+    """Return the losses of a run with their epochs, how many rows it left out, and why."""
     results = json.loads((folder / "results" / "train.json").read_text())
     left_out = results["data"]["rows_left_out"], set(results["data"]["reasons"])
-    return logged(results["history"]), *left_out
+    steps = zip(*(logged(results["history"], key) for key in ("loss", "epoch")), strict=True)
+    return [*steps], *left_out
 
 
 def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_path, launch):
