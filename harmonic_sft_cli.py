@@ -190,7 +190,7 @@ def _check_flags(options: argparse.Namespace) -> None:
 
 def _find_config(word: str) -> tuple[Path, dict[str, Path]]:
     """Return the file that a word names, and where it is a shipped configuration all of these."""
-    if Path(word).is_file() or Path(word).suffix:
+    if os.path.isfile(word) or Path(word).suffix:  # the former takes names of any length
         return Path(word), {}
     shipped = configurations()
     return _shipped(word, shipped), shipped

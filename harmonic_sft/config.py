@@ -315,7 +315,7 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
     line = f"{name or 'configuration'}: expected {expected}, got {_show(value)}"
     if expected == "a string" and isinstance(value, int | float):
-        return f"{line}. Put it in quotes"
+        return f"{line}. Put it in quotes, on a command line in two kinds: '...=\"{value}\"'"
     known = re.findall(r"'([^']*)'", expected)
     return line + did_you_mean(value, known) if isinstance(value, str) else line
 

@@ -252,6 +252,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
         ("data", str(DEMO), "training.max_stepz=3"): "error: training.max_stepz: expected one of",
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
         ("compare", str(tmp_path / "damaged")): f"error: {results}: expected config, steps, before",
+        ("train", 300 * "x"): "error: config file: expected a file or a shipped configuration",
         ("train", *flags, "--head", "dits"): "error: head.name: expected",
         ("train", *flags, "--task", "mlm"): "error: model.task: expected",
         ("train", *flags, "model=x"): "error: model: expected a base beside --model, got 'x'",

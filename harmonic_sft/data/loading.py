@@ -415,6 +415,8 @@ def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task:
     """Return the format of a source's rows, by its settings or by a row, which it has to fit."""
     if task in LABELED and config.label_column is not None:
         check_column(row, config.label_column, name="data.label_column")
+    if config.weight_column is not None:
+        check_column(row, config.weight_column, name="data.weight_column")
     if task in LABELED:
         row_format = LABELED[task]
     elif source.format != "auto":

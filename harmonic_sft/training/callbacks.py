@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import has_length
 
+from harmonic_sft.config import did_you_mean
 from harmonic_sft.losses import Distillation, neighbor_tables
 from harmonic_sft.training.run_config import HExpConfig
 
@@ -200,6 +202,12 @@ def check_reporters(names: Sequence[str]) -> None:
     """
     available = get_available_reporting_integrations()
     for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:  # which nobody should install
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            raise ValueError(
+                f"training.report_to: expected some of {known}, got {name!r}"
+                f"{did_you_mean(name, known)}"
+            )
         if name not in available:
             raise ValueError(
                 f"training.report_to: expected installed packages, got {name!r}. "

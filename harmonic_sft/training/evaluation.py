@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,6 +89,9 @@ def evaluate_folder(
         ValueError: No model in the folder, or bad data.
     """
     found = _open(folder, overrides)
+    paths = [source.path for source in found.data_config.sources]
+    if per_document is not None and os.path.realpath(per_document) in map(os.path.realpath, paths):
+        raise ValueError(f"--per-document: expected a file of its own, got the data {per_document}")
     scores, documents = found.score(found.data)
     final = summarize(scores, found.model.dist_head, documents)
     losses, confidences = scores.at(1.0)

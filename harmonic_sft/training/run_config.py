@@ -18,6 +18,7 @@ from harmonic_sft.config import (
     STRICT,
     apply_overrides,
     check_fields,
+    did_you_mean,
     parse,
     read_yaml,
     to_plain,
@@ -77,6 +78,15 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
+RANGES = {  # least, and what is too large
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "max_grad_norm": (0, math.inf),
+    "warmup_steps": (0, math.inf),
+    "dataloader_num_workers": (0, math.inf),
+}
 OWN_WEIGHTS = "it keeps weights of its own, and prototypes would lose norm 1"
 REFUSED = {  # arguments of transformers that another section decides, or that break the recipe
     "use model.dtype: bfloat16; prototypes need more than 16 bits": ("fp16", "bf16"),
@@ -87,6 +97,8 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "it changes the effective batch; use oom_fallback": ("auto_find_batch_size",),
     "write hub: {push: true, repo_id: owner/name}": ("push_to_hub", "hub_model_id"),
     "write hub: {push: true, every_save: true}": ("hub_strategy",),
+    "write hub: {private: true}": ("hub_private_repo",),
+    "write hub: {revision: a branch}": ("hub_revision",),
     "a push that is at work is waited for": ("hub_always_push",),
     "log in with `hf auth login`; a token in a file leaks": ("hub_token",),
     "use resume: true": ("resume_from_checkpoint",),
@@ -121,8 +133,10 @@ class UnfreezeConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.last_blocks is None) != bool(self.patterns):
-            got = "both" if self.patterns else "neither"
-            raise ValueError(f"last_blocks: expected this or patterns, got {got}. 0 is head only")
+            got = "neither. 0 is head only"
+            if self.patterns:
+                got = "both. Set last_blocks: null, or patterns: []"
+            raise ValueError(f"last_blocks: expected this or patterns, got {got}")
         return self
 
 
@@ -556,8 +570,22 @@ def _check_head(run: RunConfig) -> None:
 
 def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
     """Return the phases of the learning rate; None where transformers' own schedule has none."""
-    name = str(run.training.get("lr_scheduler_type", "warmup_stable_decay"))
-    foreign = name != "warmup_stable_decay" or run.training.get("lr_scheduler_kwargs")
+    from transformers.trainer_utils import SchedulerType
+
+    given = run.training.get("lr_scheduler_type")
+    name = str(getattr(given, "value", given) or "warmup_stable_decay")
+    if name not in (known := [kind.value for kind in SchedulerType]):
+        raise ValueError(
+            f"training.lr_scheduler_type: expected one of {known}, got {name!r}"
+            f"{did_you_mean(name, known)}"
+        )
+    has_options = bool(run.training.get("lr_scheduler_kwargs"))
+    if has_options and given is None:
+        raise ValueError(
+            "training.lr_scheduler_kwargs: expected lr_scheduler_type beside it, which takes them, "
+            "got none"
+        )
+    foreign = name != "warmup_stable_decay" or has_options
     if foreign and run.schedule is not None:
         raise ValueError(
             "schedule: expected nothing beside training.lr_scheduler_type, which decides, got a "
@@ -612,6 +640,14 @@ def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:
         value = training.get(key)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"training.{key}: expected a number above 0, got {value}")
+    for key, (least, limit) in RANGES.items():
+        if not least <= (value := training.get(key) or 0) < limit:
+            below = "" if limit == math.inf else f" and below {limit}"
+            hint = "; 0 is no clipping" if key == "max_grad_norm" else ""
+            raise ValueError(f"training.{key}: expected {least} or more{below}, got {value}{hint}")
+    for key, value in training.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"training.{key}: expected a finite number, got {value}")
     if not 0 <= training["seed"] < 2**32:
         raise ValueError(f"training.seed: expected 0 to {2**32 - 1}, got {training['seed']}")
     max_steps = training.get("max_steps", -1)
@@ -621,8 +657,6 @@ def _check_numbers(training: Mapping[str, Any], *, is_stream: bool) -> None:
         raise ValueError(
             f"training.max_steps: expected a number above 0, or -1 for epochs, got {max_steps}"
         )
-    if (norm := training.get("max_grad_norm", 1.0)) < 0:
-        raise ValueError(f"training.max_grad_norm: expected 0 or more, got {norm}")
 
 
 def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:

@@ -162,6 +162,8 @@ def test_columns_that_are_not_there_are_named(write, tokenizer):
     message = r"data.label_column: expected one of \['label', 'text'\], got 'lable'. .*'label'"
     with pytest.raises(ValueError, match=message):
         load(path, tokenizer, label_column="lable")
+    with pytest.raises(ValueError, match=r"data.weight_column: expected one of .* got 'wieght'"):
+        load(path, tokenizer, weight_column="wieght")
     with pytest.raises(ValueError, match=r"data.sources.0.column: expected one of"):
         load(path, tokenizer, sources=[{"path": path, "column": "body"}])
     with pytest.raises(

@@ -282,6 +282,9 @@ REFUSED = {  # before the base is looked for, if there is none
     ("training.report_to=comet_ml", NO_BASE): (
         r"^training\.report_to: expected installed packages, got 'comet_ml'\. Run pip install "
     ),
+    ("training.report_to=tensorbord", NO_BASE): (
+        r"^training\.report_to: expected some of .* got 'tensorbord'\. Did you mean 'tensorboard'\?$"
+    ),
 }
 
 
