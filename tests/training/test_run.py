@@ -283,7 +283,7 @@ REFUSED = {  # before the base is looked for, if there is none
         r"^training\.report_to: expected installed packages, got 'comet_ml'\. Run pip install "
     ),
     ("training.report_to=tensorbord", NO_BASE): (
-        r"^training\.report_to: expected some of .* got 'tensorbord'\. Did you mean 'tensorboard'\?$"
+        r"^training\.report_to: expected some of .* got 'tensorbord'\. .*'tensorboard'\?$"
     ),
 }
 
