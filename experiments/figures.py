@@ -91,11 +91,17 @@ def draw_family(payload: Payload, out_png: Path) -> Path:
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
             axes.legend(fontsize="small", **place)
         if title in DIFFERENCE_TITLES and compared_with is not None:
-            if max(abs(edge) for edge in axes.dataLim.intervalx) > DIFFERENCE_TITLES[title]:
-                axes.set_xscale("symlog", linthresh=DIFFERENCE_TITLES[title])
+            limit, unit = DIFFERENCE_TITLES[title], ""
+            if max(abs(edge) for edge in axes.dataLim.intervalx) > limit:
+                axes.set_xscale("symlog", linthresh=limit, subs=range(2, 10))
                 axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter(
+                    lambda x, _: f"{x:g}" if f"{x:g}"[-1] in "25" else ""
+                )
+                axes.tick_params(axis="x", which="both", labelsize="small", pad=4)
+                unit = f"\nlogarithmic beyond ±{limit:g}"
             axes.axvline(0, color="#888888", linewidth=1)
-            axes.set_xlabel(f"{title}\n- {fill(compared_with, 24)}")
+            axes.set_xlabel(f"{title}\n- {fill(compared_with, 24)}{unit}")
         if title == COST_TITLE:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")

@@ -13,7 +13,7 @@ CURRENT = "#1f4e79"
 POST_HOC = "#c8702a"
 REFERENCE = "#5f6b76"
 WITHOUT_H_EXP = {CURRENT: "", POST_HOC: "at the best temperature"}
-LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best post-hoc h_exp"}
+LABELS = {CURRENT: "at the current h_exp", POST_HOC: "at the best h_exp or temperature"}
 
 
 def plot_run(results: dict[str, Any], out_png: Path) -> Path:

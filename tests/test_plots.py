@@ -50,11 +50,11 @@ def test_a_run_is_drawn_in_three_panels_over_its_steps(tmp_path, figures):
     assert list(lines) == [
         "training",
         "evaluation at the current h_exp",
-        "evaluation at the best post-hoc h_exp",
+        "evaluation at the best h_exp or temperature",
         "unigram baseline",
     ]
     assert list(lines["training"].get_xdata()) == [1, 10, 20]
-    assert list(lines["evaluation at the best post-hoc h_exp"].get_ydata()) == [4.7, 4.6]
+    assert list(lines["evaluation at the best h_exp or temperature"].get_ydata()) == [4.7, 4.6]
     assert list(rates.get_lines()[0].get_ydata()) == [2e-5, 2e-4, 0.0]
     assert list(h_exps.get_lines()[0].get_ydata()) == [-12.0, -8.0, -4.0]
     assert losses.get_ylabel() == "loss, nats"
@@ -80,7 +80,10 @@ def test_what_was_never_logged_has_no_panel_and_no_entry(tmp_path, figures):
     plot_run({"run": "short", "history": history}, tmp_path / "run.png")
     [losses] = figures[0].axes
     labels = [line.get_label() for line in losses.get_lines()]
-    assert labels == ["evaluation at the current h_exp", "evaluation at the best post-hoc h_exp"]
+    assert labels == [
+        "evaluation at the current h_exp",
+        "evaluation at the best h_exp or temperature",
+    ]
     assert losses.get_xlabel() == "optimizer step"
 
 
@@ -102,7 +105,7 @@ def test_a_comparison_speaks_of_h_exp_where_a_run_has_one(h_exp, tmp_path, figur
     runs = [FINALS[1], {"run": "dist", "final": FINALS[0]["final"] | h_exp}]
     plot_comparison(runs, tmp_path / "comparison.png")
     names = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    wanted = ["at the current h_exp", "at the best post-hoc h_exp"]
+    wanted = ["at the current h_exp", "at the best h_exp or temperature"]
     assert names == ["unigram baseline", *(wanted if h_exp else ["at the best temperature"])]
 
 

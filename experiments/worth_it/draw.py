@@ -23,8 +23,8 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
         for axes, key, scale in zip(line, ("gain", "auroc_gain"), (100, 1), strict=True):
             _draw_gains(axes, same, key, scale)
         line[0].set_title(f"{cell}{note}", loc="left", fontsize="medium")
-        line[0].set_xlabel("accuracy: points over the best linear read-out")
-        line[1].set_xlabel("out-of-scope AUROC over that of linear")
+        line[0].set_xlabel("accuracy: points over linear at its best (dashed: margin)")
+        line[1].set_xlabel("AUROC out of scope, over linear")
     return save_figure(figure, out_png, grid="x")
 
 
