@@ -26,6 +26,7 @@ from transformers import (
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.loading import LoadedData, load_data
+from harmonic_sft.data.masking import EVAL_EPOCH
 from harmonic_sft.data.row_maker import rows_sha256
 from harmonic_sft.data.sources import GivenSource, unformatted
 from harmonic_sft.data.streams import StreamedRows
@@ -234,6 +235,9 @@ class Preparation:
         """
         if isinstance(data, dict) and data:
             return {name: self.eval_rows(part) for name, part in data.items()}
+        if isinstance(data, MaskedRows) and data.fixed_epoch is None:
+            # Those of the training: a pass over them would move the epoch, and the masks, of these.
+            return MaskedRows(data.rows, data.masker, packs=data.packs, fixed_epoch=EVAL_EPOCH)
         # A string is transformers' way to name one of several.
         if isinstance(data, str) or not self._is_raw(data, EVAL_NAME):
             return data

@@ -332,3 +332,23 @@ def test_arguments_survive_their_own_json_and_take_numpy_numbers(arguments):
         ValueError, match=r"loss: expected one of harmonic_sft\.losses, got CrossEnt"
     ):
         arguments(loss=torch.nn.CrossEntropyLoss())
+
+
+def test_an_evaluation_of_the_training_rows_changes_no_mask_of_the_training(arguments, make):
+    class Evaluating(TrainerCallback):
+        trainer = None
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if self.trainer is not None and state.global_step == 5:
+                self.trainer.evaluate(self.trainer.train_dataset)
+
+    found = []
+    for name in ("plain", "evaluated"):
+        callback = Evaluating()
+        fields = {"max_steps": 8, "per_device_train_batch_size": 32}  # two epochs
+        trainer = make(arguments(name, **fields), callbacks=[callback])
+        callback.trainer = trainer if name == "evaluated" else None
+        trainer.train()
+        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert len(found[0]) == 8
+    assert found[0] == found[1]
