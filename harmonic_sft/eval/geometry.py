@@ -12,6 +12,7 @@ from harmonic_sft.eval.neighbors import nearest
 
 NUM_ROWS = 2000  # of a table, among which neighbors are looked up
 NUM_NEIGHBORS = 10
+TINY = 1e-300  # in float64, in place of 0 below a line
 
 
 @torch.no_grad()
@@ -21,7 +22,8 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     Returns:
         `explained_variance_2` and `explained_variance_10`, the shares of the 2 and 10 first
         principal components from 0 to 1; `effective_dimension`, the participation ratio of the
-        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 is isotropic.
+        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 is isotropic. Rows that are all
+        equal fill no direction: 0 in the first three.
 
     Raises:
         ValueError: Fewer than 2 rows, or values that are not finite.
@@ -31,18 +33,20 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
         (mean cosine).
     """
     table = prototypes.double()
-    if len(table) < 2 or not (covariance := torch.cov(table.T)).isfinite().all():
+    if len(table) < 2 or not table.isfinite().all():
         got = len(table) if len(table) < 2 else "values that are not"
         raise ValueError(f"spectrum: expected at least 2 finite rows, got {got}")
+    covariance = torch.atleast_2d(torch.cov(table.T))
     eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0)
-    total = eigenvalues.sum()
+    total, squares = eigenvalues.sum(), eigenvalues.square().sum()
+    shares = eigenvalues / total.clamp_min(TINY)
     directions, count = F.normalize(table, dim=-1), len(table)
     own = directions.square().sum()  # of rows that are not 0
     pairs = (directions.sum(0).square().sum() - own) / (count * (count - 1))
     return {
-        "explained_variance_2": float(eigenvalues[:2].sum() / total),
-        "explained_variance_10": float(eigenvalues[:10].sum() / total),
-        "effective_dimension": float(total**2 / eigenvalues.square().sum()),
+        "explained_variance_2": float(shares[:2].sum()),
+        "explained_variance_10": float(shares[:10].sum()),
+        "effective_dimension": float(total**2 / squares.clamp_min(TINY)),
         "mean_cosine": float(pairs),
     }
 

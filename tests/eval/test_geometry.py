@@ -24,6 +24,9 @@ def test_a_spectrum_counts_the_directions_that_are_filled():
     assert found["explained_variance_10"] == pytest.approx(1)
     assert found["mean_cosine"] == pytest.approx(-1 / 15)  # 8 of 120 pairs are opposite
     assert spectrum(normal(50, 1) * torch.ones(1, 6))["effective_dimension"] == pytest.approx(1)
+    assert spectrum(normal(50, 1))["effective_dimension"] == pytest.approx(1)
+    equal = {"explained_variance_2": 0, "explained_variance_10": 0, "effective_dimension": 0}
+    assert spectrum(torch.ones(4, 3)) == {**equal, "mean_cosine": pytest.approx(1)}
     table = normal(30, 5)
     pairs = F.cosine_similarity(table[:, None], table, dim=-1)
     expected = float(pairs[~torch.eye(30, dtype=torch.bool)].mean())
