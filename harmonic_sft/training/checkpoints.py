@@ -36,6 +36,7 @@ def write_manifest(
     folder: Path,
     *,
     rows_per_step: int,
+    rows_at_once: int | None = None,
     frozen_sha256: str | None = None,
     rows_sha256: str | None = None,
     eval_sha256: str | None = None,
@@ -52,6 +53,7 @@ def write_manifest(
     files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
     content: dict[str, Any] = {
         "rows_per_step": rows_per_step,
+        "rows_at_once": rows_at_once,
         "frozen_sha256": frozen_sha256,
         "rows_sha256": rows_sha256,
         "eval_sha256": eval_sha256,
@@ -71,9 +73,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content if is_whole else {}
 
 
+def rows_at_once(args: TrainingArguments) -> int:
+    """Return the rows of one micro-batch, of all processes."""
+    return args.per_device_train_batch_size * args.world_size
+
+
 def rows_per_step(args: TrainingArguments) -> int:
     """Return the rows of one optimizer step, of all processes."""
-    return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return rows_at_once(args) * args.gradient_accumulation_steps
 
 
 def same_accumulation(folder: Path, args: TrainingArguments) -> int:
@@ -82,9 +89,16 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
     Raises:
         ValueError: No number of micro-batches gives it.
     """
-    saved = read_manifest(folder).get("rows_per_step")  # None of an earlier version
-    at_once = args.per_device_train_batch_size * args.world_size
+    manifest = read_manifest(folder)
+    saved = manifest.get("rows_per_step")  # None of an earlier version
+    at_once = rows_at_once(args)
     now = rows_per_step(args)
+    if args.dataloader_drop_last and manifest.get("rows_at_once") not in (None, at_once):
+        raise ValueError(
+            f"resume: expected {manifest['rows_at_once']} rows at once, of all processes, as in "
+            f"{str(folder)!r} with dataloader_drop_last, which leaves out what is less, got "
+            f"{at_once}. Use the old training.per_device_train_batch_size"
+        )
     if saved is None:
         logger.warning("%s does not say how many rows a step had; it has %d now.", folder, now)
     if saved is None or saved == now:

@@ -83,6 +83,7 @@ from harmonic_sft.training.checkpoints import (
     load_running_loss,
     read_state,
     rotate,
+    rows_at_once,
     rows_per_step,
     same_accumulation,
     save_neighbors,
@@ -572,6 +573,7 @@ class HarmonicTrainer(Trainer):
             write_manifest(
                 folder,
                 rows_per_step=rows_per_step(self.args),
+                rows_at_once=rows_at_once(self.args),
                 frozen_sha256=self._frozen,
                 rows_sha256=self.rows_sha256,
                 eval_sha256=self.eval_sha256,

@@ -173,9 +173,9 @@ def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
     assert kept == ["checkpoint-5", "checkpoint-6"]
 
 
-def arguments(rows, processes, accumulation):
+def arguments(rows, processes, accumulation, *, drop_last=False):
     sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
-    return SimpleNamespace(world_size=processes, **sizes)
+    return SimpleNamespace(world_size=processes, dataloader_drop_last=drop_last, **sizes)
 
 
 def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers(tmp_path, caplog):
@@ -194,6 +194,14 @@ def test_the_effective_batch_of_a_checkpoint_is_kept_or_refused_with_the_numbers
     )
     with pytest.raises(ValueError, match=message):
         same_accumulation(tmp_path, arguments(8, 3, 1))
+
+
+def test_rows_that_are_left_out_at_an_epochs_end_are_the_same_after_a_resume(tmp_path):
+    write_manifest(tmp_path, rows_per_step=16, rows_at_once=8)
+    assert same_accumulation(tmp_path, arguments(4, 2, 2, drop_last=True)) == 2
+    assert same_accumulation(tmp_path, arguments(16, 1, 1)) == 1
+    with pytest.raises(ValueError, match="resume: expected 8 rows at once, .* got 16. Use the old"):
+        same_accumulation(tmp_path, arguments(16, 1, 1, drop_last=True))
 
 
 def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, caplog):
