@@ -23,6 +23,7 @@ from rich.table import Table
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
+SEARCHED = (1 / 16, 16.0)  # factors on the logits, among which evaluations look for the best
 BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
@@ -215,6 +216,17 @@ def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], available: f
         spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
         widths[spare.index(max(spare))] -= 1
     return widths
+
+
+def show_best(metrics: dict[str, float]) -> str:
+    """Return the best exponent or inverse temperature; where the search ended, as a bound."""
+    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature", math.nan))
+    h_exp = metrics.get("h_exp") if "post_hoc_h_exp" in metrics else None
+    scale = best / h_exp if h_exp else best
+    low, high = SEARCHED
+    if not scale <= 1.001 * low and not scale >= 0.999 * high:
+        return f"{best:.3g}"
+    return f"{'<=' if (scale < 1) == (best > 0) else '>='} {best:.3g}"
 
 
 def peak_memory_bytes() -> int:

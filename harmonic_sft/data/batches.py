@@ -40,8 +40,9 @@ class MaskedRows(torch.utils.data.Dataset):
     ) -> None:
         self.rows = rows.with_format("numpy")
         self.masker, self.packs, self.fixed_epoch = masker, packs, fixed_epoch
-        # In shared memory, so that workers that outlive an epoch see the next one's number.
-        self._epoch = torch.tensor(fixed_epoch or 0).share_memory_()
+        self._epoch = torch.tensor(fixed_epoch or 0)
+        if fixed_epoch is None:  # workers that outlive an epoch see the next one's number
+            self._epoch.share_memory_()
 
     @property
     def class_names(self) -> list[str] | None:

@@ -134,7 +134,8 @@ def _tokenize(
         encoded = tokenizer(
             texts,
             add_special_tokens=False,
-            split_special_tokens=not spells,
+            # Slow ones would split their ordinary added tokens too, which may be all they have.
+            split_special_tokens=not spells and tokenizer.is_fast,
             return_attention_mask=False,
             return_token_type_ids=False,
             return_offsets_mapping=offsets,

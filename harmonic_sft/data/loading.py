@@ -259,7 +259,10 @@ def _table_data(
     train = MaskedRows(_plain(rows), masker, packs=packs)
     if isinstance(masker, ClassLabels):
         counts, num_tokens = class_counts(train), int(lengths.sum())
-        for name, part in (("training", rows), ("evaluation", eval_rows)):
+        parts = {"training": rows, "evaluation": eval_rows}
+        for name, part in parts.items():
+            if part is eval_rows and name == "training":
+                continue
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
                 level = logging.WARNING if masker.of_tokens else logging.INFO  # labels are lost
@@ -267,6 +270,11 @@ def _table_data(
     else:
         counts = unigram_counts(rows, masker)  # [V]
         num_tokens = int(counts.sum())
+        if rows is not eval_rows and not num_tokens:
+            raise ValueError(
+                "data.sources: expected training rows with a token that may be predicted, got "
+                "special and unknown tokens alone. Does the tokenizer know this language?"
+            )
     return LoadedData(
         train=train,
         eval=_eval_rows(eval_rows, masker, config),

@@ -10,12 +10,14 @@ from scipy.interpolate import make_interp_spline
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr
 
+from harmonic_sft.results import SEARCHED
+
 # Factors on the logits from 1/16 to 32; the search ends at 16, since the Brier score needs the
 # normalizers at twice the scale.
 PER_OCTAVE = 4
 DEGREE = 5  # of the spline
 LOG_SCALES = np.log(2.0) * np.arange(-4 * PER_OCTAVE, 5 * PER_OCTAVE + 1) / PER_OCTAVE
-BOUNDS = (LOG_SCALES[0], np.log(16.0))
+BOUNDS = np.log(SEARCHED)
 NUM_BINS = 15  # of equal width from 0 to 1
 NUM_SIMULATIONS = 400
 

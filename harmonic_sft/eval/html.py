@@ -5,6 +5,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from harmonic_sft.eval.language import frequency_name
+
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 COLORS = ("#2b6cb0", "#c8702a", "#2f855a", "#805ad5", "#b83280", "#718096")
 
@@ -27,6 +29,6 @@ def report_page(payload: dict[str, Any]) -> str:
             [(p["confidence"], p["accuracy"]) for p in one["reliability"]] for one in figures
         ],
         losses=[[(places[p["least"]], p["loss"]) for p in one["frequency"]] for one in figures],
-        counts=[(place, f"{least:,}+") for least, place in places.items()],
+        counts=[(place, frequency_name(least)) for least, place in places.items()],
         highest_loss=1.1 * max(point["loss"] for point in points) or 1.0,
     )

@@ -51,6 +51,12 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return lengths
 
 
+def frequency_name(least: int) -> str:
+    """Return how often labels occur in the bin that begins with `least`: `10 to 99`."""
+    following = [first for first in FREQUENCIES if first > least]
+    return f"{least:,} to {following[0] - 1:,}" if following else f"{least:,} or more"
+
+
 def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:
     """Return loss in nats and accuracy of labels that are rare and frequent in the scored text.
 

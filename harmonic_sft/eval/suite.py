@@ -250,7 +250,7 @@ def _text(subject: Subject, name: str, scored: Scored) -> Rows:
     if name != HELD_OUT:
         return
     for part in language.loss_by_frequency(scores):
-        title = f"loss of labels that occur {part['least']}+ times, nats"
+        title = f"loss of labels that occur {language.frequency_name(part['least'])} times, nats"
         yield _row("language", name, title, part["loss"], better="lower", n=part["tokens"])
     report = calibration_report(scores.at(1.0)[1], scores.ranks == 0)
     yield _row("calibration", HELD_OUT, "ECE of a perfect model", report["ece_floor"], n=count)

@@ -17,7 +17,7 @@ from harmonic_sft.hub.run_folder import Destination, TrainedFolder, last_part
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import hub_base
-from harmonic_sft.results import leaves, without_secrets
+from harmonic_sft.results import leaves, show_best, without_secrets
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HEAD_KINDS = {
@@ -312,17 +312,18 @@ def _evaluation(results: dict[str, Any], best: str) -> str:
         "error_cosine": ("error cosine", 1, ".3f"),
         "h_exp": ("h_exp", 1, "g"),
         "post_hoc_loss": (f"loss at the best {best}, nats", 1, ".3f"),
-        f"post_hoc_{best.replace(' ', '_')}": (f"best {best}", 1, ".3g"),
     }
+    found = f"post_hoc_{best.replace(' ', '_')}"
     rows = []
     for name, moment in (("before training", "before"), ("after training", "final")):
         metrics = results.get(moment) or {}
         cells = ((metrics.get(key), factor, spec) for key, (_, factor, spec) in columns.items())
-        rows.append((name, *(None if v is None else _show(v * f, spec) for v, f, spec in cells)))
+        shown = [None if v is None else _show(v * f, spec) for v, f, spec in cells]
+        rows.append((name, *shown, show_best(metrics) if found in metrics else None))
     if any(cell is not None for row in rows for cell in row[1:]):
         unigrams = _show(results.get("unigram_loss"), ".3f")
         rows.append(("frequencies of the training text alone", unigrams, *[None] * 6))
-    return _table(("", *(heading for heading, _, _ in columns.values())), rows)
+    return _table(("", *(heading for heading, _, _ in columns.values()), f"best {best}"), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[str | None, ...]]) -> str:

@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
@@ -34,7 +33,25 @@ from .head import Head
 from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 
-OFFSET_POSITIONS = ("camembert", "data2vec-text", "roberta", "xlm-roberta", "xlm-roberta-xl")
+# Encoders that count positions from pad_token_id + 1, and those with two more than they say.
+OFFSET_POSITIONS = (
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "longformer",
+    "luke",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+TWO_MORE_POSITIONS = ("mra", "nystromformer", "yoso")
+# Weights that published checkpoints have and their models do not use: buffers, a table that
+# DeBERTa's have without using it, and a copy of the embeddings (mDeBERTa).
+UNUSED = ("position_ids", ".position_embeddings.weight", ".word_embeddings._weight")
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 # What stands between a decoder's dot products and its logits, by a field of its configuration that
 # is a number there: a factor, which is the value to this power, and a soft cap. That there is no
@@ -47,13 +64,8 @@ CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_valu
 
 
 def take_cache(kwargs: dict[str, Any]) -> Any:
-    """Take what earlier calls have left out of the arguments of a model, under either name.
-
-    The pages of continuous batching, no `Cache`, stay: attention looks for them as `cache`.
-    """
+    """Take what earlier calls have left out of the arguments of a model, under either name."""
     older, cache = kwargs.pop("past_key_values", None), kwargs.pop("cache", None)
-    if cache is not None and not isinstance(cache, Cache):
-        kwargs["cache"] = cache
     return older if cache is None else cache
 
 
@@ -105,7 +117,7 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
     unused = {
         key
         for key in report["unexpected_keys"]
-        if key.removeprefix(prefix).split(".")[0] in own and not key.endswith("position_ids")
+        if key.removeprefix(prefix).split(".")[0] in own and not key.endswith(UNUSED)
     }
     for problem, keys in (
         ("missing", report["missing_keys"]),
@@ -177,6 +189,7 @@ class Base(NamedTuple):
     labels: list[str]  # of the head's rows, if it is a classifier's
     origin: dict[str, Any]  # fields of the configuration
     generation_config: GenerationConfig | None = None  # of a decoder
+    pooling: str | None = None  # that the head was trained with, if it is a classifier's
 
 
 def load_base(
@@ -242,7 +255,9 @@ def load_base(
         "base_model": Path(name).name if os.path.isabs(name) else name,
         "base_revision": commit_of(name, revision),  # a branch may move on; a folder has none
     }
-    return base._replace(labels=list((config.id2label or {}).values()), origin=origin)
+    labels = list((config.id2label or {}).values())
+    pooling = config.pooling if is_ours and base.head is not None else None
+    return base._replace(labels=labels, origin=origin, pooling=pooling)
 
 
 def base_of(
@@ -498,8 +513,12 @@ def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     if not has_blocks(backbone):
         return []
     name, blocks = find_blocks(backbone)
+    # What stands behind the blocks comes after them; but all blocks of DeBERTa read its tables.
+    reads_all = backbone.config.model_type.startswith("deberta")
     for parameter, value in backbone.named_parameters():
         if parameter.startswith(f"{name}."):
+            if reads_all:
+                continue
             break
         if value.requires_grad:  # embeddings, or a norm of theirs
             return []
@@ -508,7 +527,9 @@ def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
 
 
 def position_offset(config: PreTrainedConfig) -> int:
-    """Return the first position of a row: the RoBERTa family counts from pad_token_id + 1."""
+    """Return the first position of a row, 0 for most."""
+    if config.model_type in TWO_MORE_POSITIONS:
+        return 2
     return config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
 
 
@@ -524,7 +545,8 @@ def max_positions(config: PreTrainedConfig) -> int:
             "model.base: expected a model with max_position_embeddings, "
             f"got one of type {config.model_type!r}"
         )
-    return config.max_position_embeddings - position_offset(config)
+    has_more = config.model_type in TWO_MORE_POSITIONS
+    return config.max_position_embeddings - (0 if has_more else position_offset(config))
 
 
 def set_dropout_(config: PreTrainedConfig, probability: float) -> None:

@@ -101,10 +101,18 @@ class HarmonicConfig(PreTrainedConfig):
         """The backbone's: PEFT saves embeddings with an adapter where it is not the base's."""
         return self.text_config.vocab_size
 
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.text_config.vocab_size = value
+
     @property
     def max_position_embeddings(self) -> int:
         """The backbone's, which sentence-transformers looks for here; none where it has none."""
         return self.text_config.max_position_embeddings
+
+    @max_position_embeddings.setter
+    def max_position_embeddings(self, value: int) -> None:
+        self.text_config.max_position_embeddings = value
 
     @property
     def h_exp(self) -> float | None:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -236,14 +237,15 @@ class HarmonicModel(HarmonicPreTrainedModel):
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
-        if mode:
+        if mode and not trains(self.backbone):  # XLM looks at itself, not at its parts
+            self.backbone.eval()
+        elif mode:
             blocks = find_blocks(self.backbone)[1] if has_blocks(self.backbone) else None
             # Without weights of its own is the dropout of GPT-2's embeddings, for one.
             embeddings_train = trains(self.get_input_embeddings())
-            for part in self.backbone.children():
+            for part in _parts_beside(blocks, self.backbone):
                 bare = next(part.parameters(), None) is None
-                trained = embeddings_train if bare else trains(part)
-                if not trained and blocks not in part.modules():
+                if not (embeddings_train if bare else trains(part)):
                     part.eval()
             for block in blocks_without_graph(self.backbone):
                 block.eval()
@@ -288,9 +290,10 @@ class HarmonicModel(HarmonicPreTrainedModel):
         is_causal = self.config.is_causal
         if is_causal:
             kwargs = {"use_cache": False, **kwargs}
-        cache = take_cache(kwargs)
-        if isinstance(cache, Cache):
-            kwargs[CACHE] = cache
+        if (cache := take_cache(kwargs)) is not None:
+            # For the pages of continuous batching attention looks under this name.
+            is_paged = not isinstance(cache, Cache | tuple)
+            kwargs["cache" if is_paged else CACHE] = cache
         if position_ids is not None and cache is not None:
             kwargs["position_ids"] = position_ids
         elif position_ids is not None:
@@ -576,6 +579,15 @@ def _report_useless(model: HarmonicPreTrainedModel) -> None:
         problems = [] if name is None else [f"{name} is not finite"]
     for problem in problems:
         logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
+
+
+def _parts_beside(blocks: nn.Module | None, module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the largest parts of a module that do not hold the blocks."""
+    for child in module.children():
+        if blocks not in child.modules():
+            yield child
+        elif child is not blocks:
+            yield from _parts_beside(blocks, child)
 
 
 def _body_dtype(body: nn.Module) -> torch.dtype:

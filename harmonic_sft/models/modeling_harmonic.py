@@ -434,7 +434,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         revision: str | None = None,
         head: dict[str, Any] | None = None,
         init: str = "random",
-        pooling: str = "mean",
+        pooling: str | None = None,
         dtype: torch.dtype = torch.float32,
         dropout: float | None = None,
     ) -> Self:
@@ -448,7 +448,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
             init: `random`, or `base_head`: the weights of the head of a base that is itself such a
                 model. For class means call `dist_head.initialize_` with them.
-            pooling: What stands for a whole text; see `HarmonicConfig`.
+            pooling: What stands for a whole text, see `HarmonicConfig`; default: `mean`, or what a
+                `base_head` was trained with.
             dtype: The backbone's dtype; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
 
@@ -468,7 +469,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         labels: Sequence[str],
         head: dict[str, Any] | None = None,
         init: str = "random",
-        pooling: str = "mean",
+        pooling: str | None = None,
     ) -> Self:
         """Put a new head on a loaded base, which is not copied; see `from_base`.
 
@@ -491,7 +492,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             keep_head=init == "base_head",
             id2label=dict(enumerate(labels)),
             label2id={label: index for index, label in enumerate(labels)},
-            pooling=pooling,
+            pooling=pooling or base.pooling or "mean",
         )
         return model._mark_drawn() if init == "random" else model
 

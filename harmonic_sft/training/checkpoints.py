@@ -43,8 +43,8 @@ def write_manifest(
 ) -> None:
     """Write the last file of a checkpoint: the checksums of all the others, and of itself.
 
-    That of frozen weights is missing where packed ones change as they are used; those of the
-    training and evaluation rows where these are no tables of ours.
+    That of frozen weights is missing where packed ones change as they are used. Of training rows
+    that are no table of ours their number stands in its place, of evaluation rows nothing.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints go

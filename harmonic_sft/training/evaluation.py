@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import glob
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
-from harmonic_sft.data import DataConfig
+from harmonic_sft.data import DataConfig, Source
 from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.files import file_kind
 from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
@@ -49,7 +50,14 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.results import environment, reading, show_table, without_secrets, write_results
+from harmonic_sft.results import (
+    environment,
+    reading,
+    show_table,
+    without_secrets,
+    write_results,
+    write_whole,
+)
 from harmonic_sft.training.arguments import TRAIN_NAME
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.loading import (
@@ -89,9 +97,7 @@ def evaluate_folder(
         ValueError: No model in the folder, or bad data.
     """
     found = _open(folder, overrides)
-    paths = [source.path for source in found.data_config.sources]
-    if per_document is not None and os.path.realpath(per_document) in map(os.path.realpath, paths):
-        raise ValueError(f"--per-document: expected a file of its own, got the data {per_document}")
+    _check_output("--per-document", per_document, found.data_config)
     scores, documents = found.score(found.data)
     final = summarize(scores, found.model.dist_head, documents)
     losses, confidences = scores.at(1.0)
@@ -149,6 +155,7 @@ def evaluate_suite(
     for folder in folders[1:]:  # before the first one takes its minutes
         _harmonic_config(folder, "--against")
     first = _open(folders[0], overrides)
+    _check_output("--html", html, first.data_config)
     names = names_of(folders)
     table, judged = None if ruler is None else _read_ruler(ruler, first), []
     problems, measured, losses, figures = {}, [], [], {}
@@ -340,6 +347,25 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     )
 
 
+def _sources_of(config: DataConfig) -> list[Source]:
+    """Return the sources, in the order in which rows number them."""
+    return [*config.sources, *([] if config.eval.source is None else [config.eval.source])]
+
+
+def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
+    """Refuse to write over what is read, or where a folder is, before that takes its minutes."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file, got the folder {str(path)!r}")
+    for source in _sources_of(config):
+        for name in glob(os.path.expanduser(source.path), recursive=True):
+            if path.resolve().is_relative_to(Path(name).resolve()):
+                raise ValueError(
+                    f"{option}: expected a file of its own, got {str(path)!r}, which is data"
+                )
+
+
 def _read_ruler(name: str, opened: Opened) -> Ruler:
     """Read the vocabulary of a language model with a sentence encoder."""
     if opened.task not in LANGUAGE_MODELS:
@@ -512,14 +538,16 @@ def _write_documents(path: Path, found: Opened, scores: TokenScores, documents: 
     names = document_names(found.data.eval.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
+    sources = _sources_of(found.data_config)
+    lines = []
+    for index, (source, number) in enumerate(names[:, first].T.tolist()):
+        line = {
+            "source": without_secrets(sources[source].path),
+            "document": number,
+            "tokens": int(tokens[index]),
+            "loss": losses[index] / tokens[index] if tokens[index] else None,
+        }
+        lines.append(f"{json.dumps(line, ensure_ascii=False)}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for index, (source, number) in enumerate(names[:, first].T.tolist()):
-            line = {
-                "source": without_secrets(found.data_config.sources[source].path),
-                "document": number,
-                "tokens": int(tokens[index]),
-                "loss": losses[index] / tokens[index] if tokens[index] else None,
-            }
-            file.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+    write_whole(path, "".join(lines))
     logger.info("Losses of the documents: %s", path)

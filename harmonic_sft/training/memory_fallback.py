@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -97,8 +98,9 @@ class MemoryFallback:
         rows = num_rows(self.batches[-1])
         if not self.checkpoints_blocks:
             self.checkpoints_blocks = True
-            self._model.gradient_checkpointing_enable()
-            return "gradient checkpointing turned on"
+            with suppress(ValueError):  # some bodies have none
+                self._model.gradient_checkpointing_enable()
+                return "gradient checkpointing turned on"
         if not is_sum:
             raise StoppedError(
                 "out of memory: a micro-batch does not fit with gradient checkpointing, and a mean "

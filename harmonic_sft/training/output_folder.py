@@ -129,7 +129,7 @@ def check_settings(checkpoint: Path, run: RunConfig) -> None:
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
     free = (MAX_STEPS, "training.num_train_epochs", *BATCH_KEYS)
-    different = [key for key in _changed_keys(read_run(home), run) if key not in free]
+    different = [key for key in _changed_keys(to_plain(_claimed(home)), run) if key not in free]
     if different:
         raise ValueError(
             f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "

@@ -24,9 +24,9 @@ from transformers import (
     set_seed,
 )
 
-from harmonic_sft.data.batches import MaskedRows
+from harmonic_sft.data.batches import MaskedRows, PaddingCollator, collate_padding_free
 from harmonic_sft.data.loading import LoadedData, load_data
-from harmonic_sft.data.masking import EVAL_EPOCH
+from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.row_maker import rows_sha256
 from harmonic_sft.data.sources import GivenSource, unformatted
 from harmonic_sft.data.streams import StreamedRows
@@ -111,7 +111,8 @@ class Preparation:
                 f"processing_class: expected a tokenizer, got {str(tokenizer)!r}. Load it: "
                 f"AutoTokenizer.from_pretrained({str(tokenizer)!r})"
             )
-        if collator is not None and (formatting_func or args.weight_column) is not None:
+        is_ours = isinstance(collator, PaddingCollator) or collator in (None, collate_padding_free)
+        if not is_ours and (formatting_func or args.weight_column) is not None:
             raise ValueError(
                 "data_collator: expected nothing with formatting_func or weight_column, which it "
                 "would not see, got one. Leave it out, or make the rows before"
@@ -429,7 +430,7 @@ class Preparation:
             labels=self._labels,
             head=run.head_settings(),
             init="random" if from_means else run.head.init,
-            pooling=run.model.pooling or "mean",
+            pooling=run.model.pooling,
         )
         if from_means:
             device, batch_size = self.args.device, self.args.per_device_eval_batch_size
@@ -508,6 +509,8 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
     counts = torch.zeros(len(totals), dtype=torch.int64, device=model.device)  # [V]
     for batch in batches:
+        if (weights := batch.get("label_weights")) is not None:  # one of 0 leaves a row out
+            batch = {**batch, "labels": batch["labels"].where(weights > 0, IGNORE_INDEX)}
         states, labels = labelled_states(model, batch)  # [N, D], [N]
         features = states.double()
         totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)

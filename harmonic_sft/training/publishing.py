@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harmonic_sft.hub import Destination, PushError, push, read_trained, stage, upload
+from harmonic_sft.hub.staging import check_completed
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class PushCallback(TrainerCallback):
     def __init__(self, to: Destination):
         self.to = to
         self._pushing = Thread()  # the last push
+        self._is_checked = False  # whether the base completes what is pushed
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
@@ -73,6 +75,9 @@ class PushCallback(TrainerCallback):
         try:
             trained = read_trained(folder)
             stage(trained, Path(staged.name), self.to)
+            if self.to.form == "head" and not self._is_checked:
+                check_completed(trained, Path(staged.name))
+                self._is_checked = True
         except (OSError, ValueError) as error:
             staged.cleanup()
             self._warn(folder, error)

@@ -15,11 +15,10 @@ from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
-from harmonic_sft.eval.calibration import BOUNDS
 from harmonic_sft.eval.statistics import UNDECIDED, holm, show_interval, t_interval, verdict
 from harmonic_sft.hub.staging import check_form
 from harmonic_sft.plots import plot_comparison
-from harmonic_sft.results import show_table
+from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB
@@ -356,14 +355,4 @@ def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]
         f"{factor * metrics[key]:{spec}}" if key in metrics else None
         for key, (_, factor, spec) in SHOWN.items()
     ]
-    return name, *cells, _best(metrics)
-
-
-def _best(metrics: dict[str, float]) -> str:
-    """Return the best exponent or inverse temperature; where the search ended, as a bound."""
-    best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature", math.nan))
-    scale = best / metrics["h_exp"] if "post_hoc_h_exp" in metrics else best
-    low, high = np.exp(BOUNDS)
-    if not scale <= 1.001 * low and not scale >= 0.999 * high:
-        return f"{best:.3g}"
-    return f"{'<=' if (scale < 1) == (best > 0) else '>='} {best:.3g}"
+    return name, *cells, show_best(metrics)

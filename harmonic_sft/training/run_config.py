@@ -579,13 +579,14 @@ def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
             f"training.lr_scheduler_type: expected one of {known}, got {name!r}"
             f"{did_you_mean(name, known)}"
         )
-    has_options = bool(run.training.get("lr_scheduler_kwargs"))
-    if has_options and given is None:
+    options = run.training.get("lr_scheduler_kwargs") or {}
+    is_stable = name == "warmup_stable_decay"
+    if is_stable and options and "num_decay_steps" not in options:
         raise ValueError(
-            "training.lr_scheduler_kwargs: expected lr_scheduler_type beside it, which takes them, "
-            "got none"
+            "training.lr_scheduler_kwargs: expected num_decay_steps for warmup_stable_decay, got "
+            f"{list(options)}. For another schedule set training.lr_scheduler_type"
         )
-    foreign = name != "warmup_stable_decay" or has_options
+    foreign = not is_stable or bool(options)
     if foreign and run.schedule is not None:
         raise ValueError(
             "schedule: expected nothing beside training.lr_scheduler_type, which decides, got a "
@@ -614,6 +615,11 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
     _check_best_model(training, annealed=run.h_exp is not None and run.h_exp.start != run.h_exp.end)
     optim = str(training.get("optim", "adamw_torch"))
+    if optim.startswith("schedule_free"):
+        raise ValueError(
+            f"training.optim: expected another one, got {optim!r}, whose averages of the "
+            "prototypes are not of norm 1"
+        )
     if run.model.unfreeze.dtype == "bfloat16" and not optim.startswith("adamw_torch"):
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "

@@ -374,7 +374,7 @@ class HarmonicTrainer(Trainer):
         given = self.eval_dataset
         sets = given.values() if isinstance(given, dict) else [given]
         found = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
-        return " ".join(found) or None
+        return " ".join(sorted(found)) or None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.

@@ -5,12 +5,19 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     LlamaModel,
 )
 
-from harmonic_sft.models import HarmonicForCausalLM, HarmonicForMaskedLM
-from harmonic_sft.models.backbones import load_base
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForCausalLM,
+    HarmonicForMaskedLM,
+    HarmonicModel,
+    max_positions,
+)
+from harmonic_sft.models.backbones import blocks_without_graph, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 from tests.saved_models import change_json
 
@@ -94,3 +101,35 @@ def test_what_quantized_bases_are_refused(tmp_path, method, message):
         HarmonicForCausalLM.from_base(str(folder))
     with pytest.raises(ValueError, match=f"expected weights in a floating dtype, got '{method}'"):
         HarmonicForMaskedLM.from_base(str(folder))
+
+
+@pytest.mark.parametrize("family", ["mpnet", "ibert", "roberta-prelayernorm", "yoso"])
+def test_positions_are_counted_from_0_whatever_the_backbone(family):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    more = {"intermediate_size": 32, "max_position_embeddings": 24, "pad_token_id": 1}
+    torch.manual_seed(0)
+    backbone = AutoModel.from_config(CONFIG_MAPPING[family](**sizes, **more)).eval()
+    model = HarmonicModel._from_config(HarmonicConfig(text_config=backbone.config)).eval()
+    model.backbone = backbone
+    length = max_positions(backbone.config)
+    assert length == (24 if family == "yoso" else 22)
+    rows = torch.randint(5, 40, (2, length))
+    with torch.no_grad():
+        expected = backbone(rows).last_hidden_state
+        found = model(rows, position_ids=torch.arange(length)[None]).last_hidden_state
+    torch.testing.assert_close(found, expected)
+
+
+def test_blocks_that_read_a_trained_table_have_a_graph_and_frozen_parts_no_dropout():
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tables = {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3}
+    config = CONFIG_MAPPING["deberta-v2"](**sizes, **tables, intermediate_size=32)
+    model = HarmonicModel._from_config(HarmonicConfig(text_config=config))
+    model.requires_grad_(False)
+    model.backbone.encoder.layer[1].requires_grad_(True)
+    model.train()
+    assert not model.backbone.encoder.conv.training
+    assert model.backbone.encoder.layer[1].training
+    assert list(blocks_without_graph(model.backbone)) == [model.backbone.encoder.layer[0]]
+    model.backbone.encoder.rel_embeddings.requires_grad_(True)
+    assert blocks_without_graph(model.backbone) == []

@@ -509,3 +509,18 @@ def test_an_adapter_holds_the_embeddings_of_a_resized_vocabulary(bases, tmp_path
     again = PeftModel.from_pretrained(resized(1), tmp_path / "adapter").eval()
     new = torch.tensor([[5, V, V + 1, 6]])
     torch.testing.assert_close(again(new).logits, model(new).logits)
+
+
+def test_a_configuration_says_and_takes_the_sizes_of_its_body(bases, tmp_path):
+    """PEFT loads the configuration of any base by this class, to compare vocabularies."""
+    config = make(bases).config
+    config.vocab_size = V + 4
+    assert config.text_config.vocab_size == V + 4
+    bare = HarmonicConfig.from_pretrained(bases["llama"])
+    assert (bare.vocab_size, bare.max_position_embeddings) == (V, 64)
+
+
+def test_a_cache_of_tuples_is_not_ignored(bases):
+    keys = torch.zeros(2, 2, 3, 8)
+    with pytest.raises(AttributeError):
+        make(bases)(ROWS, past_key_values=((keys, keys),) * 2)

@@ -427,7 +427,8 @@ def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(causal
     inputs = batch()
     input_ids = inputs["input_ids"] * inputs["attention_mask"]
     assert torch.equal(model(input_ids).logits, model(**inputs).logits)
-    assert torch.equal(model(input_ids[1:2]).logits, model(input_ids[1:2, :5]).logits)
+    shorter = model(input_ids[1:2, :5]).logits  # by products of other shapes
+    torch.testing.assert_close(model(input_ids[1:2]).logits, shorter)
     model.config.text_config.pad_token_id = None
     with pytest.raises(ValueError, match=r"attention_mask: expected one .* no pad_token_id"):
         model(input_ids)
@@ -543,3 +544,11 @@ def test_a_trained_head_of_an_adapter_is_loaded_again(published, tmp_path, monke
     torch.testing.assert_close(again(**batch()).logits, model.eval()(**batch()).logits)
     with pytest.raises(ValueError, match=r"AutoModelFor\.\.\. puts an adapter on its base"):
         sequence.from_pretrained(tmp_path)
+
+
+def test_a_classifier_that_is_trained_on_keeps_its_pooling(base, tmp_path):
+    make(base, pooling="cls").save_pretrained(tmp_path)
+    again = TASKS["sequence"].from_base(str(tmp_path), labels=LABELS, init="base_head")
+    assert again.config.pooling == "cls"
+    new = TASKS["sequence"].from_base(str(tmp_path), labels=LABELS)
+    assert new.config.pooling == "mean"

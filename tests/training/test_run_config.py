@@ -221,7 +221,7 @@ REFUSED = [
     (["training.lr_scheduler_type=liner"], r"lr_scheduler_type: .* Did you mean 'linear'\?"),
     (
         ["training.lr_scheduler_kwargs={num_cycles: 3}"],
-        "lr_scheduler_kwargs: expected lr_scheduler_type beside it",
+        "lr_scheduler_kwargs: expected num_decay_steps for warmup_stable_decay, got",
     ),
     ([f"data.eval.seed={10**30}"], "data.eval.seed: expected a number below 9223372036854775808"),
     (["training.seed=-1"], "training.seed: expected 0 to 4294967295, got -1"),
