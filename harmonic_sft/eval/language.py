@@ -51,10 +51,10 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return lengths
 
 
-def frequency_name(least: int) -> str:
+def frequency_name(least: float) -> str:
     """Return how often labels occur in the bin that begins with `least`: `10 to 99`."""
     following = [first for first in FREQUENCIES if first > least]
-    return f"{least:,} to {following[0] - 1:,}" if following else f"{least:,} or more"
+    return f"{least:,.0f} to {following[0] - 1:,}" if following else f"{least:,.0f} or more"
 
 
 def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:

@@ -2,13 +2,11 @@
 
 import json
 import logging
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig
 
 from harmonic_sft.data.batches import MaskedRows

@@ -1,7 +1,7 @@
 from unittest.mock import patch
 
 from tokenizers import Tokenizer, models, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import EsmTokenizer, PreTrainedTokenizerFast
 
 from harmonic_sft.data import encoding
 from harmonic_sft.data.encoding import Encoded, Piece, SpecialTokens, encode_pieces
@@ -33,6 +33,16 @@ def test_special_tokens_of_a_tokenizer_that_knows_four_letters():
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]")
     assert SpecialTokens.of(tokenizer) == SpecialTokens([4], [])
+
+
+def test_a_slow_tokenizer_keeps_its_added_tokens(tmp_path):
+    """ESM's letters are such tokens; without them a protein would be one unknown word."""
+    tokens = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVS", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+    slow = EsmTokenizer(str(tmp_path / "vocab.txt"))
+    assert not slow.is_fast
+    [row] = encode_pieces([[Piece("LAGVS", False, True)]], tokenizer=slow, word_ids=False)
+    assert slow.convert_ids_to_tokens(row.input_ids) == [*"LAGVS"]
 
 
 def test_pieces_are_joined_and_only_some_spell_special_tokens(tokenizer):

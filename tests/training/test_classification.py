@@ -4,17 +4,18 @@ import json
 import random
 
 import pytest
+import torch
 
 from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
 )
-from harmonic_sft.training.evaluation import evaluate_folder
+from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite
 from harmonic_sft.training.preview import dry_run, show_data
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS, write_run
-from tests.training.conftest import prepared, start
+from tests.training.conftest import losses, prepared, start
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}
 
@@ -109,6 +110,45 @@ def test_class_means_start_better_than_random_prototypes(make):
         for init in ({}, {"init": "random"})
     )
     assert means["eval_accuracy"] > 0.7 > at_random["eval_accuracy"]
+
+
+def test_rows_of_weight_0_have_no_part_in_a_run(make, tmp_path):
+    """Neither in the prototypes that it starts from nor in what it learns."""
+    found = []
+    for name, label in (("right", "early"), ("wrong", "late")):
+        rows = [{**row, "weight": 1.0} for row in text_rows()]
+        for row in rows[::7]:
+            row |= {"weight": 0.0, "label": label}
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+        overrides = (f"data.sources.0.path={tmp_path / name}.jsonl", "data.weight_column=weight")
+        ready = prepared(make(), *overrides, f"training.output_dir={tmp_path / name}")
+        start = ready.trainer.model.dist_head.weight.detach().clone()
+        ready.trainer.train()
+        found.append((start, losses(ready.trainer)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_losses_of_documents_of_an_evaluation_file(make, tmp_path):
+    others = [{"text": row["text"][::-1], "label": row["label"]} for row in text_rows()[:7]]
+    held_out = write_rows(tmp_path / "others.jsonl", others)
+    settings = {"eval": {"source": {"path": str(held_out)}}}
+    start(make(data=settings), "training.max_steps=1", "training.save_strategy=no")
+    cpu, out = ["training.use_cpu=true"], tmp_path / "losses.jsonl"
+    evaluate_folder(tmp_path / "run", cpu, out)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["source"] for line in lines} == {str(held_out)}
+    for bad, message in ((held_out, "which is data"), (tmp_path, "expected a file, got the fol")):
+        with pytest.raises(ValueError, match=rf"--per-document: .*{message}"):
+            evaluate_folder(tmp_path / "run", cpu, bad)
+    assert len(held_out.read_text().splitlines()) == 7
+    with pytest.raises(ValueError, match=r"--html: .*which is data"):
+        evaluate_suite([tmp_path / "run"], cpu, html=held_out)
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 def test_a_run_is_not_resumed_with_other_classes(make, tmp_path):

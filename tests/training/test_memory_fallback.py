@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.training.conftest import losses, trained
@@ -69,3 +70,15 @@ def test_the_step_is_repeated_with_the_same_dropout(make_yaml, monkeypatch):
     assert losses(fallen) == pytest.approx(losses(expected), rel=1e-6)
     head, same = (run.model.dist_head.weight for run in (fallen, expected))
     torch.testing.assert_close(head, same, rtol=0, atol=1e-6)
+
+
+def test_a_body_without_checkpointing_falls_back_to_smaller_batches(make_yaml, monkeypatch, caplog):
+    def enable(model):
+        raise ValueError("not compatible with gradient checkpointing")
+
+    path = make_yaml(training={"max_steps": 1})
+    expected = losses(trained(path))
+    monkeypatch.setattr(HarmonicForMaskedLM, "gradient_checkpointing_enable", enable)
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(4, checkpointing=False))
+    assert losses(trained(path)) == pytest.approx(expected, rel=1e-5)
+    assert "4 at a time" in caplog.text

@@ -720,3 +720,19 @@ def test_a_model_of_encoder_and_decoder_is_refused(arguments, make):
     )
     with pytest.raises(ValueError, match="expected an encoder or a decoder, got a Bart"):
         make(arguments(task="masked_lm"), model=BartForConditionalGeneration(config))
+
+
+def test_text_that_the_tokenizer_does_not_know_is_refused(make):
+    unknown = Dataset.from_dict({"text": ["Привет мир"] * 20})
+    with pytest.raises(ValueError, match="expected training rows with a token that may be predic"):
+        make(train_dataset=unknown)
+
+
+def test_evaluations_of_other_rows_leave_no_file_open(texts, make):
+    trainer = make()
+    open_files = Path("/proc/self/fd")
+    trainer.evaluate(texts.select(range(5)))
+    before = len(list(open_files.iterdir()))
+    for _ in range(4):
+        trainer.evaluate(texts.select(range(5)))
+    assert len(list(open_files.iterdir())) <= before
