@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import (
     AutoModelForMaskedLM,
-    AutoTokenizer,
+    BertTokenizer,
     ModernBertConfig,
     ModernBertForMaskedLM,
 )
@@ -129,7 +129,9 @@ def small(config: Path, base: Path) -> str:
 
 def add_repos(hub: HubServer, root: Path) -> None:
     """Put tiny models under the names that stand on the pages."""
-    tokenizer = AutoTokenizer.from_pretrained(root / "bert")
+    words = root / "words.txt"
+    words.write_text("\n".join([*SPECIAL, *WORDS[:-2], "capital", "the"]))  # of the pages
+    tokenizer = BertTokenizer(vocab=str(words))
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2}
     modern = ModernBertConfig(

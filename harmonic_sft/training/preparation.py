@@ -488,14 +488,15 @@ def _check_stream(data: datasets.IterableDataset) -> None:
 
 @torch.no_grad()
 def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-    """Return the mean of the frozen features of every class.
+    """Return the mean of the frozen features of every class, by the weights of rows.
 
     For a head on the unit sphere the features are normalized first, so that the normalized mean is
     the direction of highest likelihood under a von Mises-Fisher distribution.
 
     Args:
         model: In evaluation mode.
-        batches: `input_ids`, `attention_mask` and `labels`, on the model's device.
+        batches: `input_ids`, `attention_mask`, `labels` and perhaps `label_weights`, on the model's
+            device.
 
     Returns:
         `[V, D]`, float32, on the model's device.
@@ -507,14 +508,16 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
     totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
-    counts = torch.zeros(len(totals), dtype=torch.int64, device=model.device)  # [V]
+    counts = totals.new_zeros(len(totals))  # [V]
     for batch in batches:
-        if (weights := batch.get("label_weights")) is not None:  # one of 0 leaves a row out
-            batch = {**batch, "labels": batch["labels"].where(weights > 0, IGNORE_INDEX)}
         states, labels = labelled_states(model, batch)  # [N, D], [N]
+        weights = batch.get("label_weights", torch.ones_like(batch["labels"]))
+        weights = weights[batch["labels"] != IGNORE_INDEX].double()  # [N]
+        weights = weights.clamp_min(1e-12)  # a class without any other row has those of weight 0
         features = states.double()
-        totals.index_add_(0, labels, normalize(features, dim=-1) if on_sphere else features)
-        counts += labels.bincount(minlength=len(counts))
+        features = normalize(features, dim=-1) if on_sphere else features
+        totals.index_add_(0, labels, features * weights.unsqueeze(-1))
+        counts.index_add_(0, labels, weights)
     empty = (counts == 0).nonzero().flatten().tolist()
     if empty:
         names = [(model.config.id2label or {})[index] for index in empty[:3]]

@@ -100,7 +100,7 @@ def test_losses_of_documents_are_those_of_the_model(run_copy, tmp_path):
     for line, loss in zip(lines, expected, strict=True):
         assert loss is None or line["loss"] == pytest.approx(loss, rel=1e-5)
     assert first["documents"] == 2
-    with pytest.raises(ValueError, match="--per-document: expected a file of its own, got the dat"):
+    with pytest.raises(ValueError, match="--per-document: expected a file of its own"):
         evaluate_folder(run_copy, everything, path)
     assert path.read_text().count("aa ab") == 2
 
