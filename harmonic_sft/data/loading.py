@@ -259,10 +259,8 @@ def _table_data(
     train = MaskedRows(_plain(rows), masker, packs=packs)
     if isinstance(masker, ClassLabels):
         counts, num_tokens = class_counts(train), int(lengths.sum())
-        parts = {"training": rows, "evaluation": eval_rows}
-        for name, part in parts.items():
-            if part is eval_rows and name == "training":
-                continue
+        parts = {} if rows is eval_rows else {"training": rows}
+        for name, part in {**parts, "evaluation": eval_rows}.items():
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
                 level = logging.WARNING if masker.of_tokens else logging.INFO  # labels are lost
