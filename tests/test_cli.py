@@ -125,9 +125,10 @@ def test_debug_shows_where_an_error_comes_from(tmp_path):
 
 
 @pytest.fixture
-def runs(monkeypatch):
-    """The runs that are started while a test runs; a run leaves a config.json."""
+def runs(monkeypatch, tmp_path):
+    """The runs that are started while a test runs, elsewhere; a run leaves a config.json."""
     started = []
+    monkeypatch.chdir(tmp_path)
 
     def train(run):
         started.append(run)
@@ -138,8 +139,7 @@ def runs(monkeypatch):
     return started
 
 
-def test_a_shipped_configuration_makes_its_base_first(runs, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
+def test_a_shipped_configuration_makes_its_base_first(runs, tmp_path, caplog):
     caplog.set_level("INFO")
     assert main(["train", "demo", "training.max_steps=2"]) == 0
     assert [str(run.output_dir) for run in runs] == ["runs/demo_base", "runs/demo"]
@@ -161,8 +161,7 @@ def test_a_taken_output_folder_is_reported_before_the_base_is_made(
     assert not runs
 
 
-def test_a_run_without_a_file_is_the_recipe(runs, tiny_base, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_without_a_file_is_the_recipe(runs, tiny_base):
     flags = ["--model", str(tiny_base), "--dataset", "my.txt"]
     assert main(["train", "h_exp.end=-8.0", *flags, "training.max_steps=3"]) == 0
     [run] = runs
