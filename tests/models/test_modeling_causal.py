@@ -157,6 +157,7 @@ def test_a_tied_16_bit_gemma_scales_embeddings_as_transformers_does(bases, tmp_p
         assert torch.equal(again(input_ids=ROWS).logits, model(input_ids=ROWS).logits)
 
 
+@pytest.mark.slow  # ten seconds of threads that wait for one another
 def test_continuous_batching_says_what_a_batch_says(bases):
     """Its pages go to attention under the name that transformers 5.24 gives a decoder's cache."""
     model = make(bases).eval()
