@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,10 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
     Of the other forms than `full` only what was trained is read.
     """
     config, state = trained.config, dict(read_tensors(trained.path, ("dist_head.",)))
-    part = [*state.items(), *_trained_blocks(trained).items()] if form != "full" else None
-    if name := find_not_finite(part or read_tensors(trained.path, ("",))):
+    tensors: Iterable[tuple[str, Tensor]] = read_tensors(trained.path, ("",))
+    if form != "full":
+        tensors = [*state.items(), *_trained_blocks(trained).items()]
+    if name := find_not_finite(tensors):
         raise ValueError(f"weights: expected finite numbers, got others in {name}")
     if config.tie_word_embeddings:
         model_class = HarmonicForCausalLM if config.is_causal else HarmonicForMaskedLM

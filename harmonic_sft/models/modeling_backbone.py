@@ -297,8 +297,8 @@ class HarmonicModel(HarmonicPreTrainedModel):
         if position_ids is not None and cache is not None:
             kwargs["position_ids"] = position_ids
         elif position_ids is not None:
-            given = kwargs["inputs_embeds"] if input_ids is None else input_ids
-            position_ids = position_ids.expand(given.shape[0], -1)  # `len` would fix it in exports
+            tokens = kwargs["inputs_embeds"] if input_ids is None else input_ids
+            position_ids = position_ids.expand(tokens.shape[0], -1)  # `len` would fix it in exports
             kwargs |= document_arguments(
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )

@@ -197,7 +197,8 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
         names, saved = trained_state(model), load_file(folder / RESUME_FILE)
     elif has_lora(model):
         found = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
-        live = {saved: name for name, saved in _saved_names(model, _saved_modules(model)).items()}
+        names_in_file = _saved_names(model, _saved_modules(model))
+        live = {in_file: name for name, in_file in names_in_file.items()}
         names, saved = live.values(), {live.get(name, name): found[name] for name in found}
     elif quantization_method(model.config) is not None:
         saved = dict(read_tensors(folder, ("dist_head.",)))
