@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -216,8 +216,8 @@ def load_base(
             otherwise than by bitsandbytes or torchao, or has no token embeddings.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    check_quantization(name, config, is_causal=is_causal)
     is_ours = config.model_type == "harmonic"
+    check_base(name, config, is_causal=is_causal)
     if is_ours and config.is_causal != is_causal:
         kind = "a decoder" if is_causal else "an encoder"
         raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
@@ -241,10 +241,10 @@ def load_base(
         model = load_checked(NeoBERTForMaskedLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     elif is_causal and not is_ours:
-        if not is_decoder or config.get_text_config() is not config:
+        if not is_decoder:
             raise ValueError(
-                f"base {name}: expected a causal language model that transformers knows, of text "
-                f"alone, got one of type {config.model_type!r}"
+                f"base {name}: expected a causal language model that transformers knows, got one "
+                f"of type {config.model_type!r}"
             )
         model = load_checked(AutoModelForCausalLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=True, name=name)
@@ -278,7 +278,7 @@ def base_of(
             linear layer, factors and soft caps.
     """
     name = name or type(model).__name__
-    check_quantization(name, model.config, is_causal=is_causal)
+    check_base(name, model.config, is_causal=is_causal)
     settle_quantized_(model)
     head = generation_config = None
     if is_causal:
@@ -357,7 +357,7 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
     """Refuse a backbone without one table of token embeddings that prototypes could be taken from.
 
     Raises:
-        ValueError: It has none, quantized ones, or a decoder beside its encoder.
+        ValueError: It has none, or quantized ones.
     """
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
@@ -367,17 +367,12 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
         raise ValueError(
             f"base {name}: expected token embeddings, got none in a {type(backbone).__name__}"
         )
-    if backbone.config.is_encoder_decoder:
-        raise ValueError(
-            f"base {name}: expected an encoder or a decoder, got a {type(backbone).__name__}, "
-            "which is both"
-        )
     if is_quantized(weight):
         raise ValueError(f"base {name}: expected token embeddings that are not quantized")
 
 
-def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
-    """Refuse a base whose weights are quantized in a way that could not be loaded again.
+def check_base(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
+    """Refuse what could not be loaded again, by its code or its quantization, or is not of text.
 
     Args:
         name: The base's name.
@@ -385,9 +380,17 @@ def check_quantization(name: str, config: PreTrainedConfig, *, is_causal: bool) 
         is_causal: It is to be a decoder.
 
     Raises:
-        ValueError: By something else than bitsandbytes and torchao, or that is not installed; or
-            an encoder.
+        ValueError: It has code of its own, sees or hears, or has an encoder and a decoder; or it is
+            quantized by something else than bitsandbytes and torchao, or that is not installed; or
+            a quantized encoder.
     """
+    is_ours = config.model_type in ("harmonic", "neobert")
+    is_more = config.is_encoder_decoder or config.get_text_config() is not config
+    if not is_ours and (is_more or type(config) not in MODEL_MAPPING):
+        raise ValueError(
+            f"base {name}: expected an encoder or a decoder of text alone that transformers knows, "
+            f"got a model of type {config.model_type!r}"
+        )
     method = quantization_method(config)
     if method is None:
         return
@@ -440,7 +443,7 @@ def _try(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
     vocab_size = model.config.vocab_size
     rows = torch.arange(2 * TRIED, device=model.device).view(2, TRIED) * 7 % vocab_size
     rows[1, :-1] = rows[0, :-1]  # another last token alone
-    outputs = model.base_model(input_ids=rows)
+    outputs = model.base_model(input_ids=rows, use_cache=True)  # whatever its configuration says
     kind = type(model).__name__
     hidden_states = outputs.last_hidden_state
     if _differ(*hidden_states[:, :-1].unbind(), 0.01):
@@ -569,9 +572,17 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
         setattr(config, name, probability)
 
 
+def castable(backbone: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """Yield all parameters but those that transformers keeps in float32."""
+    kept = tuple(f".{name}." for name in backbone._keep_in_fp32_modules_strict or ())
+    for name, parameter in backbone.named_parameters():
+        if not any(part in f".{name}." for part in kept):
+            yield parameter
+
+
 def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast all parameters but quantized ones; buffers (rotary frequencies) stay as they are."""
-    for parameter in backbone.parameters():
+    for parameter in castable(backbone):
         if not is_quantized(parameter):
             parameter.data = parameter.data.to(dtype)
 

@@ -20,6 +20,7 @@ from .backbones import (
     Base,
     blocks_without_graph,
     build_backbone,
+    castable,
     check_whole,
     commit_of,
     copy_head_,
@@ -64,6 +65,14 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         kept = (*(self._keep_in_fp32_modules_strict or ()), *(config.float32_modules or ()))
         self._keep_in_fp32_modules_strict = set(kept)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether transformers should not fill what a checkpoint lacks, such as buffers: no.
+
+        It does not trust classes of others to leave alone what was loaded; ours do.
+        """
+        return False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,6 +182,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         if quantization_method(self.config) is not None:  # packed weights have no original form
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
+        for file in (HEAD_FILE, BLOCKS_FILE):  # of an older, partial one
+            Path(save_directory, file).unlink(missing_ok=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Self:
         """Unpack quantized weights, and forget that the backbone had them.
@@ -229,6 +240,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
         self._supports_flex_attn = self.backbone._supports_flex_attn
+        self._is_stateful = self.backbone._is_stateful
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
@@ -303,7 +315,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )
             attention_mask = kwargs.pop("attention_mask")
-        dtypes = {p.dtype for p in self.backbone.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in castable(self.backbone) if p.is_floating_point()}
         mixed = len(dtypes) > 1 and (  # packed layers cast by themselves, merged ones do not
             quantization_method(self.config) is None or bool(self.config.float32_modules)
         )
@@ -337,6 +349,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         super().__init__(config)
         self.model = HarmonicModel(config)
         self._supports_flex_attn = self.model._supports_flex_attn
+        self._is_stateful = self.model._is_stateful
         self.dist_head: Head = build_head(
             config.head,
             hidden_size=config.text_config.hidden_size,

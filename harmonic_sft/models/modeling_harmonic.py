@@ -367,7 +367,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             raise ValueError(
                 "problem_type: expected single_label_classification of two labels or more, got "
                 f"{problem} of {config.num_labels}. A {config.head['name']} head gives one "
-                "probability over all classes: take a linear one"
+                "probability over all classes: take a linear one, of a loaded classifier with "
+                'head={"name": "linear"}, ignore_mismatched_sizes=True'
             )
         check_pooling(config.pooling)  # which `from_pretrained` may have been given
         super().__init__(config)

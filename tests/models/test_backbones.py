@@ -7,6 +7,9 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
 )
 
@@ -17,7 +20,7 @@ from harmonic_sft.models import (
     HarmonicModel,
     max_positions,
 )
-from harmonic_sft.models.backbones import blocks_without_graph, load_base
+from harmonic_sft.models.backbones import base_of, blocks_without_graph, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 from tests.saved_models import change_json
 
@@ -43,8 +46,69 @@ def test_the_old_head_has_the_logits_of_transformers(family, tmp_path):
 
 def test_an_encoder_of_images_is_no_decoder(tmp_path):
     AutoConfig.for_model("clip").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"expected a causal language model .* type 'clip'"):
+    with pytest.raises(ValueError, match=r"of text alone that .* knows, got .* type 'clip'"):
         HarmonicForCausalLM.from_base(str(tmp_path))
+
+
+def test_a_model_of_more_than_text_or_with_code_of_its_own_is_refused():
+    class Own(LlamaConfig):
+        model_type = "own"
+
+    config = AutoConfig.for_model("whisper", d_model=24, encoder_layers=1, decoder_layers=1)
+    speech = AutoModelForSpeechSeq2Seq.from_config(config)
+    own = LlamaForCausalLM(Own(**SIZES))
+    for model, kind in ((speech, "whisper"), (own, "own")):
+        with pytest.raises(ValueError, match=f"of text alone that .* knows, got .* type '{kind}'"):
+            base_of(model, dtype=torch.float32, is_causal=True)
+
+
+def test_a_base_whose_configuration_asks_for_no_cache_is_taken(tmp_path):
+    folder = save_decoder("llama", tmp_path, use_cache=False)
+    model = HarmonicForCausalLM.from_base(str(folder))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(INPUTS, use_cache=False, **options)
+    assert torch.equal(model.generate(INPUTS, use_cache=True, **options), expected)
+
+
+HYBRID = {
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_head": 8,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "head_dim": 8,
+}
+
+
+def test_a_hybrid_is_loaded_again_and_refuses_to_go_back(tmp_path):
+    """Falcon-H1 has a buffer that no checkpoint holds, and a state that cannot be rewound."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(CONFIG_MAPPING["falcon_h1"](**SIZES, **HYBRID))
+    base.save_pretrained(tmp_path / "base")
+    model = HarmonicForCausalLM.from_base(str(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "saved")
+    again = HarmonicForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(INPUTS).logits, model(INPUTS).logits)
+    for one in (again, again.model):
+        assert one._is_stateful
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
+        again.generate(INPUTS, prompt_lookup_num_tokens=2, max_new_tokens=2)
+
+
+def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = CONFIG_MAPPING["ernie4_5_moe"](**SIZES, **sizes, moe_num_experts=4, moe_k=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    native = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {n for n, p in native.model.named_parameters() if p.dtype == torch.float32}
+    assert kept
+    model = HarmonicForCausalLM.from_base(str(tmp_path), dtype=torch.bfloat16)
+    found = {n for n, p in model.model.backbone.named_parameters() if p.dtype == torch.float32}
+    assert found == kept
+    expected = native.model(INPUTS).last_hidden_state
+    assert torch.equal(model.model(INPUTS).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize(
