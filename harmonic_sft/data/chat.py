@@ -177,6 +177,10 @@ class ConversationWriter:
                     found = f"another text for the first {turn + 1} turns than for all of them"
                     raise _no_masks(found)
                 spans.append((len(before), len(after)))
+        for turn, (start, end) in zip(turns, spans, strict=True):
+            for call in messages[turn].get("tool_calls") or []:
+                if (name := call["function"]["name"]) not in text[start:end]:
+                    raise BadRow(f"chat template: expected to write the call of {name!r}, got none")
         is_marked = marks is not None
         spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
         pieces = self._cut(text, spans)
@@ -226,7 +230,7 @@ class ConversationWriter:
             value = value.replace(BREAK, "")
             return self._special.sub(lambda match: "".join(c + BREAK for c in match[0]), value)
         if isinstance(value, dict):
-            return {key: self._broken(entry) for key, entry in value.items()}
+            return {self._broken(key): self._broken(entry) for key, entry in value.items()}
         if isinstance(value, list):
             return [self._broken(entry) for entry in value]
         return value

@@ -38,7 +38,7 @@ UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PLACE = "__place__"  # column that says where a row was read: file and line or row
 BAD = "__bad__"  # column of a row that cannot be read: the reason and how many rows are lost
 NUMBER = "__document__"  # column that numbers a source's documents
-READ_ERRORS = (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException)
+READ_ERRORS = (OSError, ValueError, OverflowError, RecursionError, csv.Error, pa.ArrowException)
 
 Row = dict[str, Any]
 
@@ -166,7 +166,7 @@ def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) ->
 def _csv_rows(file: str) -> Iterator[Row]:
     """Yield the records of a file that begins with the columns' names; all values are text."""
     csv.field_size_limit(MAX_LINE)  # of the whole process: a document may be long
-    lines = (line.decode(errors="surrogateescape") for _, line in _lines(file))
+    lines = (_text(line, "surrogateescape") for _, line in _lines(file))
     reader = csv.reader(lines, strict=True)
     names: list[str] = []
     while True:
@@ -241,7 +241,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
             ):
                 try:
                     rows: list[Any] = batch.to_pylist()
-                except UnicodeDecodeError:  # one of the rows is not UTF-8
+                except (UnicodeDecodeError, OverflowError):  # UTF-8, or a date, of one row
                     rows = [batch.slice(index, 1) for index in range(batch.num_rows)]
                 for row in rows:
                     yield _row(f"{shown(shard.file)}, row {first}", decode, row)
@@ -301,8 +301,14 @@ def _reason(error: Exception) -> str:
     return f"expected {kinds.get(type(error), 'readable content')}, got: {one_line(error)}"
 
 
+def _text(line: bytes, errors: str = "strict") -> str:
+    if len(line) > MAX_LINE:
+        raise BadRow(f"expected at most {MAX_LINE >> 20} MiB in a line, got more")
+    return line.decode(errors=errors)
+
+
 def _parse_text(line: bytes) -> Row:
-    return {"text": line.decode().rstrip("\r\n")}
+    return {"text": _text(line).rstrip("\r\n")}
 
 
 def _record(names: Sequence[str], values: Sequence[str]) -> Row:
@@ -313,7 +319,7 @@ def _record(names: Sequence[str], values: Sequence[str]) -> Row:
 
 def _parse_object(line: bytes) -> Row:
     """Parse JSON, refusing what is none and what no tokenizer takes."""
-    value = json.loads(line.decode().rstrip(), parse_constant=_refuse_constant)
+    value = json.loads(_text(line).rstrip(), parse_constant=_refuse_constant)
     if b"\\ud" in line.lower():
         json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
     return _check_object(value)
@@ -336,14 +342,15 @@ def _refuse_constant(text: str | bytes) -> None:
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
-    """Number the lines of a file from 1."""
+    """Number the lines of a file from 1; of those that are too long for `_text`, the beginning."""
     with _open_binary(file) as stream:
         for number in itertools.count(1):
             line = stream.readline(MAX_LINE + 1)
             if not line:
                 return
-            if len(line) > MAX_LINE:
-                raise BadRow(f"expected at most {MAX_LINE >> 20} MiB in a line, got more")
+            rest = line
+            while len(rest) > MAX_LINE and not rest.endswith(b"\n"):  # of a line that is refused
+                rest = stream.readline(MAX_LINE + 1)
             if number == 1 and line.startswith(UTF_16_MARKS):  # most of its lines pass for UTF-8
                 raise BadRow("expected UTF-8, got UTF-16")
             yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line

@@ -140,11 +140,9 @@ class Reader:
         self.ending = self.special.suffix or ([] if eos is None else [eos])
         if self.is_causal:
             self.special = SpecialTokens(self.special.prefix, [])
-        # A byte-level tokenizer has other tokens for a word after a space.
-        one, other = (
-            self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", " a")
-        )
-        self._gap = "" if one == other else " "
+        # Byte-level tokenizers alone leave the space before a word to the text.
+        word = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._gap = "" if " " in str(self.tokenizer.decode(word + word)).strip() else " "
 
     @property
     def is_labeled(self) -> bool:

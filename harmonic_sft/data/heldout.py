@@ -9,6 +9,7 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 
@@ -47,9 +48,9 @@ class Ancestor(NamedTuple):
 def fingerprint(text: str) -> str:
     """Name a document by its text, of a conversation by every turn: 32 hexadecimal digits.
 
-    Texts that differ in white space alone have the same name.
+    Texts that differ in white space or Unicode form (NFC, NFD) alone have the same name.
     """
-    plain = " ".join(text.split()).encode("utf-8", "surrogatepass")
+    plain = " ".join(normalize("NFC", text).split()).encode("utf-8", "surrogatepass")
     return sha256(plain).hexdigest()[:32]
 
 
@@ -58,7 +59,7 @@ def word_hashes(text: str) -> np.ndarray:
 
     The text is the document's own: without templates, system prompts and prompts.
     """
-    words = WORD.findall(text.lower())
+    words = WORD.findall(normalize("NFC", text).lower())
     return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)
 
 

@@ -157,9 +157,6 @@ class RowMaker:
         rows: list[Row] = []
         for (document, draft), tokens in zip(drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
-                if read.is_causal and read.row_format == "text" and tokens.input_ids:
-                    tokens.input_ids.extend(read.ending)
-                    tokens.scored.extend([True] * len(read.ending))
                 chunks = self._cut(tokens, document, bad_rows)
                 # What tells copies of a document stands in its first row.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
@@ -181,6 +178,10 @@ class RowMaker:
         fills = {name: fills[name] for name in self.columns if name in fills}
         special = self._around(encoded)
         size = self.context_length - len(special.prefix) - len(special.suffix)
+        is_text = self.read.is_causal and self.read.row_format == "text"
+        if is_text and len(encoded.input_ids) % size:  # else alone in a row, after no text
+            encoded.input_ids.extend(self.read.ending)
+            encoded.scored.extend([True] * len(self.read.ending))
         end = 1 if self.read.is_labeled else len(encoded.input_ids)
         # A decoder predicts no token that has none before it.
         first = int(self.read.is_causal and not special.prefix)

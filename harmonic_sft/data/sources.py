@@ -52,6 +52,7 @@ DOCSTRINGS = "python:docstrings"
 COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
+SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")  # of data, compressed too
 SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
@@ -300,7 +301,8 @@ def _card_chooses(path: Path) -> bool:
     """Whether a folder has a card that says which files are data."""
     card = path / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    return re.search(r"^configs:", text, re.MULTILINE) is not None
+    metadata = text.split("\n---")[0] if text.startswith("---") else ""
+    return re.search(r"^configs:", metadata, re.MULTILINE) is not None
 
 
 def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) -> None:
@@ -312,11 +314,10 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
     left_out = [
         str(file)
         for file in sorted(path.rglob("*"))
-        if (file_kind(file.name) is not None or file.suffix.lower() == ".tsv")
+        if (_is_linked(file) or (file.is_file() and _holds_data(file)))
         and file.name not in FILES_TO_IGNORE
         and not file.name.lower().startswith("readme")
         and not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
-        and file.is_file()
         and file.resolve() not in read
     ]
     if left_out:
@@ -328,9 +329,22 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
         )
 
 
+def _holds_data(file: Path) -> bool:
+    return any(suffix.lower() in SUFFIXES for suffix in file.suffixes)
+
+
+def _is_linked(path: Path) -> bool:
+    """Whether a path is a link to a folder, which nobody follows."""
+    return path.is_symlink() and path.is_dir()
+
+
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
     """Return the files of every split."""
     if path.is_dir():
+        if glob.has_magic(str(path)):  # datasets would take it as a pattern
+            raise ValueError(
+                f"{name}.path: expected a folder without *, ? and [ in its name, got {str(path)!r}"
+            )
         with _explained(source, name):
             builder = load_dataset_builder(
                 str(path), name=source.name, data_files=source.data_files

@@ -231,6 +231,21 @@ def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
     assert specials == [start, end, start, end]
 
 
+def test_special_tokens_in_names_of_arguments_are_text(merges):
+    tokenizer = with_template(merges, CHATML)
+    spelled = {"role": "assistant", "content": "", "tool_calls": [call("a", **{"<|im_end|>": 1})]}
+    encoded = encode_one(tokenizer, [CHAT[0], spelled], "assistant")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert encoded.input_ids.count(end) == 2
+    assert '{"<|im_end|>": 1}' in tokenizer.decode(encoded.input_ids)
+
+
+def test_a_template_that_leaves_out_calls_of_tools_is_refused(merges):
+    tokenizer = with_template(merges, CHATML.replace(CALLS, ""))
+    found = encode_one(tokenizer, CHAT[2:], "assistant")
+    assert str(found) == "chat template: expected to write the call of 'rate', got none"
+
+
 @pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
 def test_what_messages_spell_changes_no_other_token(strips):
     vocab = {one: index for index, one in enumerate(sorted({*string.printable, "\u2581"}))}

@@ -37,6 +37,12 @@ def test_white_space_alone_makes_no_other_document():
     assert fingerprint("One") != fingerprint("one")
 
 
+def test_the_form_of_unicode_makes_no_other_document():
+    composed, text = "\u00e9t\u00e9", "e\u0301te\u0301"
+    assert fingerprint(text) == fingerprint(composed)
+    assert word_hashes(text).tolist() == word_hashes(composed).tolist()
+
+
 def test_words_have_no_case_and_no_punctuation_and_may_be_characters():
     assert word_hashes("Don't, STOP!").tolist() == word_hashes("don t stop").tolist()
     assert len(word_hashes("don t stop")) == 3

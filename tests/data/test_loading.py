@@ -416,6 +416,15 @@ def test_text_ends_in_the_eos_token_which_is_predicted(text, causal_tokenizer):
     assert rows[16, 1] == [IGNORE_INDEX, 1]
 
 
+def test_an_eos_token_is_no_row_of_its_own(text, wrapping_tokenizer):
+    assert rows_of(text, wrapping_tokenizer, context_length=4)[:3] == [
+        [0, 2, 3, 4],
+        [0, 5, 6, 7],
+        [0, 8, 9, 10],
+    ]
+    assert [0, 1] not in rows_of(text, wrapping_tokenizer, context_length=4)
+
+
 @pytest.fixture
 def wrapping_tokenizer(causal_tokenizer):
     """It puts w0 before every text and w1 after it, as some decoders' do."""

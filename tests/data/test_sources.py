@@ -207,6 +207,8 @@ def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
         (["a.txt", "b.jsonl"], "a.txt", "train: b.jsonl"),
         (["a.TXT", "b.txt"], "a.TXT", "train: b.txt"),
         (["a.tsv", "b.txt"], "a.tsv", "train: b.txt"),
+        (["a.tsv.gz", "b.txt"], "a.tsv.gz", "train: b.txt"),
+        (["a.jsonlines", "b.txt"], "a.jsonlines", "train: b.txt"),
         (["1.txt", "sub/2.txt", "test_of_faith.txt"], "1.txt, 2.txt", "test: test_of_faith.txt"),
         (
             [*(f"{number}.csv" for number in range(6)), *(f"{n}.txt" for n in range(7))],
@@ -224,11 +226,33 @@ def test_a_folder_of_which_files_would_be_left_out_is_refused(tmp_path, names, l
     assert texts(load(path=str(tmp_path), data_files=names[-1]))
 
 
+def test_a_folder_behind_a_link_is_not_left_out(tmp_path):
+    for name in ("a/b.txt", "c/d.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("one\n")
+    (tmp_path / "a/link").symlink_to(tmp_path / "c")
+    refused("in which link would be left out", path=str(tmp_path / "a"))
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path):
+    for name in ("a*", "ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "b.txt").write_text("one\n")
+    refused("expected a folder without *, ? and [ in its name", path=str(tmp_path / "a*"))
+
+
 def test_what_is_no_data_in_a_folder_is_not_missed(tmp_path):
     for name in ("a.jsonl", ".b.txt", ".hidden/c.txt", "README.txt", "config.json", "d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "one"}\n')
     assert texts(load(path=str(tmp_path))) == ["one"]
+
+
+def test_a_card_that_speaks_of_configs_chooses_nothing(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nconfigs: one\n")
+    for name in ("train.txt", "other.txt"):
+        (tmp_path / name).write_text("one\n")
+    refused("in which other.txt would be left out", path=str(tmp_path))
 
 
 def test_a_card_chooses_among_the_files_of_a_folder(tmp_path):
