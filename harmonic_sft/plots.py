@@ -103,13 +103,13 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: Path, grid: Literal["both", "x"]) -> Path:
-    """Give all axes the house look, write the PNG and return its path."""
+    """Give all axes the house look, write the picture as its suffix says, and return its path."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis=grid, color="#e3e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format=path.suffix[1:] or "png")
     return path
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -340,8 +341,8 @@ def _parallelograms(
 
 def _minimal_pairs(subject: Subject, path: Path, limit: int) -> Rows:
     assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
-    lines = path.read_text(encoding="utf-8").splitlines()[:limit]
-    items = [json.loads(line) for line in lines]
+    with path.open(encoding="utf-8") as lines:
+        items = [json.loads(line) for line in islice(lines, limit) if line.strip()]
     pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
     if not pairs:
         raise Unmeasured(f"pairs in {path.name}, it has 0")

@@ -1,5 +1,6 @@
 """Do prototypes lie as people judge words: rank correlation with human similarity ratings."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,6 +38,8 @@ def read_word_pairs(path: Path) -> list[WordPair]:
     for number, line in enumerate(lines[1:], start=2):
         try:
             first, second, rating = line.split("\t")
+            if not math.isfinite(float(rating)):
+                raise ValueError(rating)
             pairs.append(WordPair(first, second, float(rating)))
         except ValueError:
             raise ValueError(

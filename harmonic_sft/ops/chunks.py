@@ -86,8 +86,8 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        inputs = ctx.saved_tensors[: 2 + ctx.num_shared]
-        gradients = ctx.saved_tensors[2 + ctx.num_shared :]
+        saved = ctx.saved_tensors  # once: checkpointing makes them for one reading
+        inputs, gradients = saved[: 2 + ctx.num_shared], saved[2 + ctx.num_shared :]
         (grad,) = upstream
         if is_uniform(grad):
             scaled = [g * factor_for(g, grad) for g in gradients]

@@ -1,5 +1,6 @@
 """Cross-entropy of a distance or linear head without the [N, V] matrix of logits."""
 
+import math
 import os
 from importlib.util import find_spec
 
@@ -171,7 +172,7 @@ def _cross_entropy(
     check_inputs(logits.hidden_states, logits.weight, labels, options, impl)
     if isinstance(logits, DistanceLogits):
         h_exp = logits.h_exp
-        if logits.eps <= 0:
+        if not 0 < logits.eps < math.inf:
             raise ValueError(f"eps: expected a number above 0, got {logits.eps}")
         if isinstance(h_exp, Tensor) and h_exp.dim():
             raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")

@@ -1,5 +1,6 @@
 """What the fused losses can be asked for beyond the plain loss, and what they report."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -157,5 +158,5 @@ def _check_options(
     check_choice("gradients", options.gradients, ("forward", "recompute"))
     if not 0 <= options.label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
-    if options.z_loss < 0:
+    if not 0 <= options.z_loss < math.inf:
         raise ValueError(f"z_loss: expected 0 or more, got {options.z_loss}")

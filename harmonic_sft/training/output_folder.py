@@ -99,11 +99,7 @@ def check_output_folder(run: RunConfig) -> None:
     if not run.resume:
         if _leftovers(folder):
             return
-        raise ValueError(
-            f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a "
-            "run. Add resume=true to continue it, in Python train(resume_from_checkpoint=True), or "
-            "choose another one"
-        )
+        raise holds_a_run(folder)
     old = _claimed(folder)
     different = _changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
@@ -117,6 +113,29 @@ def check_output_folder(run: RunConfig) -> None:
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
             f"{', '.join(different)}. Use the old ones, or choose another training.output_dir"
         )
+
+
+def holds_a_run(folder: Path) -> ValueError:
+    """Return the error of a run that would be overwritten."""
+    return ValueError(
+        f"training.output_dir: expected an empty folder, got {str(folder)!r}, which holds a run. "
+        "Add resume=true to continue it, in Python train(resume_from_checkpoint=True), or choose "
+        "another one"
+    )
+
+
+def check_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse arguments of a trainer that were changed after it was made: some it has used.
+
+    Raises:
+        ValueError: They differ in more than what is shown, sent or kept.
+    """
+    for name, value in new.items():
+        if value != old[name] and not f"training.{name}".startswith(FREE_KEYS):
+            raise ValueError(
+                f"args.{name}: expected {old[name]!r}, with which the trainer was made, got "
+                f"{value!r}. Make another trainer"
+            )
 
 
 def check_settings(checkpoint: Path, run: RunConfig) -> None:

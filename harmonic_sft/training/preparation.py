@@ -128,7 +128,8 @@ class Preparation:
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
             self._base = model.config
-        self.data = self.configure().data  # which says how rows are made
+        self.data = self.configure().data  # which says how rows are made, with the seed
+        self._seed = args.seed
         if self.config.model.task in CLASSIFIERS and self.config.head.init == "base_head":
             self._labels = [name for _, name in sorted((self._base.id2label or {}).items())]
         if isinstance(model, HarmonicHeadModel):
@@ -173,8 +174,9 @@ class Preparation:
         Raises:
             ValueError: It asks for other rows.
         """
-        config, made = self.configure(), vars(self.data)
-        if others := [key for key, value in vars(config.data).items() if value != made[key]]:
+        config, made = self.configure(), {**vars(self.data), "seed": self._seed}
+        asked = {**vars(config.data), "seed": config.seed}
+        if others := [key for key, value in asked.items() if value != made[key]]:
             raise ValueError(
                 f"hp_space: expected the rows that were made before the search, got other {others}."
                 " Make a trainer for each such value"

@@ -272,12 +272,14 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     ]
     if rows:
         show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
-    first = next(iter(arms[reference].values()))["final"]
+    run = next(iter(arms[reference].values()))
+    first, task = run["final"], run["config"].get("model", {}).get("task", "masked_lm")
     documents = first.get("documents")
     logger.info(
-        "%sOn %s tokens%s.",
+        "%sOn %s %s%s.",
         DIFFERENCE_NOTE if rows else ONE_SEED,
         f"{first.get('tokens', 0):,.0f}",
+        PREDICTED[task],
         "" if documents is None else f" of {documents:,} documents",
     )
 

@@ -73,6 +73,7 @@ from harmonic_sft.training.callbacks import (
     not_finite,
 )
 from harmonic_sft.training.checkpoints import (
+    all_checkpoints,
     check_classes,
     check_continues,
     check_frozen,
@@ -101,9 +102,11 @@ from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.output_folder import (
     RUN_FILE,
     check_output_folder,
+    check_same,
     check_settings,
     check_shared,
     claim_output_folder,
+    holds_a_run,
     is_empty,
     locked,
 )
@@ -155,6 +158,7 @@ class HarmonicTrainer(Trainer):
     args: HarmonicTrainingArguments
     _best: str | None = None  # checkpoint of a resumed run
     _misses = False  # weights of a checkpoint that was just loaded
+    _trained_in: Path | None = None  # by `train`
 
     def __init__(
         self,
@@ -238,6 +242,7 @@ class HarmonicTrainer(Trainer):
         self._losses: list[Tensor] = []  # of the micro-batches of this step
         self._keep: int | None = None  # how many checkpoints, while a training is on
         self._frozen: str | None = None  # checksum of the frozen weights
+        self._made_with = args.to_dict()
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -295,13 +300,19 @@ class HarmonicTrainer(Trainer):
                 another process does not answer.
             SystemExit: A SIGTERM came; the step at work was saved.
         """
-        checkpoint = find_checkpoint(resume_from_checkpoint, Path(str(self.args.output_dir)))
+        folder = Path(str(self.args.output_dir))
+        checkpoint = find_checkpoint(resume_from_checkpoint, folder)
         if checkpoint is not None:
             check_settings(checkpoint, self.run_config)
         if trial is None:
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
+            else:
+                check_same(self._made_with, self.args.to_dict())
+            if checkpoint is None and self._trained_in == folder and all_checkpoints(folder):
+                raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
+            self._trained_in = folder
         try:
             with self.at_work():
                 return self.train_from(checkpoint, trial, ignore_keys_for_eval)
@@ -342,6 +353,8 @@ class HarmonicTrainer(Trainer):
             self._best = state.best_model_checkpoint
             self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
             load_neighbors_(checkpoint, self.model.loss_fn)
+        evaluates = self.args.eval_on_start  # once, and early stopping would count it again
+        self.args.eval_on_start = evaluates and checkpoint is None
         # A stream knows itself where it stood.
         self.args.ignore_data_skip = self.stream_place is not None
         # transformers would delete by the clock, before there is a manifest, and of two checkpoints
@@ -353,7 +366,7 @@ class HarmonicTrainer(Trainer):
                 resumed = str(checkpoint) if checkpoint else None
                 output = super().train(resumed, trial, ignore_keys_for_eval)
         finally:
-            self.args.ignore_data_skip = False
+            self.args.eval_on_start, self.args.ignore_data_skip = evaluates, False
             self.args.save_total_limit = self._keep
             self.args.gradient_accumulation_steps = accumulation
         if self._termination.agreed:
@@ -421,6 +434,15 @@ class HarmonicTrainer(Trainer):
         """Return what a search minimizes; trials may end at different exponents."""
         loss = metrics["eval_loss"]
         return loss if self._has_own_loss else metrics.get("eval_post_hoc_loss", loss)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Set the arguments of a trial as it gives them, not cast to the types of the old ones."""
+        if trial is not None and self.hp_search_backend is not None:
+            is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA
+            for name in self.hp_space(trial) if is_optuna else trial:
+                if hasattr(self.args, name):
+                    setattr(self.args, name, None)
+        super()._hp_search_setup(trial)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""

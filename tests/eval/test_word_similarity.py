@@ -96,6 +96,7 @@ def test_ratings_are_read_from_a_table(tmp_path):
         ("sun\tmoon\t1\n", "expected the header .*, got 'sun"),
         ("word1\tword2\tscore\nsun\tmoon\n", "line 2: expected two words and a number, got 'sun"),
         ("word1\tword2\tscore\na\tb\t1\na\tb\tx\n", "line 3: expected two words and a number"),
+        ("word1\tword2\tscore\na\tb\tnan\n", "line 2: expected two words and a number"),
     ],
 )
 def test_a_bad_table_is_an_error(tmp_path, text, message):

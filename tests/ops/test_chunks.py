@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from harmonic_sft.models import LinearHead
 from harmonic_sft.ops.chunks import by_chunks
@@ -37,6 +38,17 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_whole(rows, uniform, shar
         results.append([losses, *torch.autograd.grad(total, inputs, retain_graph=True)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_chunks_can_be_checkpointed(use_reentrant):
+    head, states, labels = problem()
+    expected = torch.autograd.grad(by_chunks(nll, head, states, labels).sum(), states)
+    losses = checkpoint(
+        lambda states: by_chunks(nll, head, states, labels), states, use_reentrant=use_reentrant
+    )
+    losses.sum().backward()
+    assert torch.equal(states.grad, expected[0])
 
 
 def test_nothing_is_computed_twice_under_a_sum():

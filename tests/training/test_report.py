@@ -95,7 +95,7 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
     # t of 4 degrees of freedom is 2.776; differences .31 .30 .32 .30 .32.
     assert "other0 loss, nats 0.310 \u00b1 0.012 5 0.000 higher" in differences
     assert any("accuracy, %" in line and line.endswith("undecided") for line in differences)
-    assert "On 500 tokens of 20 documents." in caplog.text
+    assert "On 500 masked tokens of 20 documents." in caplog.text
 
 
 @pytest.mark.parametrize(("num_seeds", "word"), [(4, "undecided"), (5, "higher")])

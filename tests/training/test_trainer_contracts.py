@@ -133,13 +133,29 @@ def test_a_search_minimizes_the_users_loss_or_that_at_the_best_exponent(
 
 
 def test_a_stream_is_read_from_its_start_by_every_training(texts, arguments, make):
-    stream, fields = texts.to_iterable_dataset(), {"max_steps": 2, "save_steps": 2}
-    trainer = make(arguments(save_strategy="steps", **fields), train_dataset=stream)
+    trainer = make(arguments(max_steps=2), train_dataset=texts.to_iterable_dataset())
     read = []
     for _ in range(2):
         trainer.train()
         read.append((trainer.stream_place.state, trainer.stream_place.examples))
     assert read[0] == read[1]
+
+
+def test_a_second_training_does_not_write_over_the_first(arguments, make):
+    trainer = make(arguments(save_strategy="steps", save_steps=2, max_steps=2))
+    trainer.train()
+    with pytest.raises(ValueError, match=r"expected an empty folder, got .*, which holds a run"):
+        trainer.train()
+    assert trainer.train(resume_from_checkpoint=True).global_step == 2
+
+
+def test_arguments_that_were_changed_later_are_refused(arguments, make, tmp_path):
+    trainer = make(arguments(max_steps=1))
+    trainer.args.logging_steps = 5
+    trainer.train()
+    trainer.args.h_exp = -5.0
+    with pytest.raises(ValueError, match=r"args.h_exp: expected .*, got -5.0. Make another"):
+        trainer.train()
 
 
 def test_rows_without_padding_are_evaluated_and_predicted_one_by_one(texts, arguments, make):
