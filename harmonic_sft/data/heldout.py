@@ -13,7 +13,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from harmonic_sft.results import read_results, read_whole, reading, without_secrets, write_results
+from harmonic_sft.results import read_results, reading, without_secrets, write_results
 
 NGRAM = 13  # words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
@@ -172,7 +172,6 @@ def record(
     sources: Sequence[Mapping[str, Any]],
     base: str | None,
     trained: np.ndarray | None,
-    checksums: Mapping[str, str] | None = None,
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
@@ -186,7 +185,6 @@ def record(
         sources: Where its documents come from, as in `data.sources`.
         base: `model.base`, None for random weights.
         trained: `short_hashes` of the training documents, None for a stream.
-        checksums: What `changed` compares.
     """
     base_digest = None if base is None else (_read(run_home(base)) or {}).get("digest")
     payload = {
@@ -198,21 +196,10 @@ def record(
         ],
         "base": base,
         "base_digest": base_digest,
-        "checksums": dict(checksums or {}),
     }
     write_results(folder / "results", LIST, payload)
     if trained is not None:
         np.save(folder / "results" / TRAINED, trained)
-
-
-def changed(folder: Path, held_out: HeldOut, checksums: Mapping[str, str]) -> list[str] | None:
-    """Name what differs from what was recorded in a run's folder; None if nothing was."""
-    saved = read_whole(folder / "results" / f"{LIST}.json", "digest")
-    if saved is None:
-        return None
-    known = saved.get("checksums", {})
-    found = [name for name, value in checksums.items() if known.get(name, value) != value]
-    return found if saved["digest"] == held_out.digest else ["the held-out documents", *found]
 
 
 def lineage(

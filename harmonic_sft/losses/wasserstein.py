@@ -11,7 +11,7 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
-from harmonic_sft.models.head import at_least_float32, dense_logits, inverse_norms
+from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import by_chunks, chunked_loss
 
 
@@ -26,8 +26,7 @@ class WassersteinLoss(Loss):
     gradient would move probability there.
 
     Matrix products of N x V x D multiplications (a cross-entropy has 3): 4 with a fixed ground and
-    6 with a moving one, a cross-entropy beside it in a sum included; 1 with `top_k`, which finds
-    the classes, on heads of dot products or Euclidean distances, and 3 on others.
+    6 with a moving one, a cross-entropy beside it in a sum included; 3 with `top_k`.
     """
 
     name: Literal["wasserstein"] = "wasserstein"
@@ -90,11 +89,9 @@ class Transport:
         They are in squared units of the prototypes: from 0 to 4 on the unit sphere.
         """
         logits = head.lazy_logits(hidden_states)
-        is_whole = isinstance(logits, AffineLogits | DistanceLogits)
-        if is_whole and self.top_k is None:
+        if isinstance(logits, AffineLogits | DistanceLogits) and self.top_k is None:
             return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
-        loss_fn = self._sparse if is_whole else self._dense
-        return by_chunks(loss_fn, head, hidden_states, labels, shared=[self.ground(head)])
+        return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
 
     def with_cross_entropy(
         self,
@@ -130,32 +127,6 @@ class Transport:
         columns = logits.detach().topk(self.top_k).indices  # [N, K]
         columns = torch.cat([labels.unsqueeze(-1), columns], -1)
         return _truncated_cost(logits.gather(-1, columns), F.embedding(columns, ground), columns)
-
-    def _sparse(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
-        assert self.top_k is not None, "all classes are dense"
-        logits = head.lazy_logits(hidden_states)
-        assert isinstance(logits, AffineLogits | DistanceLogits), "the others are dense"
-        with torch.no_grad():
-            columns = dense_logits(logits).topk(self.top_k).indices
-        columns = torch.cat([labels.unsqueeze(-1), columns], -1)  # [N, 1 + K]
-        return _truncated_cost(logits_at(logits, columns), F.embedding(columns, ground), columns)
-
-
-def logits_at(logits: AffineLogits | DistanceLogits, columns: Tensor) -> Tensor:
-    """Return the logits `[N, K]` of classes `columns` `[N, K]`, distances by direct difference."""
-    with torch.autocast(logits.hidden_states.device.type, enabled=False):
-        states = at_least_float32(logits.hidden_states).unsqueeze(1)  # [N, 1, D]
-        points = F.embedding(columns, logits.weight).to(states.dtype)  # [N, K, D]
-        if isinstance(logits, DistanceLogits):
-            undirected = 0  # the squared norms that vectors without a direction lack
-            if logits.unit_sphere:
-                scales = [inverse_norms(side) for side in (states, points)]  # [N, 1], [N, K]
-                undirected = (scales[0] == 0).to(states.dtype) + (scales[1] == 0)
-                states, points = states * scales[0].unsqueeze(-1), points * scales[1].unsqueeze(-1)
-            squared = _squared_gaps(points, states) + undirected
-            return logits.h_exp * torch.log(squared + logits.eps)
-        found = torch.bmm(points, states.transpose(1, 2)).squeeze(-1)
-        return found if logits.bias is None else found + logits.bias.to(found.dtype)[columns]
 
 
 def _squared_gaps(points: Tensor, other: Tensor) -> Tensor:

@@ -1,24 +1,15 @@
 """One run from its configuration to its results."""
 
-import hashlib
-import json
 import logging
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
 from harmonic_sft.config import to_plain
-from harmonic_sft.data.heldout import (
-    Duplicates,
-    changed,
-    lineage,
-    record,
-    seen_by,
-)
+from harmonic_sft.data.heldout import LIST, Duplicates, lineage, record, seen_by
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.sources import check_path
 from harmonic_sft.data.streams import merge
@@ -72,7 +63,6 @@ from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
-EVAL_TOKENS = "the evaluation's tokens"
 
 
 @dataclass(frozen=True)
@@ -81,19 +71,6 @@ class Ready:
 
     trainer: HarmonicTrainer
     data: LoadedData
-
-    @cached_property
-    def checksums(self) -> dict[str, str]:
-        """Of what a resumed run has to read again; the training rows of a stream come later."""
-        tokenizer = cast(PreTrainedTokenizerBase, self.trainer.processing_class)
-        vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
-        found = {
-            "the tokenizer's vocabulary": hashlib.sha256(vocab.encode()).hexdigest(),
-            EVAL_TOKENS: fingerprint(self.data.eval),
-        }
-        if (digest := self.trainer.rows_sha256) is not None:
-            found["the training rows"] = digest
-        return found
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -121,10 +98,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    again = run.resume and _begins_again(ready)
     _claim(ready.trainer)
     with ready.trainer.at_work():
-        before = _measure_before(ready, again=again)
+        before = _measure_before(ready)
         results = _results(ready, before, _train(ready.trainer))
         _publish(ready.trainer, results)
     return results
@@ -203,29 +179,13 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _begins_again(ready: Ready) -> bool:
-    """Whether a run was evaluated before on other data than now, or on data not recorded.
-
-    Raises:
-        ValueError: It would continue on others: parts of the results would belong to each.
-    """
-    folder = ready.trainer.run_config.output_dir
-    found = changed(folder, ready.data.held_out, ready.checksums)
-    if found and last_checkpoint(folder) is not None:
-        raise ValueError(
-            f"resume: expected the data and the tokenizer that the run in {str(folder)!r} began "
-            f"with, got others: {', '.join(found)} changed. Restore the files of "
-            "data.sources and of model.base, or choose another training.output_dir"
-        )
-    return found != []
-
-
-def _measure_before(ready: Ready, *, again: bool) -> dict[str, Any]:
-    """Evaluate the model as loaded; a resumed run remembers what that was, unless `again`."""
+def _measure_before(ready: Ready) -> dict[str, Any]:
+    """Evaluate the model as loaded; a run that continues from a checkpoint remembers the values."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     before = read_whole(path, "before", "unigram_loss", "neighbors_before")
-    if before is not None and not again:
+    is_recorded = read_whole(path.with_name(f"{LIST}.json"), "digest") is not None
+    if before is not None and is_recorded and last_checkpoint(run.output_dir) is not None:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
@@ -240,7 +200,6 @@ def _measure_before(ready: Ready, *, again: bool) -> dict[str, Any]:
             sources=sources,
             base=_base(run),
             trained=data.trained,
-            checksums=ready.checksums,
         )
         write_results(path.parent, path.stem, before)
     return before
@@ -332,7 +291,7 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
         "neighbors_after": _neighbors(ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**left_out, "held_out": held_out, "eval_sha256": ready.checksums[EVAL_TOKENS]},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "verified": read_verdicts(run),
         "config": to_plain(run),

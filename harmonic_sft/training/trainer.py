@@ -1,5 +1,7 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
+import hashlib
+import json
 import logging
 import math
 import os
@@ -338,13 +340,14 @@ class HarmonicTrainer(Trainer):
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
+            check_classes(checkpoint, self.model.config)
+            rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
+            check_continues(checkpoint, self.model.config, **rows)
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
                 self.load_finished(checkpoint, state)
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
-            rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
-            check_continues(checkpoint, self.model.config, **rows)
             if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
                 logger.warning(
                     "An IterableDataset of your own is read from its start, and the batches of all "
@@ -375,10 +378,17 @@ class HarmonicTrainer(Trainer):
 
     @cached_property
     def rows_sha256(self) -> str | None:
-        """The checksum of the training rows; of rows of the user their number, None of a stream."""
+        """The checksum of the training rows, of a stream that of the tokenizer's vocabulary.
+
+        Of rows of the user their number, if they have one.
+        """
         rows = self.train_dataset
         if isinstance(rows, MaskedRows):
             return rows_digest(rows.rows)
+        if isinstance(rows, StreamedRows):
+            tokenizer = cast(PreTrainedTokenizerBase, self.processing_class)
+            vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
+            return hashlib.sha256(vocab.encode()).hexdigest()
         return f"{len(rows)} rows" if has_length(rows) else None
 
     @cached_property
@@ -796,7 +806,6 @@ class HarmonicTrainer(Trainer):
 
         A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
         """
-        check_classes(Path(resume_from_checkpoint), self.model.config)
         if not load_part_(self.model, Path(resume_from_checkpoint)):
             check_frozen(self.model, Path(resume_from_checkpoint))
             super()._load_from_checkpoint(resume_from_checkpoint, model)

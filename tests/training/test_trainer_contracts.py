@@ -37,6 +37,15 @@ def test_a_metric_of_the_user_keeps_its_name_and_the_loss_weighs_tokens(texts, m
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
+def test_an_evaluation_has_no_dropout(make, arguments, texts):
+    trainer = make(arguments(), eval_dataset=texts.select(range(20)))
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5  # the bases of the tests have none
+    found = [trainer.model.train() and trainer.evaluate()["eval_loss"] for _ in range(2)]
+    assert found[0] == found[1]
+
+
 def test_the_loss_of_an_evaluation_is_that_of_the_user(texts, make):
     def constant(outputs, labels, num_items_in_batch=None):
         return outputs.logits.sum() * 0 + 42
