@@ -59,7 +59,7 @@ class TorchTiles:
         distances = not geometry.linear
         # Repeated squaring takes half the time of a logarithm and an exponential.
         self.power = 0
-        plain = distances and bias is None and not stage.num_sums and not self.smoothed
+        plain = bias is None and not stage.num_sums and not self.smoothed
         if plain and isinstance(self.h_exp, float) and -self.h_exp % 1 == 0 and self.h_exp >= -1023:
             self.power = int(-self.h_exp)
         kept = {

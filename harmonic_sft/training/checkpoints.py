@@ -193,7 +193,7 @@ def check_whole(folder: Path, *, is_best: bool = False) -> None:
 
 
 def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) -> None:
-    """Refuse to continue from a checkpoint on other rows, or on another commit of the base.
+    """Refuse to continue from a checkpoint with other classes or rows, or on another base's commit.
 
     Args:
         folder: The checkpoint.
@@ -201,9 +201,14 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
         rows: `rows_sha256` and `eval_sha256`, as in `write_manifest`.
 
     Raises:
-        ValueError: The rows, or the base's commit, are known and others.
+        ValueError: The classes, the rows, or the base's commit, are known and others.
     """
-    manifest = read_manifest(folder)
+    manifest, saved = read_manifest(folder), HarmonicConfig.from_pretrained(folder)
+    if saved.id2label != config.id2label:
+        raise ValueError(
+            f"resume: expected the classes of {str(folder)!r}, {saved.id2label}, "
+            f"got {config.id2label}. The data have changed; start a new run"
+        )
     for name, digest in rows.items():
         if None not in (known := manifest.get(name), digest) and known != digest:
             what = "training" if name == "rows_sha256" else "evaluation"
@@ -211,27 +216,12 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
                 f"resume: expected the {what} rows of {str(folder)!r}, got others. Give the same "
                 "data and tokenizer, or give the checkpoint as the model of a new run"
             )
-    saved = HarmonicConfig.from_pretrained(folder)
     if None not in (saved.base_revision, config.base_revision) and (
         saved.base_revision != config.base_revision
     ):
         raise ValueError(
             f"resume: expected the base at commit {saved.base_revision}, got "
             f"{config.base_revision}: its branch has moved on. Set model.revision to the first"
-        )
-
-
-def check_classes(folder: Path, config: HarmonicConfig) -> None:
-    """Refuse a checkpoint whose head predicts other classes.
-
-    Raises:
-        ValueError: It does.
-    """
-    saved = HarmonicConfig.from_pretrained(folder)
-    if saved.id2label != config.id2label:
-        raise ValueError(
-            f"resume: expected the classes of {str(folder)!r}, {saved.id2label}, "
-            f"got {config.id2label}. The data have changed; start a new run"
         )
 
 

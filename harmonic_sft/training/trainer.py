@@ -76,7 +76,6 @@ from harmonic_sft.training.callbacks import (
 )
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
-    check_classes,
     check_continues,
     check_frozen,
     check_whole,
@@ -340,7 +339,6 @@ class HarmonicTrainer(Trainer):
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
-            check_classes(checkpoint, self.model.config)
             rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
             check_continues(checkpoint, self.model.config, **rows)
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)

@@ -20,7 +20,13 @@ from harmonic_sft.data.files import BAD, NUMBER, PLACE, FileRows, file_shards
 from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.heldout import fingerprint, word_hashes
 from harmonic_sft.data.masking import NextTokenLabels
-from harmonic_sft.data.row_maker import RowMaker, check_tokenizer, tokenize_table, unigram_counts
+from harmonic_sft.data.row_maker import (
+    RowMaker,
+    check_tokenizer,
+    rows_digest,
+    tokenize_table,
+    unigram_counts,
+)
 from tests.data.conftest import load
 from tests.elsewhere import run_python
 
@@ -330,3 +336,19 @@ def test_a_row_whose_only_scored_token_is_its_first_is_none_of_a_decoders(tmp_pa
     data = load(tokenizer, Source(path=str(path)), **settings)
     assert data.bad_rows.total == 8
     assert all((row["labels"][1:] != -100).any() for row in data.train)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_ids": [[1], [2, 3]]},
+        {"input_ids": [[1, 2], [4]]},
+        {"document": [1, 0]},
+        {"fingerprint": ["a", "c"]},
+    ],
+)
+def test_the_digest_of_rows_sees_every_column(change):
+    rows = {"input_ids": [[1, 2], [3]], "document": [0, 1], "fingerprint": ["a", "b"]}
+    digest = rows_digest(Dataset.from_dict(rows))
+    assert rows_digest(Dataset.from_dict(rows)) == digest
+    assert rows_digest(Dataset.from_dict({**rows, **change})) != digest

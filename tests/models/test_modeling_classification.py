@@ -552,3 +552,10 @@ def test_a_classifier_that_is_trained_on_keeps_its_pooling(base, tmp_path):
     assert again.config.pooling == "cls"
     new = TASKS["sequence"].from_base(str(tmp_path), labels=LABELS)
     assert new.config.pooling == "mean"
+
+
+def test_the_head_of_a_base_may_be_frozen(base, tmp_path):
+    make(base).save_pretrained(tmp_path)
+    kept = make(str(tmp_path), init="base_head").train()
+    kept.dist_head.requires_grad_(False)
+    kept(**batch())

@@ -237,3 +237,12 @@ def test_a_run_of_max_steps_is_not_resumed_without_them(make_yaml):
     path.write_text(yaml.safe_dump(settings))
     with pytest.raises(ValueError, match=r"got other values for training.max_steps. Use"):
         check_output_folder(load_run_config(path, ["resume=true"]))
+
+
+def test_half_an_adapter_does_not_keep_a_run_from_starting(make_yaml):
+    run = load_run_config(make_yaml())
+    claim_output_folder(run)
+    half = run.output_dir / "checkpoint-3" / "adapter"
+    half.mkdir(parents=True)
+    (half / "adapter_config.json").write_text("{")
+    check_output_folder(run)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerState
 
-from harmonic_sft.hub import Destination
+from harmonic_sft.hub import Destination, check_destination
 from harmonic_sft.training import publishing
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.head_swap import evaluate
@@ -83,3 +83,8 @@ def test_a_trainer_that_has_waited_pushes_again(monkeypatch):
         callback.on_save(SimpleNamespace(output_dir="run"), state, None)
         callback.finish()
     assert sent == [1, 1]
+
+
+def test_a_license_of_blanks_is_refused_before_anything_is_asked():
+    with pytest.raises(ValueError, match="license: expected one that the Hub knows"):
+        check_destination(Destination(repo_id="owner/name", license=" "))

@@ -265,3 +265,26 @@ def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
     assert (table is trainer.model.get_input_embeddings().weight) == tie
     assert not [n for n, p in trainer.model.named_parameters() if p is table and n in decayed]
     assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
+
+
+def test_a_step_left_out_whose_loss_is_no_number_is_not_logged(make, arguments, monkeypatch):
+    original = HarmonicTrainer.compute_loss
+
+    def compute_loss(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        return loss * math.nan if self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(HarmonicTrainer, "compute_loss", compute_loss)
+    trainer = make(arguments(max_steps=4, skip_bad_steps=1))
+    trainer.train()
+    assert len(losses(trainer)) == 3
+    assert all(map(math.isfinite, losses(trainer)))
+
+
+def test_a_training_leaves_its_arguments_as_they_were(make, arguments):
+    given = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+    make(arguments(**given, per_device_train_batch_size=8)).train()
+    args = arguments(**given, per_device_train_batch_size=4)
+    before = args.to_dict()
+    make(args).train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-2")
+    assert args.to_dict() == before
