@@ -19,6 +19,7 @@ from harmonic_sft.eval.calibration import (
     normalizers_at,
 )
 from harmonic_sft.models import HarmonicHeadModel, Head
+from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops.chunks import chunk_rows
 from harmonic_sft.ops.tiles import LOWEST
 
@@ -62,7 +63,7 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     Returns:
         `[B, S, 5 + G]`, the columns of `TokenScores` from `labels` on; NaN where nothing is scored.
     """
-    scored, size = labels != -100, chunk_rows(head.weight)  # [B, S]
+    scored, size = labels != IGNORE_INDEX, chunk_rows(head.weight)  # [B, S]
     chunks = zip(hidden_states[scored].split(size), labels[scored].split(size), strict=True)
     found = torch.cat([_score_tokens(head, *chunk, embeddings) for chunk in chunks])  # [N, 5 + G]
     scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)

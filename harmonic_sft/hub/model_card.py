@@ -31,7 +31,6 @@ HEAD_KINDS = {
     "multi_head": "a mean of several softmaxes",
 }
 MAX_LOG_ROWS = 12
-FITTED = (1 / 16, 16)  # where the evaluation looks for the best factor on `h_exp`
 NEEDS = ("torch>=2.10", "transformers>=5.10.1")  # as in pyproject.toml
 NEEDS_FOR_ADAPTERS = ("peft>=0.19",)
 # Keys of `training` about this machine and its accounts, not about what was trained.
@@ -134,7 +133,7 @@ def model_card(
         "hyperparameters": list(_hyperparameters(run)),
         "log": _log(results),
         "final": final,
-        "at_bound": _is_at_bound(final),
+        "at_bound": "post_hoc_h_exp" in final and show_best(final)[0] in "<>",
         "fitted": fitted,
         "evaluation": _evaluation(results, fitted),
         "figure": figure,
@@ -171,13 +170,6 @@ def _seen(documents: dict[str, Any]) -> str:
     if "seen" in verdicts:
         return "yes"
     return "unknown" if "unknown" in verdicts else "no"
-
-
-def _is_at_bound(final: dict[str, Any]) -> bool:
-    """Say whether the search for the best exponent ended at its bound: the best lies beyond."""
-    best, now = final.get("post_hoc_h_exp"), final.get("h_exp")
-    low, high = FITTED
-    return bool(best and now) and not 1.001 * low < best / now < 0.999 * high
 
 
 def _eval_results(

@@ -13,6 +13,7 @@ from harmonic_sft.config import STRICT
 from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
 from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
+from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import by_chunks, chunked_loss
 from harmonic_sft.ops.chunks import chunk_rows
 
@@ -85,7 +86,7 @@ class Distillation:
         if self.body is None or self.weight == 0:
             return
         inputs = dict(batch)
-        scored = inputs.pop("labels")[:, 1:] != -100
+        scored = inputs.pop("labels")[:, 1:] != IGNORE_INDEX
         with torch.no_grad():
             outputs = self.body.to(scored.device)(**inputs, use_cache=False)
         self._states = outputs.last_hidden_state[:, :-1][scored]  # [N, E]
