@@ -133,7 +133,7 @@ def model_card(
         "hyperparameters": list(_hyperparameters(run)),
         "log": _log(results),
         "final": final,
-        "at_bound": "post_hoc_h_exp" in final and show_best(final)[0] in "<>",
+        "at_bound": {"h_exp", "post_hoc_h_exp"} <= final.keys() and show_best(final)[0] in "<>",
         "fitted": fitted,
         "evaluation": _evaluation(results, fitted),
         "figure": figure,

@@ -17,8 +17,9 @@ from transformers import BertConfig
 
 from harmonic_sft.eval.calibration import BOUNDS
 from harmonic_sft.hub import Destination, TrainedFolder
-from harmonic_sft.hub.model_card import CARD_TASKS, FITTED, NEEDS, model_card
+from harmonic_sft.hub.model_card import CARD_TASKS, NEEDS, model_card
 from harmonic_sft.models import HarmonicConfig, NeoBERTConfig
+from harmonic_sft.results import SEARCHED
 
 ROOT = Path(__file__).parents[2]
 NEOBERT = {
@@ -336,12 +337,12 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
         assert "set `model.h_exp`." in held
         assert "model.h_exp =" not in held  # it has that value
     now = results["final"]["h_exp"]
-    for factor in FITTED:  # no best value, only where the search ended
+    for factor in SEARCHED:  # no best value, only where the search ended
         results["final"]["post_hoc_h_exp"] = factor * now * (1 - 1e-6)
         held = make_card(config, run=make_run(name), results=results)
         assert "The exponent that fits" not in held
         assert "model.h_exp =" not in held
-    assert pytest.approx(np.exp(BOUNDS)) == FITTED
+    assert pytest.approx(np.exp(BOUNDS)) == SEARCHED
     adapter = make_card(form="peft", results=make_results())
     assert "model.h_exp =" not in adapter
     assert '"h_exp": -4.0' in snippets(adapter)[0]
