@@ -276,7 +276,7 @@ def _dense_field(
     if name == "mean_logits":
         return logits.detach().mean(-1)
     if name == "is_top1":
-        return (logits.argmax(-1) == labels).to(logits.dtype)
+        return logits.argmax(-1) == labels
     log_probs = logits.log_softmax(-1)
     if name == "log_probs":
         return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

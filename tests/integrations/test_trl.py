@@ -38,7 +38,7 @@ def plain(head, hidden_states, labels, temperature):
     return {
         "log_probs": log_probs[torch.arange(N), labels],
         "entropy": -(probs * log_probs).sum(-1),
-        "is_top1": (logits.argmax(-1) == labels).float(),
+        "is_top1": logits.argmax(-1) == labels,
         "mean_logits": logits.mean(-1),
         "log_sum_sq_probs": probs.square().sum(-1).log(),
     }
@@ -57,7 +57,7 @@ def test_fields_and_gradients_are_those_of_the_logits(name, temperature):
     expected = plain(head, hidden_states, labels, temperature)
     assert found.keys() == expected.keys()
     for field in FIELDS:
-        torch.testing.assert_close(found[field].float(), expected[field], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(found[field], expected[field], atol=2e-5, rtol=2e-5)
     assert found["is_top1"].sum() >= 3
     # A weight for each token, as DPO has, and an entropy bonus, as GRPO may have.
     weights = torch.linspace(-1, 2, N)
