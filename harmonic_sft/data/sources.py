@@ -52,7 +52,8 @@ DOCSTRINGS = "python:docstrings"
 COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
-SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")  # of data, compressed too
+SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")
+ARCHIVES = (*COMPRESSIONS, ".bz2", ".xz", ".zip", ".lz4")
 SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # a document's number stands below that of its logical stream
@@ -311,10 +312,13 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
     It keeps one kind of file and, where a file is named like a split, only those that are.
     """
     read = {Path(file).resolve() for files in splits.values() for file in files}
+    files = [*path.rglob("*")]
+    linked = [file for file in files if file.is_symlink() and file.is_dir()]  # not looked into
+    files += [file for folder in linked for file in folder.rglob("*")]
     left_out = [
         str(file)
-        for file in sorted(path.rglob("*"))
-        if (_is_linked(file) or (file.is_file() and _holds_data(file)))
+        for file in sorted(files)
+        if _holds_data(file)
         and file.name not in FILES_TO_IGNORE
         and not file.name.lower().startswith("readme")
         and not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
@@ -330,12 +334,8 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
 
 
 def _holds_data(file: Path) -> bool:
-    return any(suffix.lower() in SUFFIXES for suffix in file.suffixes)
-
-
-def _is_linked(path: Path) -> bool:
-    """Whether a path is a link to a folder, which nobody follows."""
-    return path.is_symlink() and path.is_dir()
+    plain = file.with_suffix("") if file.suffix.lower() in ARCHIVES else file
+    return plain.suffix.lower() in SUFFIXES and file.is_file()
 
 
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:

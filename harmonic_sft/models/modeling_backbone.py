@@ -66,13 +66,13 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         kept = (*(self._keep_in_fp32_modules_strict or ()), *(config.float32_modules or ()))
         self._keep_in_fp32_modules_strict = set(kept)
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Whether transformers should not fill what a checkpoint lacks, such as buffers: no.
+    def initialize_weights(self) -> None:
+        """Fill what a checkpoint lacks, such as buffers: of the body as its own class would.
 
-        It does not trust classes of others to leave alone what was loaded; ours do.
+        Of ours, which are custom code to it, transformers would leave out modules without weights.
         """
-        return False
+        cast("HarmonicModel", self.base_model).backbone.initialize_weights()
+        super().initialize_weights()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -231,7 +231,7 @@ def test_a_folder_behind_a_link_is_not_left_out(tmp_path):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("one\n")
     (tmp_path / "a/link").symlink_to(tmp_path / "c")
-    refused("in which link would be left out", path=str(tmp_path / "a"))
+    refused("in which d.txt would be left out", path=str(tmp_path / "a"))
 
 
 def test_the_name_of_a_folder_is_no_pattern(tmp_path):
