@@ -177,11 +177,15 @@ class ConversationWriter:
                     found = f"another text for the first {turn + 1} turns than for all of them"
                     raise _no_masks(found)
                 spans.append((len(before), len(after)))
-        for turn, (start, end) in zip(turns, spans, strict=True):
+        is_marked = marks is not None
+        # A call may stand behind the mark.
+        ends = (
+            [*(start for start, _ in spans[1:]), None] if is_marked else [end for _, end in spans]
+        )
+        for turn, (start, _), end in zip(turns, spans, ends, strict=True) if turns else ():
             for call in messages[turn].get("tool_calls") or []:
                 if (name := call["function"]["name"]) not in text[start:end]:
                     raise BadRow(f"chat template: expected to write the call of {name!r}, got none")
-        is_marked = marks is not None
         spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
         pieces = self._cut(text, spans)
         if self.loss_on == "all":

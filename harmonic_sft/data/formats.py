@@ -126,7 +126,7 @@ class Reader:
         if self.row_format == "text" and self.loss_on != "all":
             raise ValueError(
                 f"data.loss_on: expected 'all' for plain text, got {self.loss_on!r}. Plain text "
-                "has no turns to tell apart."
+                "has no turns to tell apart. Set data.loss_on: all"
             )
         if self.row_format == "tokens" and self.word_ids:
             raise ValueError(

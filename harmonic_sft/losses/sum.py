@@ -39,7 +39,7 @@ class Term:
     """One loss of a sum."""
 
     weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this loss")
-    loss: TermSection
+    loss: TermSection = Field(description="Any loss but a sum, with its fields")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

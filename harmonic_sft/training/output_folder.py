@@ -73,6 +73,22 @@ FREE_KEYS = (
     "training.output_dir",
     "training.save_total_limit",
 )
+# Arguments of a trainer that may change after it was made.
+FREE_ARGUMENTS = (
+    "eval_",
+    "per_device_eval_",
+    "log",
+    "run_name",
+    "report_to",
+    "disable_tqdm",
+    "output_dir",
+    "save",
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "oom_fallback",
+    "skip_bad_steps",
+    "check_base",
+)
 
 
 def check_output_folder(run: RunConfig) -> None:
@@ -128,10 +144,10 @@ def check_same(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuse arguments of a trainer that were changed after it was made: some it has used.
 
     Raises:
-        ValueError: They differ in more than what is shown, sent or kept.
+        ValueError: They differ in more than what is shown, evaluated or kept.
     """
     for name, value in new.items():
-        if value != old[name] and not f"training.{name}".startswith(FREE_KEYS):
+        if value != old[name] and not name.startswith(FREE_ARGUMENTS):
             raise ValueError(
                 f"args.{name}: expected {old[name]!r}, with which the trainer was made, got "
                 f"{value!r}. Make another trainer"
@@ -219,8 +235,9 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
         raise ValueError(
             f"resume: expected {last_step} steps as before, or a run that continues the same way "
             f"up to step {max_steps}: h_exp held, schedule.decay_ratio 0. Got {', '.join(found)}. "
-            f"Start a new run on this one: model.base={run.output_dir} head.init=base_head, with "
-            "another training.output_dir"
+            f"Start a new run on this one: model.base={run.output_dir} head.init=base_head"
+            f"{'' if run.h_exp is None else f' h_exp={run.h_exp.end:g}'}, with another "
+            "training.output_dir"
         )
 
 

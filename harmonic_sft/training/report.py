@@ -77,7 +77,7 @@ def log_data(data: LoadedData) -> None:
         logger.info("Data: %d classes.", len(data.labels))
     if isinstance(data.train, StreamedRows):
         logger.info(
-            "Data: %d logical streams; %d rows kept for evaluation.",
+            "Data: logical streams: %d; rows kept for evaluation: %d.",
             len(data.train.streams),
             len(data.eval),
         )

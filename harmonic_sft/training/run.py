@@ -98,6 +98,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
+    if run.resume and (checkpoint := last_checkpoint(run.output_dir)) is not None:
+        ready.trainer.check_continues(checkpoint)  # before anything of other data is written
     _claim(ready.trainer)
     with ready.trainer.at_work():
         before = _measure_before(ready)

@@ -91,6 +91,7 @@ from harmonic_sft.training.checkpoints import (
     save_neighbors,
     save_running_loss,
     save_trained,
+    was_saved,
     write_manifest,
 )
 from harmonic_sft.training.master_weights import (
@@ -310,7 +311,11 @@ class HarmonicTrainer(Trainer):
                 self.run_config = self._preparation.configure_trial()
             else:
                 check_same(self._made_with, self.args.to_dict())
-            if checkpoint is None and self._trained_in == folder and all_checkpoints(folder):
+            if (
+                checkpoint is None
+                and self._trained_in == folder
+                and any(map(was_saved, all_checkpoints(folder)))
+            ):
                 raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
             self._trained_in = folder
@@ -339,8 +344,7 @@ class HarmonicTrainer(Trainer):
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
-            rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
-            check_continues(checkpoint, self.model.config, **rows)
+            self.check_continues(checkpoint)
             state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
@@ -373,6 +377,11 @@ class HarmonicTrainer(Trainer):
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output
+
+    def check_continues(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint of other classes, rows, or of another commit of the base."""
+        rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
+        check_continues(checkpoint, self.model.config, **rows)
 
     @cached_property
     def rows_sha256(self) -> str | None:
@@ -444,12 +453,12 @@ class HarmonicTrainer(Trainer):
         return loss if self._has_own_loss else metrics.get("eval_post_hoc_loss", loss)
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Set the arguments of a trial as it gives them, not cast to the types of the old ones."""
+        """Set the arguments of a trial; what the type of the old value would change, as it is."""
         if trial is not None and self.hp_search_backend is not None:
             is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA
-            for name in self.hp_space(trial) if is_optuna else trial:
-                if hasattr(self.args, name):
-                    setattr(self.args, name, None)
+            for name, value in (self.hp_space(trial) if is_optuna else trial).items():
+                if hasattr(self.args, name) and not _can_be(type(getattr(self.args, name)), value):
+                    setattr(self.args, name, None)  # transformers casts to no type then
         super()._hp_search_setup(trial)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
@@ -969,3 +978,11 @@ def _check_loss(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None
 def _is_distributed(model: Any) -> bool:
     """Whether gradients of a model, or of what torch.compile has wrapped, are averaged."""
     return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
+def _can_be(kind: type, value: Any) -> bool:
+    """Whether a value is the same as a value of another type; a text may be a number."""
+    try:
+        return kind(value) == value or (isinstance(value, str) and kind in (int, float))
+    except (TypeError, ValueError):
+        return False

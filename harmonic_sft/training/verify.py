@@ -196,8 +196,7 @@ def _check_base(run: RunConfig, data: LoadedData, folder: Path) -> dict[str, flo
     assert isinstance(data.train, MaskedRows), "nothing is streamed"
     rows = data.train.rows.select(range(min(CHECKED_ROWS, len(data.train.rows))))
     data = replace(data, eval=MaskedRows(rows, data.train.masker, fixed_epoch=EVAL_EPOCH))
-    held = None if run.h_exp is None else replace(run.h_exp, calibrate=False)
-    run = replace(_settings(run, Way(), Material(()), folder), h_exp=held)
+    run = _settings(run, Way(), Material(()), folder)
     trainer = _trainer(run, Material(data.train, data.collator), data.eval)
     swap, _ = measure_swap(trainer, data)
     check_base(run, data, swap, None)
@@ -315,7 +314,8 @@ def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> Run
         packing=way.packing,
         padding_free=run.data.padding_free and way.packing,
     )
-    run = replace(run, training=training, data=data, hub=HubConfig(), resume=False)
+    h_exp = None if run.h_exp is None else replace(run.h_exp, calibrate=False)
+    run = replace(run, training=training, data=data, h_exp=h_exp, hub=HubConfig(), resume=False)
     return run if way.has_dropout else _without_dropout(run)
 
 

@@ -244,6 +244,11 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(merges):
     tokenizer = with_template(merges, CHATML.replace(CALLS, ""))
     found = encode_one(tokenizer, CHAT[2:], "assistant")
     assert str(found) == "chat template: expected to write the call of 'rate', got none"
+    behind = MARKED.replace(
+        CALLS + "<|im_end|>\\n{% endgeneration %}", "{% endgeneration %}" + CALLS
+    )
+    found = encode_one(with_template(merges, behind), CHAT, "assistant")
+    assert tokenizer.decode(found.input_ids).endswith("it is 2<|im_end|>\n")
 
 
 @pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])

@@ -224,6 +224,13 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path, monkeypatch, name, end, l
     assert peak < 16 << 20
 
 
+def test_a_first_line_that_is_too_long_is_refused_behind_a_byte_order_mark(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE", 10)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + 9 * b"a" + b"\ntwo\n")
+    rows = only_bad(tmp_path / "a.txt", "line 1", "expected at most 0 MiB in a line")
+    assert rows == [{"text": "two"}]
+
+
 def test_a_date_of_another_age_is_a_bad_row(tmp_path):
     times = pa.array([0, 9_999_999_999_999, 0], pa.timestamp("s"))
     pq.write_table(

@@ -599,6 +599,7 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
 
     search("h_exp", [-4.0, -8.5, -20.0])
     assert seen == {value: value for value in (-4.0, -8.5, -20.0)}
+    search("max_steps", [1.0])  # a whole number
     for name, value in (("mask", 0.5), ("seed", 1)):
         with pytest.raises(
             ValueError, match=rf"hp_space: expected the rows .* got other \['{name}"

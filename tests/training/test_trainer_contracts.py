@@ -160,7 +160,7 @@ def test_a_second_training_does_not_write_over_the_first(arguments, make):
 
 def test_arguments_that_were_changed_later_are_refused(arguments, make, tmp_path):
     trainer = make(arguments(max_steps=1))
-    trainer.args.logging_steps = 5
+    trainer.args.logging_steps, trainer.args.oom_fallback = 5, False
     trainer.train()
     trainer.args.h_exp = -5.0
     with pytest.raises(ValueError, match=r"args.h_exp: expected .*, got -5.0. Make another"):

@@ -28,7 +28,8 @@ def only(monkeypatch):
 
 def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, only, capsys):
     only(*(name for name in NAMES if name != PROCESSES))
-    path = make_yaml(check_base=False, data={"context_length": 12})  # so that rows fill it
+    held = {"start": -12, "end": -12, "calibrate": True}
+    path = make_yaml(check_base=False, h_exp=held, data={"context_length": 12})  # rows fill it
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     before = set(tmp_path.rglob("*"))
