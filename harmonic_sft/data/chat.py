@@ -178,11 +178,10 @@ class ConversationWriter:
                     raise _no_masks(found)
                 spans.append((len(before), len(after)))
         is_marked = marks is not None
-        # A call may stand behind the mark.
-        ends = (
-            [*(start for start, _ in spans[1:]), None] if is_marked else [end for _, end in spans]
-        )
-        for turn, (start, _), end in zip(turns, spans, ends, strict=True) if turns else ():
+        # A call may stand behind the mark of its turn.
+        ends = [start for start, _ in spans[1:]] + [len(text)]
+        ends = ends if is_marked else [end for _, end in spans]
+        for turn, (start, _), end in zip(turns, spans, ends, strict=False):
             for call in messages[turn].get("tool_calls") or []:
                 if (name := call["function"]["name"]) not in text[start:end]:
                     raise BadRow(f"chat template: expected to write the call of {name!r}, got none")
