@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -371,14 +371,12 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
     """Return the fields of the dataclass at a place; of a union, those whose name is given."""
-    if get_origin(hint) is Annotated:
-        return _known_keys(get_args(hint)[0], place, data)
     if get_origin(hint) in (Union, UnionType):
         return [key for member in get_args(hint) for key in _known_keys(member, place, data)]
     if not dataclasses.is_dataclass(hint):
         args = get_args(hint)
         return _known_keys(args[-1], place[1:], data[place[0]]) if args and place else []
-    hints = get_type_hints(hint, include_extras=True)
+    hints = get_type_hints(hint)
     names = get_args(hints["name"]) if get_origin(hints.get("name")) is Literal else ()
     if names and data.get("name", names[0]) not in names:
         return []

@@ -231,7 +231,7 @@ def show_best(metrics: dict[str, float]) -> str:
 
 def peak_memory_bytes() -> int:
     """Return the most memory this process has held: on the GPU if it used one, else resident."""
-    if torch.cuda.is_initialized() and (peak := torch.cuda.max_memory_allocated()):
+    if peak := torch.cuda.max_memory_allocated():
         return peak
     import resource  # Unix only, like the number itself
 

@@ -41,8 +41,7 @@ def class_labels(
     classes = _class_names(trained, order) if names is None else list(names)
     places = {name: number for number, name in enumerate(classes)}
     labels = trained | evaluated
-    may_be_numbers = names is not None and has_numbers and _are_integers(labels)
-    if may_be_numbers and places.keys().isdisjoint(map(str, labels)):
+    if names is not None and has_numbers and places.keys().isdisjoint(map(str, labels)):
         places = {str(number): number for number in range(len(classes))}
     found = {label: places.get(str(label)) for label in labels}
     others = sorted(str(label) for label, number in found.items() if number is None)

@@ -449,7 +449,6 @@ def _continuations(subject: Subject) -> Rows:
             top_k=0,  # not the 50 of transformers: from the whole distribution
             min_new_tokens=NEW_TOKENS,
             max_new_tokens=NEW_TOKENS,
-            pad_token_id=tokenizer.pad_token_id or 0,
         )[:, 1:]
     model.generation_config = own
     counts = {key.replace("_", "-"): value for key, value in features.repetition(found).items()}

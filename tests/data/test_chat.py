@@ -267,7 +267,7 @@ def test_what_messages_spell_changes_no_other_token(strips):
     expected = starred(tokenizer, encode_one(tokenizer, chat, "assistant"))
     found = starred(tokenizer, encode_one(tokenizer, spelled, "assistant"))
     assert found == expected.replace("*Q", "*< *s *>")
-    assert backend.pre_tokenizer.prepend_scheme == "first"
+    assert tokenizer.backend_tokenizer.pre_tokenizer.prepend_scheme == "first"
 
 
 def test_own_form_takes_special_tokens_in_a_message_as_text(bert):
@@ -421,3 +421,14 @@ def test_a_tool_may_answer_with_nothing():
     assert Conversation(messages=turns, tools=[]).messages == turns
     with pytest.raises(BadRow, match=r"messages\[0\].content: expected text, got ''"):
         Conversation(messages=[{"role": "user", "content": ""}], tools=[])
+
+
+def test_columns_are_as_long_as_the_tokens_where_a_template_spells_the_prefix():
+    bert = bert_like(["hi", "ho"])
+    template = "[CLS] {% for message in messages %}{{ message.content }} [SEP] {% endfor %}"
+    chat = [{"role": "user", "content": "hi ho"}]
+    encoded = encode_one(with_template(bert, template), chat, "all", word_ids=True)
+    assert encoded.begins
+    assert bert.convert_ids_to_tokens(encoded.input_ids) == ["hi", "ho", "[SEP]"]
+    assert encoded.word_ids == [1, 2, -1]
+    assert len(encoded.labels) == 3

@@ -15,6 +15,7 @@ from harmonic_sft.eval import TokenScores, score
 from harmonic_sft.eval.calibration import LOG_SCALES
 from harmonic_sft.eval.language import (
     bits_per_byte,
+    frequency_name,
     loss_by_frequency,
     minimal_pairs,
     pseudo_log_likelihood,
@@ -142,3 +143,16 @@ def test_sentences_longer_than_the_positions_are_refused(model, tokenizer):
         pseudo_log_likelihood(model, tokenizer, "aa " * 70)
     with pytest.raises(ValueError, match=r"^pair 2: text: expected at most 64 tokens, got 72"):
         minimal_pairs(model, tokenizer, [("aa", "bb"), ("aa", "aa " * 70)])
+
+
+def test_the_bins_of_frequencies_have_names():
+    assert [frequency_name(n) for n in (1, 10)] == ["1 to 9", "10 to 99"]
+    assert frequency_name(1_000_000).endswith(" or more")
+
+
+def test_bits_per_byte_of_a_slow_tokenizer_are_those_of_the_fast_one(tokenizer, tiny_base):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    slow = BertTokenizerLegacy(str(tiny_base / "vocab.txt"))
+    states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    scores = score(model, [(states, torch.tensor([[5, 6, 7]]))])
+    assert bits_per_byte(scores, slow) == bits_per_byte(scores, tokenizer)

@@ -519,3 +519,12 @@ def test_the_card_says_what_verify_found():
     assert "harmonic-sft verify" not in make_card(results=results)
     verified = {"a = b": "agrees", "c = d": "skipped"}
     assert row in make_card(results={**results, "verified": verified})
+
+
+def test_the_pipelines_are_those_that_the_hub_knows():
+    assert [task.pipeline for task in CARD_TASKS.values()] == [
+        "fill-mask",
+        "text-generation",
+        "text-classification",
+        "token-classification",
+    ]

@@ -116,3 +116,11 @@ def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
     assert public("runs/mine", "main") == "mine"
     assert public("runs/mine", "a" * 40) == "runs/mine"  # no folder has a commit
     assert public("~someone", None) is public("..", None) is public(None, None) is None
+
+
+def test_a_run_that_chose_no_best_checkpoint_has_its_last_step(run_copy):
+    change_json(run_copy / "trainer_state.json", best_model_checkpoint=None)
+    run = yaml.safe_load((run_copy / "run.yaml").read_text())
+    run["training"]["load_best_model_at_end"] = True
+    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
+    assert read_trained(run_copy).step == 6

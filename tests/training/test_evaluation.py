@@ -471,3 +471,11 @@ def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys)
 def test_overrides_that_an_evaluation_does_not_read_are_refused(run_copy, override, message):
     with pytest.raises(ValueError, match=message):
         evaluate_folder(run_copy, [override])
+
+
+def test_explain_prints_as_many_tokens_as_top_says(run_copy, capsys):
+    sizes = []
+    for top in ("1", "3"):
+        assert main(["explain", str(run_copy), "aa [MASK] ac", "--top", top]) == 0
+        sizes.append(len(capsys.readouterr().out.splitlines()))
+    assert sizes[1] - sizes[0] == 2

@@ -1,10 +1,13 @@
 """Out of memory: the step is repeated in a cheaper way, with the same result."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.training.conftest import losses, trained
 
@@ -82,3 +85,15 @@ def test_a_body_without_checkpointing_falls_back_to_smaller_batches(make_yaml, m
     monkeypatch.setattr(HarmonicTrainer, "compute_loss", with_memory_for(4, checkpointing=False))
     assert losses(trained(path)) == pytest.approx(expected, rel=1e-5)
     assert "4 at a time" in caplog.text
+
+
+def test_several_processes_stop_where_one_runs_out_of_memory():
+    args = SimpleNamespace(gradient_checkpointing=False, oom_fallback=True, world_size=2)
+    model = SimpleNamespace(gradient_checkpointing_enable=lambda: None, zero_grad=lambda: None)
+
+    def backward(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}
+    with pytest.raises(StoppedError, match="oom_fallback works on a single process only"):
+        MemoryFallback(args, model).run(backward, batch, step=1, is_sum=True)

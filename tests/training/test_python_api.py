@@ -14,10 +14,13 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    CLIPVisionConfig,
     DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
+    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -34,6 +37,7 @@ from harmonic_sft import (
 )
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
+from harmonic_sft.training.preparation import task_of
 from tests.training.conftest import logged, losses, trained
 
 AS_IN_YAML = {
@@ -740,3 +744,10 @@ def test_evaluations_of_other_rows_leave_no_file_open(texts, make):
     for _ in range(4):
         trainer.evaluate(texts.select(range(5)))
     assert len(list(open_files.iterdir())) <= before
+
+
+def test_a_body_without_architectures_has_the_task_of_its_type():
+    assert task_of("body", BertConfig(), None) == "masked_lm"
+    assert task_of("body", LlamaConfig(), None) == "causal_lm"
+    with pytest.raises(ValueError, match="task: expected one of"):
+        task_of("body", CLIPVisionConfig(), None)

@@ -163,3 +163,10 @@ def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
 def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
     show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 24 GiB")
+
+
+def test_a_comparison_shows_every_run_before_and_after(capsys):
+    compare_runs([run("one", "a")], None)
+    printed = capsys.readouterr().out
+    assert "one, before" in printed
+    assert "one, after" in printed
