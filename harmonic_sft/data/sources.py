@@ -52,6 +52,7 @@ DOCSTRINGS = "python:docstrings"
 COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
+# Of files of a folder that may hold rows, and of compressed ones.
 SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")
 ARCHIVES = (*COMPRESSIONS, ".bz2", ".xz", ".zip", ".lz4")
 SHOWN_FILES = 5  # of a folder, in a message

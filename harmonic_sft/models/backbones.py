@@ -217,7 +217,7 @@ def load_base(
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     is_ours = config.model_type == "harmonic"
-    check_base(name, config, is_causal=is_causal)
+    check_supported(name, config, is_causal=is_causal)
     if is_ours and config.is_causal != is_causal:
         kind = "a decoder" if is_causal else "an encoder"
         raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
@@ -278,7 +278,7 @@ def base_of(
             linear layer, factors and soft caps.
     """
     name = name or type(model).__name__
-    check_base(name, model.config, is_causal=is_causal)
+    check_supported(name, model.config, is_causal=is_causal)
     settle_quantized_(model)
     head = generation_config = None
     if is_causal:
@@ -371,7 +371,7 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
         raise ValueError(f"base {name}: expected token embeddings that are not quantized")
 
 
-def check_base(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
+def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
     """Refuse what could not be loaded again, by its code or its quantization, or is not of text.
 
     Args:

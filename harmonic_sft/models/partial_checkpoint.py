@@ -85,11 +85,10 @@ def complete_state_dict(
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         hint = " Check the network and your access to the base, or use a repo of the form `full`"
+        hint = hint if isinstance(error, OSError) else ""
         raise ValueError(
             f"{name} holds only what was trained. base: expected {base} at revision "
-            f"{config.base_revision}, whose weights it completes, got an error: {reason}."
-            + hint
-            * isinstance(error, OSError)
+            f"{config.base_revision}, whose weights it completes, got an error: {reason}.{hint}"
         ) from error
     state_dict = {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
     for key, value in sorted(trained.items()):

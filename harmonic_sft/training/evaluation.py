@@ -432,9 +432,9 @@ def _like(first: Opened, folder: Path) -> Opened:
             f"--against: expected a model of at least {length:,} positions, got {longest:,} in "
             f"{str(folder)!r}. Add data.context_length={longest}, for all models"
         )
-    check_unseen(folder, first.data, first.data_config)
+    ancestors = check_unseen(folder, first.data, first.data_config)
     model = load_checked(MODELS[task], str(folder), config).to(first.model.device)
-    return replace(first, folder=folder, model=model, tokenizer=tokenizer)
+    return replace(first, folder=folder, model=model, tokenizer=tokenizer, ancestors=ancestors)
 
 
 def fingerprint(rows: MaskedRows) -> str:

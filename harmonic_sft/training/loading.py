@@ -21,7 +21,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     HarmonicLanguageModel,
 )
-from harmonic_sft.models.backbones import check_base
+from harmonic_sft.models.backbones import check_supported
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
 from harmonic_sft.models.document_attention import PACKABLE, PACKABLE_DECODERS
 from harmonic_sft.models.partial_checkpoint import check_not_partial
@@ -175,7 +175,7 @@ def check_base_config(run: RunConfig, config: PreTrainedConfig) -> None:
             "'trainable'. A resumed run could not tell whether the packed weights are those it "
             "was trained on"
         )
-    check_base(run.model.base, config, is_causal=run.model.task == "causal_lm")
+    check_supported(run.model.base, config, is_causal=run.model.task == "causal_lm")
     unfreeze = run.model.unfreeze
     if run.peft is not None and not is_4_bit:
         raise ValueError(
