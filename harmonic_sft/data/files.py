@@ -353,8 +353,8 @@ def _lines(file: str) -> Iterator[tuple[int, bytes]]:
                 rest = stream.readline(MAX_LINE + 1)
             if number == 1 and line.startswith(UTF_16_MARKS):  # most of its lines pass for UTF-8
                 raise BadRow("expected UTF-8, got UTF-16")
-            is_first = number == 1 and len(line) <= MAX_LINE
-            yield number, line.removeprefix(BYTE_ORDER_MARK) if is_first else line
+            may_have_mark = number == 1 and len(line) <= MAX_LINE
+            yield number, line.removeprefix(BYTE_ORDER_MARK) if may_have_mark else line
 
 
 def _open_binary(file: str) -> BinaryIO:

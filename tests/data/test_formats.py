@@ -2,6 +2,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow
@@ -337,6 +338,17 @@ def test_words_are_apart_where_the_tokenizer_keeps_spaces(tokenizer, byte_tokeni
     for given, expected in ((tokenizer, ["ab", "c"]), (byte_tokenizer, ["ab", " c"])):
         pieces = pieces_of(["ab", "c"], ["x", "y"], "labeled_words", given)
         assert [piece.text for piece in pieces] == expected
+
+
+def test_words_are_not_apart_twice_where_the_tokenizer_puts_a_space_before_every_text():
+    """As the one of Llama 1 and 2 does."""
+    backend = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "b": 2}, []))
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+    backend.decoder = decoders.Metaspace()
+    given = PreTrainedTokenizerFast(tokenizer_object=backend)
+    pieces = pieces_of(["ab", "b"], ["x", "y"], "labeled_words", given)
+    assert [piece.text for piece in pieces] == ["ab", "b"]
 
 
 def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
 from harmonic_sft.models import (
+    BLOCKS_FILE,
+    HEAD_FILE,
     HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
@@ -251,3 +253,10 @@ def test_weights_that_are_not_finite_are_reported(make_pair, caplog):
     assert [text for text in caplog.messages if "finite" in text] == [
         message.format(folder, own) for own in names
     ]
+
+
+def test_a_whole_model_leaves_no_file_of_a_partial_one(tiny_base, tmp_path):
+    for name in (HEAD_FILE, BLOCKS_FILE):
+        (tmp_path / name).write_bytes(b"of another training")
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path)
+    assert not [*tmp_path.glob("dist_head*"), *tmp_path.glob("trained_blocks*")]

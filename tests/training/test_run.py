@@ -315,6 +315,13 @@ def test_an_epoch_without_a_batch_is_refused(make_yaml, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_launches_that_would_not_do_what_they_say_are_refused(make_yaml, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"launch: expected no FSDP.*shards of the head"):
+        start(make_yaml())
+    assert not (tmp_path / "run").exists()
+
+
 def test_dry_run_loads_nothing_and_writes_nothing(make_yaml, tmp_path, capsys, tiny_base, caplog):
     path = make_yaml()
     folder = tmp_path / "config_only"
