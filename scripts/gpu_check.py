@@ -116,13 +116,15 @@ def _compiled() -> list[dict[str, Any]]:
     """Return registers and spills of our kernels as they were compiled."""
     if not torch.cuda.is_available():
         return []
-    from harmonic_sft.ops import triton_kernels
+    from harmonic_sft.ops import triton_kernels, triton_rows
 
-    kernels = (triton_kernels.statistics_kernel, triton_kernels.coefficient_kernel)
+    modules = (triton_kernels, triton_rows)
+    kernels = {name: one for part in modules for name, one in vars(part).items()}
     device = torch.cuda.current_device()
     rows = [
-        (function.__name__, variant.n_regs, variant.n_spills, variant.metadata.shared)
-        for function in kernels
+        (name, variant.n_regs, variant.n_spills, variant.metadata.shared)
+        for name, function in kernels.items()
+        if name.endswith("_kernel")
         for variant in function.device_caches[device][0].values()
     ]
     columns = ["kernel", "registers", "spills", "shared bytes"]

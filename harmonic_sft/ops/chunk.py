@@ -1,5 +1,6 @@
 """A chunk of tokens under one softmax: from what the tiles found to normalizers and metrics."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +91,16 @@ class Chunk:
         self.best = self.labels.new_empty(shape) if measure else None
         self.logit_sums = new_empty(shape) if smoothed else None
         self.second_sums = new_empty(num_sums, *shape)
+
+    def pair_classes(self, num_classes: int) -> Iterator[Tensor]:
+        """Yield the classes `[T]` of the pairs, with distinct ones in the place of absent pairs.
+
+        Their coefficient is 0; thousands of additions to one row would wait for each other on a
+        GPU.
+        """
+        places = torch.arange(len(self.placed), device=self.columns.device) % num_classes
+        for classes in self.columns.unbind(1):
+            yield torch.where(classes >= 0, classes, places)
 
     @property
     def near(self) -> Tensor:

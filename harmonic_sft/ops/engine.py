@@ -21,7 +21,9 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
 LOOSE_ROWS = 256  # of chunks that keep no weights
-DEVICE_BYTES = 2**29  # of a chunk on a GPU, where small products are slow
+# Of a chunk on a GPU, where small products are slow, and where each chunk converts all prototypes
+# and adds to the gradient of all.
+DEVICE_BYTES, DEVICE_ROWS = 3 * 2**27, 768
 
 
 class Softmax:
@@ -102,17 +104,10 @@ class Softmax:
         geometry = self.geometry
         columns = chunk.labels if near is None else torch.cat([chunk.labels, near], 1)  # [T, S]
         known = columns.clamp_min(0)
-        parts = []
-        for classes in known.unbind(1):
-            prototypes = geometry.rows(classes)  # [T, D]
-            if geometry.linear:
-                parts.append((chunk.placed * prototypes).sum(1))
-            else:
-                parts.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
-        scores = torch.stack(parts, 1)
+        scores = self.tiles.pair_scores(chunk, columns)
         squared, logs, logits = torch.ones_like(scores), torch.zeros_like(scores), scores
         if not geometry.linear:
-            squared = scores + geometry.undirected(chunk.inverse, known)
+            squared = scores + geometry.eps + geometry.undirected(chunk.inverse, known)
             logs = torch.log(squared / chunk.unit)
             logits = logs * self.stage.h_exp
         if self.bias is not None:
@@ -129,29 +124,15 @@ class Softmax:
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
         """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
-        geometry = self.geometry
-        total = None
+        hidden = self.hidden_gradient
         if self.bias_gradient is not None and class_sums is not None:
             self.bias_gradient.add_(class_sums)
-        if self.hidden_gradient is not None:
-            total = self.products.hidden_gradient()
-        for column, classes in enumerate(self._pair_classes(chunk)):
-            slope = slopes[:, column]
-            if self.bias_gradient is not None:
-                add_rows_(self.bias_gradient, classes, slope)
-            if not geometry.linear:
-                floor = chunk.floor * (chunk.columns[:, column] >= 0)
-                slope = -2 * self.stage.h_exp * (slope - floor) / chunk.squared[:, column]
-            pulls = self.products.add_pairs(classes, slope)
-            if total is not None:
-                total += pulls
-        if self.hidden_gradient is not None and total is not None:
-            if chunk.inverse is not None:  # tangent to the sphere
-                units = chunk.placed if geometry.center is None else chunk.placed + geometry.center
-                total.addcmul_(units, torch.linalg.vecdot(units, total).unsqueeze(1), value=-1)
-                total *= chunk.inverse
-            self.hidden_gradient[chunk.tokens] = total
-        self.products.end()
+            for column, classes in enumerate(chunk.pair_classes(len(self.bias_gradient))):
+                add_rows_(self.bias_gradient, classes, slopes[:, column])
+        if not self.geometry.linear:
+            floor = chunk.floor.unsqueeze(1) * (chunk.columns >= 0)
+            slopes = -2 * self.stage.h_exp * (slopes - floor) / chunk.squared
+        self.tiles.finish(chunk, slopes, None if hidden is None else hidden[chunk.tokens])
         self._finish_points(chunk)
 
     def _finish_points(self, chunk: Chunk) -> None:
@@ -162,26 +143,15 @@ class Softmax:
         probs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp()
         carried = chunk.second.unsqueeze(1) * probs
         total = self.points.hidden_gradient()
-        for column, classes in enumerate(self._pair_classes(chunk)):
+        for column, classes in enumerate(chunk.pair_classes(len(self.geometry.prototypes))):
             total += self.points.add_pairs(classes, -2 * carried[:, column])
         assert self.points.prototypes is not None, "points get a gradient"
         add_rows_(self.points.prototypes, chunk.labels[:, 0], total)
         self.points.end()
 
-    def _pair_classes(self, chunk: Chunk) -> Iterator[Tensor]:
-        """Yield the classes `[T]` of the pairs, with distinct ones in the place of absent pairs.
-
-        Their coefficient is 0; thousands of additions to one row would wait for each other on a
-        GPU.
-        """
-        places = torch.arange(len(chunk.placed), device=chunk.columns.device)
-        places %= len(self.geometry.prototypes)
-        for classes in chunk.columns.unbind(1):
-            yield torch.where(classes >= 0, classes, places)
-
     def complete(self) -> None:
         """End the call, after its last chunk."""
-        self.products.finish()
+        self.tiles.complete()
         if self.points is not None:
             self.points.finish()
 
@@ -255,7 +225,7 @@ def _slices(arguments: Arguments, heads: list[Softmax]) -> Iterator[slice]:
 def _kept_rows(vocab_size: int, hidden_size: int, num_kept: int, device: str) -> int:
     """Return how many tokens have `num_kept` rows of V numbers each in a chunk."""
     if device != "cpu":
-        return max(DEVICE_BYTES // (4 * vocab_size * num_kept), 256)
+        return max(DEVICE_BYTES // (4 * vocab_size * num_kept), DEVICE_ROWS)
     fitting = KEPT_BYTES // (4 * vocab_size * num_kept)
     return max(min(max(KEPT_ROWS, hidden_size // 4), fitting), MIN_ROWS)
 

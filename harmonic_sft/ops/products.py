@@ -146,7 +146,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> N
         torch.addmm(total, left, right, beta=beta, out=total)
         return
     if left.device.type == "cuda":
-        product = torch.mm(left, right, out_dtype=total.dtype)
-    else:
-        product = torch.mm(left, right)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+        return
+    product = torch.mm(left, right)
     total.copy_(product) if beta == 0 else total.add_(product)

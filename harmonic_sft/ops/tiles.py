@@ -97,6 +97,43 @@ class TorchTiles:
         self.workers.run(work, len(self.edges), fixed=False)  # results are per tile
         return self._joined(near)
 
+    def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
+        """Return dot products or squared distances of pairs `[T, S]`, by direct difference."""
+        parts = []
+        for classes in columns.clamp_min(0).unbind(1):
+            prototypes = self.geometry.rows(classes)  # [T, D]
+            if self.geometry.linear:
+                parts.append((chunk.placed * prototypes).sum(1))
+            else:
+                parts.append((chunk.placed - prototypes).square_().sum(1))
+        return torch.stack(parts, 1)
+
+    def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
+        """Add the pairs' part, and complete the gradient of a chunk's hidden states.
+
+        Args:
+            chunk: After `accumulate`.
+            slopes: `[T, S]`, of the pairs: as the coefficients of the products.
+            hidden_gradient: `[N, D]`'s rows of the chunk, written; None if nobody wants them.
+        """
+        total = None if hidden_gradient is None else self.products.hidden_gradient()
+        for column, classes in enumerate(chunk.pair_classes(self.edges[-1].stop)):
+            pulls = self.products.add_pairs(classes, slopes[:, column])
+            if total is not None:
+                total += pulls
+        if hidden_gradient is not None and total is not None:
+            if chunk.inverse is not None:  # tangent to the sphere
+                center = self.geometry.center
+                units = chunk.placed if center is None else chunk.placed + center
+                total.addcmul_(units, torch.linalg.vecdot(units, total).unsqueeze(1), value=-1)
+                total *= chunk.inverse
+            hidden_gradient.copy_(total)
+        self.products.end()
+
+    def complete(self) -> None:
+        """Complete the prototypes' gradient after the last chunk."""
+        self.products.finish()
+
     def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from the weights that `score` kept.
 

@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
     mass: Any
     floor: Any
     near_columns: Any  # [num_tiles, T]
-    coefficients: Any  # [T, V], rows padded
+    coefficients: Any  # [T, W], of the classes of one launch
     row_sums: Any  # [num_tiles, T]
     column_sums: Any  # [num_blocks, V]
     class_sums: Any  # [num_blocks, V]
@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     num_labels: Any
     block_t: Any
     block_v: Any
+    kept_stride: Any = None  # of the rows of coefficients
 
 
 @triton.jit
@@ -165,10 +166,13 @@ def statistics_kernel(scores, out, num_rows, plan):
         _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def coefficient_kernel(scores, out, num_rows, plan):
-    """The gradients' coefficients of one tile, once the normalizer of each row is known."""
-    block, tile = tl.program_id(0), tl.program_id(1)
+@triton.jit(do_not_specialize=["num_rows", "first"])
+def coefficient_kernel(scores, out, num_rows, first, plan):
+    """The gradients' coefficients of one tile, once the normalizer of each row is known.
+
+    The coefficients begin with the columns of the tile `first`.
+    """
+    block, tile = tl.program_id(0), first + tl.program_id(1)
     rows = block * plan.block_t + tl.arange(0, plan.block_t)
     columns = tile * plan.block_v + tl.arange(0, plan.block_v)
     inside = rows < num_rows
@@ -201,5 +205,6 @@ def coefficient_kernel(scores, out, num_rows, plan):
     elif scores.row is not None:
         scaled = gradients * slope * _load_column(scores.column_factor, columns, plan)
         values = scaled.to(out.coefficients.dtype.element_ty)
-    ptrs = out.coefficients + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    local = columns - first * plan.block_v
+    ptrs = out.coefficients + rows.to(tl.int64)[:, None] * plan.kept_stride + local[None, :]
     tl.store(ptrs, values, mask=inside[:, None] & (columns < plan.stride)[None, :])

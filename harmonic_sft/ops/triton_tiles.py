@@ -17,12 +17,14 @@ from harmonic_sft.ops.triton_kernels import (
     coefficient_kernel,
     statistics_kernel,
 )
+from harmonic_sft.ops.triton_rows import Pairs, Rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
 # Said aloud, because triton 3.9 warns where the default of a later version will differ.
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 BLOCK_ROWS, BLOCK_CLASSES = (16, 32) if INTERPRETED else (32, 128)
-PRODUCT_CLASSES = 8192  # of one product: their converted prototypes are a small copy
+# Of one product. Its converted prototypes and its 16-bit coefficients are small copies.
+PRODUCT_CLASSES, PRODUCT_BYTES = 2**14, 2**27
 # A tile reports its closest near pair. More than this many of a row (a cluster of prototypes that
 # the hidden state sits in) are dropped, since counting them would halt the device; hence the
 # narrower notion of near than on the CPU.
@@ -45,7 +47,7 @@ class TritonTiles:
         gradients: Takes the gradients of hidden states and prototypes.
     """
 
-    num_kept = 2  # the products, and the coefficients
+    num_kept = 1  # matrix `[T, V]` of float32: the products
 
     def __init__(
         self,
@@ -55,15 +57,18 @@ class TritonTiles:
         hidden_states: Tensor,
         gradients: GradientProducts,
     ):
-        self.geometry = geometry
+        self.geometry, self.rows = geometry, Rows(geometry)
         self.smoothed = arguments.label_smoothing > 0
         self.gradients = gradients
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = hidden_states
         self.takes_raw = hidden_states.dtype.itemsize == 2 and geometry.center is None
+        num_classes, hidden_size = geometry.prototypes.shape
+        size = min(PRODUCT_CLASSES, max(PRODUCT_BYTES // (4 * hidden_size), 1))
+        size = -(-num_classes // -(-num_classes // size))  # blocks of one size
+        size = -(-size // BLOCK_CLASSES) * BLOCK_CLASSES
         self.blocks = [
-            slice(start, min(start + PRODUCT_CLASSES, len(geometry.prototypes)))
-            for start in range(0, len(geometry.prototypes), PRODUCT_CLASSES)
+            slice(start, min(start + size, num_classes)) for start in range(0, num_classes, size)
         ]
         if not isinstance(h_exp, Tensor):  # a copy from the host would halt the device
             h_exp = torch.full((), h_exp, device=arguments.prototypes.device)
@@ -103,41 +108,67 @@ class TritonTiles:
         products, near = kept
         scores, plan, grid = self._launch(chunk, products)
         num_rows, num_classes = products.shape
-        # The coefficients of float32 products take their place.
-        values = products
-        if gradients.dtype != torch.float32:
-            values = _padded_rows(products, num_rows, num_classes, gradients.dtype)
         with_sums = self.geometry.with_sums
         row_sums = products.new_empty(grid[1], num_rows) if with_sums else None
         column_sums = products.new_empty(grid[0], num_classes) if with_sums else None
         class_sums = products.new_empty(grid[0], num_classes) if self.learns_bias else None
         known = (chunk.log_normalizer, chunk.mass, chunk.floor)
         terms = [row.float().contiguous() for row in known]
-        out = Coefficients(*terms, near, values, row_sums, column_sums, class_sums)
-        with torch.cuda.device_of(products):
-            coefficient_kernel[grid](scores, out, num_rows, plan, **OPTIONS)
+        for block in self.blocks:
+            values = products[:, block]  # float32 coefficients take the products' place
+            if gradients.dtype != torch.float32:
+                values = _padded_rows(products, num_rows, values.shape[1], gradients.dtype)
+            out = Coefficients(*terms, near, values, row_sums, column_sums, class_sums)
+            here = plan._replace(kept_stride=tl.constexpr(values.stride(0)))
+            first, count = block.start // BLOCK_CLASSES, -(-values.shape[1] // BLOCK_CLASSES)
+            with torch.cuda.device_of(products):
+                coefficient_kernel[grid[0], count](scores, out, num_rows, first, here, **OPTIONS)
+            gradients.multiply(0, block, values)
         if row_sums is not None and column_sums is not None:
             gradients.add_sums(row_sums.sum(0), column_sums.sum(0))
-        for block in self.blocks:
-            gradients.multiply(0, block, values[:, block])
         return None if class_sums is None else class_sums.sum(0)
+
+    def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
+        """Return dot products or squared distances of pairs: see `TorchTiles`."""
+        with torch.cuda.device_of(columns):
+            return self.rows.scores(chunk.placed, columns)
+
+    def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
+        """Add the pairs' part and complete the hidden states' gradient: see `TorchTiles`."""
+        gradients, known = self.gradients, (chunk.placed, chunk.columns, slopes.float())
+        pairs = Pairs(*(tensor.contiguous() for tensor in known))
+        with torch.cuda.device_of(slopes):
+            if hidden_gradient is not None:
+                total = gradients.hidden_gradient()
+                self.rows.pull(pairs, chunk.inverse, total, hidden_gradient)
+            if gradients.prototypes is not None:
+                self.rows.push(pairs, gradients.prototypes)
+        gradients.end()
+
+    def complete(self) -> None:
+        """Complete the prototypes' gradient after the last chunk."""
+        if self.gradients.prototypes is not None and not self.geometry.linear:
+            with torch.cuda.device_of(self.gradients.prototypes):
+                self.rows.complete(self.gradients.columns, self.gradients.prototypes)
 
     def _products(self, chunk: Chunk) -> Tensor:
         """Return hidden states times prototypes, `[T, V]` in float32."""
         geometry, states = self.geometry, self.hidden_states[chunk.tokens]
         num_classes = len(geometry.prototypes)
         products = _padded_rows(chunk.placed, len(states), num_classes, chunk.placed.dtype)
+        doubled = states
+        if geometry.prototypes.dtype != states.dtype:
+            doubled = torch.cat([states, states], 1)
         for block in self.blocks:
             if not self.takes_raw:
                 tile = geometry.tile(block)
                 torch.mm(chunk.placed, tile.T, out=products[:, block])
                 continue
             tile = geometry.prototypes[block]
-            left, right = states, tile.to(states.dtype)
             if tile.dtype != states.dtype:  # a high and a low term, in one product
-                low = (tile - right.to(tile.dtype)).to(states.dtype)
-                left, right = torch.cat([states, states], 1), torch.cat([right, low], 1)
-            products[:, block] = wide_product(left, right.T)
+                with torch.cuda.device_of(tile):
+                    tile = self.rows.split(block, states.dtype)
+            wide_product(doubled, tile.T, products[:, block])
         return products
 
     def _launch(self, chunk: Chunk, products: Tensor) -> tuple[Scores, Plan, tuple[int, int]]:
@@ -165,11 +196,12 @@ def _padded_rows(like: Tensor, num_rows: int, num_classes: int, dtype: torch.dty
     return rows[:, :num_classes]
 
 
-def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of 16-bit matrices in float32."""
+def wide_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product of 16-bit matrices in float32."""
     if left.device.type == "cuda":
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left.float(), right.float())  # the interpreter's tests
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:  # the interpreter's tests
+        torch.mm(left.float(), right.float(), out=out)
 
 
 def _closest(near: Tensor | None) -> Tensor | None:
