@@ -21,9 +21,9 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
 LOOSE_ROWS = 256  # of chunks that keep no weights
-# Of a chunk on a GPU, where small products are slow, and where each chunk converts all prototypes
-# and adds to the gradient of all.
-DEVICE_BYTES, DEVICE_ROWS = 3 * 2**27, 768
+# Of a chunk on a GPU, where each chunk converts all prototypes and adds to the gradient of all: at
+# least so many of 16 bits as make a chunk of 2048 rows.
+DEVICE_BYTES, DEVICE_ROWS = 2**29, 2048
 
 
 class Softmax:
@@ -61,42 +61,34 @@ class Softmax:
         hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
         self.bias_gradient = gradients.get("class_bias")
-        operand_dtype = dtype
-        if arguments.impl == "triton" and is_16_bit:
-            # What the states are rounded to is enough for what their gradients are made of.
-            operand_dtype = torch.bfloat16
-        self.products = GradientProducts(
-            self.geometry,
-            operand_dtype,
-            workers,
-            hidden_states=hidden is not None,
-            prototypes=None if prototypes is None else prototypes[:, columns],
-        )
+        wants, target = hidden is not None, None
+        if prototypes is not None:
+            target = prototypes[:, columns]
         self.points = None
         if "second_weight" in gradients and stage.points is not None:
+            moved = gradients["second_weight"]
             self.points = GradientProducts(
-                stage.points,
-                operand_dtype,
-                workers,
-                hidden_states=True,
-                prototypes=gradients["second_weight"],
+                stage.points, workers, hidden_states=True, prototypes=moved
             )
         if arguments.impl == "triton":
             from harmonic_sft.ops.triton_tiles import TritonTiles  # not on every system
 
+            given = arguments, self.geometry, stage.h_exp, self.hidden_states
             self.tiles: TorchTiles | TritonTiles = TritonTiles(
-                arguments, self.geometry, stage.h_exp, self.hidden_states, self.products
+                *given, wants_hidden=wants, gradient=target
             )
         else:
-            self.tiles = TorchTiles(
-                arguments, self.geometry, stage, self.products, self.points, workers
+            products = GradientProducts(
+                self.geometry, workers, hidden_states=wants, prototypes=target
             )
+            self.tiles = TorchTiles(arguments, self.geometry, stage, products, self.points, workers)
 
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""
         placed, inverse = self.geometry.place(self.hidden_states[tokens])
-        unit, row = self.geometry.unit(placed), self.geometry.row(placed, inverse)
-        limits = self.geometry.near_limits(placed)
+        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+        unit, row = self.geometry.unit(squared), self.geometry.row(squared, inverse)
+        limits = self.geometry.near_limits(squared)
         return Chunk(tokens, placed, inverse, unit, row, limits, self.stage.labels[tokens])
 
     def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
@@ -115,12 +107,6 @@ class Softmax:
         there = columns >= 0
         chunk.columns, chunk.squared, chunk.logs = columns, squared, logs.where(there, 0)
         chunk.logits = logits.where(there, -torch.inf)
-
-    def start(self, chunk: Chunk) -> None:
-        """Begin to accumulate the gradients of a chunk."""
-        self.products.start(chunk.placed)
-        if self.points is not None:
-            self.points.start(self.stage.targets(chunk.tokens))
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
         """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
@@ -182,7 +168,6 @@ def forward(*flat: Any) -> Results:
                 if learns:
                     exponent[tokens] += stage.exponent_slopes(chunk, slopes, outer)
                 if keep:
-                    head.start(chunk)
                     head.finish(chunk, slopes, head.tiles.accumulate(chunk))
         for head in heads:
             head.complete()
@@ -193,7 +178,9 @@ def forward(*flat: Any) -> Results:
 
 
 def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:
-    """Return about how much memory a call takes beside its results, in float32.
+    """Return about how much memory a call takes beside its results.
+
+    On a CPU in float32, elsewhere with hidden states of 16 bits.
 
     Args:
         num_tokens: N.
@@ -201,8 +188,12 @@ def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: 
         hidden_size: D.
         device: "cpu", or the type of another device.
     """
-    rows = min(num_tokens, _kept_rows(vocab_size, hidden_size, 1, device))
-    return 4 * rows * (vocab_size + 8 * hidden_size)
+    num_kept = 1 if device == "cpu" else 0.5
+    rows = min(num_tokens, _kept_rows(vocab_size, hidden_size, num_kept, device))
+    if device == "cpu":
+        return 4 * rows * (vocab_size + 8 * hidden_size)
+    products = 2**26 + min(4 * vocab_size * hidden_size, 160 * 2**20)
+    return 2 * rows * (vocab_size + 16 * hidden_size) + products
 
 
 def chunk_slices(num_tokens: int, rows: int) -> Iterator[slice]:
@@ -222,11 +213,12 @@ def _slices(arguments: Arguments, heads: list[Softmax]) -> Iterator[slice]:
     return chunk_slices(num_tokens, rows)
 
 
-def _kept_rows(vocab_size: int, hidden_size: int, num_kept: int, device: str) -> int:
+def _kept_rows(vocab_size: int, hidden_size: int, num_kept: float, device: str) -> int:
     """Return how many tokens have `num_kept` rows of V numbers each in a chunk."""
     if device != "cpu":
-        return max(DEVICE_BYTES // (4 * vocab_size * num_kept), DEVICE_ROWS)
-    fitting = KEPT_BYTES // (4 * vocab_size * num_kept)
+        budget = max(DEVICE_BYTES, 2 * vocab_size * DEVICE_ROWS)
+        return int(budget // (4 * vocab_size * num_kept))
+    fitting = int(KEPT_BYTES // (4 * vocab_size * num_kept))
     return max(min(max(KEPT_ROWS, hidden_size // 4), fitting), MIN_ROWS)
 
 

@@ -85,31 +85,28 @@ class Geometry:
             hidden_states = hidden_states - self.center
         return hidden_states, inverse
 
-    def unit(self, placed: Tensor) -> Tensor:
-        """Return a squared distance `[T, 1]` typical of each placed hidden state `[T, D]`.
+    def unit(self, squared: Tensor) -> Tensor:
+        """Return a squared distance `[T, 1]` typical of placed hidden states of squared norms.
 
         Logarithms are taken of distances over it: h_exp * log(d2) itself is so far from 0 that
         rounding it costs a relative error of 1e-5 in p.
         """
-        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         if self.spread is None:
             return torch.ones_like(squared)
         # Not 0 either where all prototypes are one, and the hidden state is too.
         return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
 
-    def near_limits(self, placed: Tensor) -> Tensor:
+    def near_limits(self, squared: Tensor) -> Tensor:
         """Return the squared distances `[T, 1]` below which expansion has lost digits.
 
         Near means |w| close to |x|, so that |x|^2 + |w|^2 is at most 2.6 |x|^2.
         """
-        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         return squared * (2.6 * NEAR) + self.eps
 
-    def row(self, placed: Tensor, inverse: Tensor | None) -> Tensor | None:
+    def row(self, squared: Tensor, inverse: Tensor | None) -> Tensor | None:
         """Return `row_i` `[T, 1]` of the squared distances; None for 0."""
         if self.linear or (self.kind == "sphere" and self.center is None):
             return None
-        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         return squared if inverse is None else squared + (inverse == 0)
 
     def columns(self) -> Tensor:

@@ -18,7 +18,6 @@ class GradientProducts:
 
     Args:
         geometry: How the prototypes `[V, D]` are compared.
-        dtype: What the operands of the products are converted to.
         workers: Share the tiles.
         hidden_states: Whether their gradient is wanted.
         prototypes: `[V, D]`, where their gradient is accumulated; None if nobody wants it.
@@ -30,13 +29,12 @@ class GradientProducts:
     def __init__(
         self,
         geometry: Geometry,
-        dtype: torch.dtype,
         workers: Workers,
         *,
         hidden_states: bool,
         prototypes: Tensor | None,
     ):
-        self.geometry, self.dtype, self.workers = geometry, dtype, workers
+        self.geometry, self.workers = geometry, workers
         self.wants_hidden, self.prototypes = hidden_states, prototypes
         self.columns: Tensor | None = None
         if prototypes is not None and geometry.with_sums:
@@ -45,7 +43,7 @@ class GradientProducts:
 
     def start(self, placed: Tensor) -> None:
         """Begin with the hidden states `[T, D]` of a chunk, as the geometry compares them."""
-        self.placed, self.operand = placed, placed.to(self.dtype)
+        self.placed = placed
         count = self.workers.count
         self.sums = placed.new_zeros(count, len(placed), 1)
         self.parts = [torch.zeros_like(placed) for _ in range(count if self.wants_hidden else 0)]
@@ -58,22 +56,12 @@ class GradientProducts:
                 self.columns[tile].add_(coefficients.sum(0))
         if self.geometry.scale is not None:
             coefficients.mul_(self.geometry.scale[tile])
-        self.multiply(worker, tile, coefficients.to(self.dtype))
-
-    def add_sums(self, rows: Tensor, columns: Tensor) -> None:
-        """Add row sums `[T]` and column sums `[V]` of coefficients."""
-        self.sums[0].add_(rows.unsqueeze(1))
-        if self.columns is not None:
-            self.columns.add_(columns)
-
-    def multiply(self, worker: int, tile: slice, coefficients: Tensor) -> None:
-        """Add the products alone, of coefficients in `dtype` that `Geometry.scale` is part of."""
         if self.wants_hidden:
-            vectors = self.geometry.tile(tile).to(self.dtype)
-            _add_product_(self.parts[worker], coefficients, vectors, beta=1)
+            vectors = self.geometry.tile(tile)
+            torch.addmm(self.parts[worker], coefficients, vectors, out=self.parts[worker])
         if self.prototypes is not None:  # the first chunk writes, the others add
-            beta = 0 if self.untouched else 1
-            _add_product_(self.prototypes[tile], coefficients.T, self.operand, beta=beta)
+            target, beta = self.prototypes[tile], 0 if self.untouched else 1
+            torch.addmm(target, coefficients.T, self.placed, beta=beta, out=target)
 
     def hidden_gradient(self) -> Tensor:
         """Return the gradient of the placed hidden states `[T, D]`, and end the chunk."""
@@ -104,7 +92,7 @@ class GradientProducts:
     def end(self) -> None:
         """Forget the chunk."""
         self.untouched = False
-        del self.placed, self.operand, self.sums, self.parts
+        del self.placed, self.sums, self.parts
 
     def finish(self) -> None:
         """Complete the prototypes' gradient in place; on the sphere it is made tangent."""
@@ -138,15 +126,3 @@ def add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:
         target.index_add_(0, index, values)
     else:  # index_add_ would use atomic additions there
         target.index_put_((index,), values, accumulate=True)
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
-    """Multiply `total` by beta, 0 or 1, and add left @ right in its own precision."""
-    if left.dtype == total.dtype:
-        torch.addmm(total, left, right, beta=beta, out=total)
-        return
-    if left.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-        return
-    product = torch.mm(left, right)
-    total.copy_(product) if beta == 0 else total.add_(product)

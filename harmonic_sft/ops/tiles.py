@@ -142,6 +142,9 @@ class TorchTiles:
         """
         class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
         linear = self.geometry.linear
+        self.products.start(chunk.placed)
+        if self.points is not None:
+            self.points.start(self.stage.targets(chunk.tokens))
 
         def multiply(worker: int, k: int) -> None:
             tile, kept = self.edges[k], self._kept(chunk, k)

@@ -1,6 +1,7 @@
-"""The row-wise stage of cross-entropy as Triton kernels over the products of a chunk.
+"""The row-wise stage of cross-entropy as Triton kernels over the products of some classes.
 
-Legend: T rows of a chunk, V classes, tile = the `block_v` classes that one program handles. Every
+Legend: T rows of a chunk, W classes of a block, whose scores are in the cache when they are read,
+tile = the classes that one program of the statistics handles, counted through all blocks. Every
 output element has one writer, so nothing is atomic and every run is the same.
 """
 
@@ -8,12 +9,13 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 
 class Scores(NamedTuple):
     """What turns products into logits; None = not part of this head."""
 
-    products: Any  # [T, V] float32, rows padded: see `Plan`
+    products: Any  # [T, W] float32, rows padded: see `Plan`
     labels: Any  # [T, num_labels], -1 = none
     row: Any  # [T], with column and the factors of the squared distance
     column: Any  # [V]
@@ -36,15 +38,22 @@ class Statistics(NamedTuple):
     best: Any
 
 
-class Coefficients(NamedTuple):
-    """What the coefficients are made of, `[T]`, and where they go; None = not wanted."""
+class Weights(NamedTuple):
+    """What is kept of each class for the gradients, `[T, V]`, rows padded; None = not needed."""
 
-    log_normalizer: Any
-    mass: Any
-    floor: Any
-    near_columns: Any  # [num_tiles, T]
-    coefficients: Any  # [T, W], of the classes of one launch
-    row_sums: Any  # [num_tiles, T]
+    softmax: Any  # e / d2, or e for a linear head
+    inverse: Any  # 1 / d2
+    probs: Any  # e
+
+
+class Coefficients(NamedTuple):
+    """What the coefficients are made of, and which sums of them are wanted; None = not part."""
+
+    shares: Any  # [num_tiles, T], of the weights in the coefficients
+    floor: Any  # [T], what is subtracted of `Weights.inverse`, or of all
+    mass: Any  # [num_tiles, T], of `Weights.probs` in the bias's gradient
+    bias_floor: Any  # [T]
+    row_sums: Any  # [num_parts, T]
     column_sums: Any  # [num_blocks, V]
     class_sums: Any  # [num_blocks, V]
 
@@ -53,11 +62,13 @@ class Plan(NamedTuple):
     """What a kernel is compiled for; every field is a `tl.constexpr`."""
 
     num_classes: Any
+    width: Any  # of the rows of `[T, W]` matrices: W, up to a multiple of 64
     stride: Any  # of the rows of `[T, V]` matrices: V, up to a multiple of 64
     num_labels: Any
-    block_t: Any
-    block_v: Any
-    kept_stride: Any = None  # of the rows of coefficients
+    tile: Any  # classes of one tile of the statistics
+    block_t: Any  # rows of one program
+    block_v: Any  # classes of one program
+    interpreted: Any
 
 
 @triton.jit
@@ -71,11 +82,22 @@ def _load_column(ptr, columns, plan):
 
 
 @triton.jit
-def _load_scores(scores, rows, columns, num_rows, plan):
+def _log(values, plan):
+    """The logarithm of the hardware, with an absolute error of 2e-7."""
+    if plan.interpreted:
+        logs = tl.log(values)
+    else:
+        logs = libdevice.fast_logf(values)
+    return logs
+
+
+@triton.jit
+def _load_scores(scores, rows, columns, first, num_rows, plan):
     """Products or squared distances of one tile, and which of them exist and are no label."""
     # What stands behind the last class is read with it, so that reads are whole vectors.
-    inside = (rows < num_rows)[:, None] & (columns < plan.stride)[None, :]
-    ptrs = scores.products + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    local = columns - first
+    inside = (rows < num_rows)[:, None] & (local < plan.width)[None, :]
+    ptrs = scores.products + rows.to(tl.int64)[:, None] * plan.width + local[None, :]
     keep = inside & (columns < plan.num_classes)[None, :]
     values = tl.load(ptrs, mask=inside, other=0.0)
     for slot in tl.static_range(plan.num_labels):
@@ -97,15 +119,6 @@ def _without_nan(values, replacement):
 
 
 @triton.jit
-def _clean(distances, keep, rows, scores, num_rows):
-    """Excluded pairs at infinity, kept ones positive, NaN left alone."""
-    # Only a second near pair of one tile can come down to this floor: what is left of it is
-    # rounding error, which must not reach the logarithm with its sign.
-    floor = tl.maximum(_load_row(scores.near, rows, num_rows) * 2.0**-10, 1e-30)
-    return tl.where(keep, tl.where(distances < floor, floor, distances), float("inf"))
-
-
-@triton.jit
 def _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan):
     """Store the sums of e * log e, of e * bias and of the biases, and the best columns."""
     inside = rows < num_rows
@@ -121,32 +134,62 @@ def _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows
     tl.store(out.moments + 2 * step + slots, tl.sum(there, axis=1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def statistics_kernel(scores, out, num_rows, plan):
-    """Sums over one tile of its rows: what `TorchTiles` writes to `Chunk`."""
-    tile = tl.program_id(1)
+@triton.jit
+def _load(matrix, rows, columns, num_rows, plan):
+    """Load one tile of a `[T, V]` matrix."""
+    ptrs = matrix + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    there = (rows < num_rows)[:, None] & (columns < plan.stride)[None, :]
+    return tl.load(ptrs, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(out, values, rows, columns, num_rows, plan):
+    """Store one tile of a `[T, V]` matrix."""
+    ptrs = out + rows.to(tl.int64)[:, None] * plan.stride + columns[None, :]
+    there = (rows < num_rows)[:, None] & (columns < plan.stride)[None, :]
+    tl.store(ptrs, values.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first"])
+def statistics_kernel(scores, out, kept, num_rows, first, plan):
+    """Sums over one tile of its rows, and its weights: what `TorchTiles` writes.
+
+    The block begins with the tile `first`.
+    """
+    tile = first + tl.program_id(1)
     rows = tl.program_id(0) * plan.block_t + tl.arange(0, plan.block_t)
     columns = tile * plan.block_v + tl.arange(0, plan.block_v)
     inside = rows < num_rows
     slots = tile.to(tl.int64) * num_rows + rows
-    logits, keep = _load_scores(scores, rows, columns, num_rows, plan)
+    logits, keep = _load_scores(scores, rows, columns, first * plan.block_v, num_rows, plan)
     log_scale = tl.zeros((plan.block_t,), tl.float32)
+    inverse = 1.0
     if scores.row is not None:
-        distances = _without_nan(tl.where(keep, logits, float("inf")), float("inf"))
-        closest, place = tl.min(distances, axis=1, return_indices=True)
-        near = closest < tl.load(scores.near + rows, mask=inside, other=0.0)
-        near_column = tl.where(near, tile * plan.block_v + place, -1)
-        tl.store(out.near_columns + slots, near_column, mask=inside)
-        keep = keep & (columns[None, :] != near_column[:, None])
-        distances = _clean(logits, keep, rows, scores, num_rows)
+        distances = tl.where(keep, logits, float("inf"))
         nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+        limits = tl.load(scores.near + rows, mask=inside, other=0.0)
+        near_column = tl.full((plan.block_t,), -1, tl.int32)
+        near = nearest < limits
+        if tl.max(near.to(tl.int32), axis=0) > 0:
+            at_nearest = distances == nearest[:, None]
+            place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
+            near_column = tl.where(near, place, near_column)
+            keep = keep & (columns[None, :] != near_column[:, None])
+            # Only a second near pair of one tile can come down to this floor: what is left of it
+            # is rounding error, which must not reach the logarithm with its sign.
+            floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
+            distances = tl.where(distances < floor, floor, distances)
+            distances = tl.where(keep, distances, float("inf"))
+            nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+        tl.store(out.near_columns + slots, near_column, mask=inside)
         nearest = tl.where(nearest == float("inf"), 1.0, nearest)
         h_exp = tl.load(scores.h_exp)
         # The ratio keeps digits that a difference of large logits would lose.
-        ratio = tl.where(keep, distances / nearest[:, None], 1.0)
-        logits = h_exp * tl.log(ratio)
+        ratio = tl.where(keep, distances * (1.0 / nearest)[:, None], 1.0)
+        logits = h_exp * _log(ratio, plan)
         unit = tl.load(scores.unit + rows, mask=inside, other=1.0)
         log_scale = h_exp * tl.log(nearest / unit)
+        inverse = _load_column(scores.column_factor, columns, plan) / distances  # 0 if left out
     bias = tl.zeros((1, plan.block_v), tl.float32)
     if scores.bias is not None:
         bias = _load_column(scores.bias, columns, plan)
@@ -164,47 +207,43 @@ def statistics_kernel(scores, out, num_rows, plan):
         tl.store(out.logits + slots, total, mask=inside)
     if out.moments is not None:
         _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan)
+    if kept.softmax is not None:
+        _store(kept.softmax, probs * inverse, rows, columns, num_rows, plan)
+    if kept.inverse is not None:
+        _store(kept.inverse, tl.where(keep, inverse, 0.0), rows, columns, num_rows, plan)
+    if kept.probs is not None:
+        _store(kept.probs, probs, rows, columns, num_rows, plan)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first"])
-def coefficient_kernel(scores, out, num_rows, first, plan):
-    """The gradients' coefficients of one tile, once the normalizer of each row is known.
-
-    The coefficients begin with the columns of the tile `first`.
-    """
-    block, tile = tl.program_id(0), first + tl.program_id(1)
+@triton.jit(do_not_specialize=["num_rows"])
+def coefficient_kernel(kept, out, num_rows, plan):
+    """Make the gradients' coefficients of the weights, in their place, and sum them."""
+    block, part = tl.program_id(0), tl.program_id(1)
     rows = block * plan.block_t + tl.arange(0, plan.block_t)
-    columns = tile * plan.block_v + tl.arange(0, plan.block_v)
-    inside = rows < num_rows
+    columns = part * plan.block_v + tl.arange(0, plan.block_v)
+    inside, existing = rows < num_rows, columns < plan.num_classes
+    tile = part * plan.block_v // plan.tile
     slots = tile.to(tl.int64) * num_rows + rows
-    logits, keep = _load_scores(scores, rows, columns, num_rows, plan)
-    floor = _load_row(out.floor, rows, num_rows)
-    slope = 1.0
-    if scores.row is not None:
-        near_column = tl.load(out.near_columns + slots, mask=inside, other=-1)
-        keep = keep & (columns[None, :] != near_column[:, None])
-        distances = _clean(logits, keep, rows, scores, num_rows)
-        h_exp = tl.load(scores.h_exp)
-        unit = tl.load(scores.unit + rows, mask=inside, other=1.0)[:, None]
-        logits = h_exp * tl.log(tl.where(keep, distances / unit, 1.0))
-        slope = -2.0 * h_exp / distances  # 0 where left out
-    if scores.bias is not None:
-        logits += _load_column(scores.bias, columns, plan)
-    log_normalizer = _load_row(out.log_normalizer, rows, num_rows)
-    probs = tl.where(keep, tl.exp(logits - log_normalizer), 0.0)
-    gradients = _load_row(out.mass, rows, num_rows) * probs - floor
-    existing = columns < plan.num_classes
     places = block.to(tl.int64) * plan.num_classes + columns
+    weights = _load(kept.softmax, rows, columns, num_rows, plan)
+    shares = tl.load(out.shares + slots, mask=inside, other=0.0)[:, None]
+    values = tl.where(weights != 0.0, shares * weights, 0.0)
+    if out.floor is not None:
+        floor = _load_row(out.floor, rows, num_rows)
+        if kept.inverse is not None:
+            floor *= _load(kept.inverse, rows, columns, num_rows, plan)
+        values -= floor
     if out.class_sums is not None:
-        tl.store(out.class_sums + places, tl.sum(gradients, axis=0), mask=existing)
-    values = (gradients * slope).to(out.coefficients.dtype.element_ty)
+        slopes = values
+        if kept.probs is not None:
+            mass = tl.load(out.mass + slots, mask=inside, other=0.0)[:, None]
+            slopes = mass * _load(kept.probs, rows, columns, num_rows, plan)
+            slopes -= _load_row(out.bias_floor, rows, num_rows)
+        tl.store(out.class_sums + places, tl.sum(slopes, axis=0), mask=existing)
+    values = values.to(kept.softmax.dtype.element_ty)
+    _store(kept.softmax, values, rows, columns, num_rows, plan)
     if out.row_sums is not None:
         rounded = tl.where(existing[None, :], values.to(tl.float32), 0.0)
+        slots = part.to(tl.int64) * num_rows + rows
         tl.store(out.row_sums + slots, tl.sum(rounded, axis=1), mask=inside)
         tl.store(out.column_sums + places, tl.sum(rounded, axis=0), mask=existing)
-    elif scores.row is not None:
-        scaled = gradients * slope * _load_column(scores.column_factor, columns, plan)
-        values = scaled.to(out.coefficients.dtype.element_ty)
-    local = columns - first * plan.block_v
-    ptrs = out.coefficients + rows.to(tl.int64)[:, None] * plan.kept_stride + local[None, :]
-    tl.store(ptrs, values, mask=inside[:, None] & (columns < plan.stride)[None, :])

@@ -1,5 +1,7 @@
 """The row-wise stage of a chunk as Triton kernels: what `TorchTiles` does in PyTorch."""
 
+from collections.abc import Iterator
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -8,23 +10,29 @@ from triton import knobs
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry
-from harmonic_sft.ops.products import GradientProducts
 from harmonic_sft.ops.triton_kernels import (
     Coefficients,
     Plan,
     Scores,
     Statistics,
+    Weights,
     coefficient_kernel,
     statistics_kernel,
 )
 from harmonic_sft.ops.triton_rows import Pairs, Rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
+# Rows, classes and warps of one program: of the statistics, and of the coefficients.
+STATISTICS, COEFFICIENTS = (4, 1024, 4), (16, 256, 4)
+if INTERPRETED:
+    STATISTICS = COEFFICIENTS = (16, 32, 1)
 # Said aloud, because triton 3.9 warns where the default of a later version will differ.
-OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-BLOCK_ROWS, BLOCK_CLASSES = (16, 32) if INTERPRETED else (32, 128)
-# Of one product. Its converted prototypes and its 16-bit coefficients are small copies.
-PRODUCT_CLASSES, PRODUCT_BYTES = 2**14, 2**27
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+SCORE_BYTES = 2**26  # of the scores of one block of classes: about a cache
+# Of prototypes in other numbers than they are stored in: all of them, if they are no more than
+# this, and otherwise those of a block.
+TERM_BYTES = 160 * 2**20
+ALIGNED = 64  # classes: products of other numbers of them take twice as long
 # A tile reports its closest near pair. More than this many of a row (a cluster of prototypes that
 # the hidden state sits in) are dropped, since counting them would halt the device; hence the
 # narrower notion of near than on the CPU.
@@ -35,19 +43,21 @@ NEAR_SHARE = 2.0**-3
 class TritonTiles:
     """Works through one chunk after another on a GPU, without halting it.
 
-    The products of a chunk are written once, in float32: 16-bit hidden states as they are, times
-    prototypes that are the sum of two 16-bit terms if they are float32; other hidden states in
-    float32. The statistics are taken of them, then the coefficients.
+    The products of a block of classes are written in float32: 16-bit hidden states as they are,
+    times prototypes that are the sum of two 16-bit terms if they are float32; other hidden states
+    in float32. One kernel takes the statistics of them, and keeps weights for the gradients: in
+    bfloat16 if the hidden states have 16 bits, since what these are rounded to is enough for what
+    their gradients are made of. When the normalizer is known, a second one makes coefficients of
+    the weights, in their place.
 
     Args:
         arguments: The arguments of the call.
         geometry: How the prototypes `[V, D]` are compared.
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
-        gradients: Takes the gradients of hidden states and prototypes.
+        wants_hidden: Whether the hidden states get a gradient.
+        gradient: `[V, D]`, where that of the prototypes is written; None if nobody wants it.
     """
-
-    num_kept = 1  # matrix `[T, V]` of float32: the products
 
     def __init__(
         self,
@@ -55,78 +65,96 @@ class TritonTiles:
         geometry: Geometry,
         h_exp: float | Tensor,
         hidden_states: Tensor,
-        gradients: GradientProducts,
+        *,
+        wants_hidden: bool,
+        gradient: Tensor | None,
     ):
         self.geometry, self.rows = geometry, Rows(geometry)
         self.smoothed = arguments.label_smoothing > 0
-        self.gradients = gradients
+        self.wants_hidden, self.gradient = wants_hidden, gradient
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = hidden_states
-        self.takes_raw = hidden_states.dtype.itemsize == 2 and geometry.center is None
-        num_classes, hidden_size = geometry.prototypes.shape
-        size = min(PRODUCT_CLASSES, max(PRODUCT_BYTES // (4 * hidden_size), 1))
-        size = -(-num_classes // -(-num_classes // size))  # blocks of one size
-        size = -(-size // BLOCK_CLASSES) * BLOCK_CLASSES
-        self.blocks = [
-            slice(start, min(start + size, num_classes)) for start in range(0, num_classes, size)
-        ]
+        is_16_bit = hidden_states.dtype.itemsize == 2
+        self.takes_raw = is_16_bit and geometry.center is None
+        self.dtype = torch.bfloat16 if is_16_bit else torch.float32
+        distances, self.untouched = not geometry.linear, True
+        self.kept_inverse = distances and self.smoothed
+        self.kept_probs = distances and self.learns_bias
+        # Matrices `[T, V]` of a chunk, in units of float32.
+        self.num_kept = (1 + self.kept_inverse + self.kept_probs) * self.dtype.itemsize / 4
         if not isinstance(h_exp, Tensor):  # a copy from the host would halt the device
             h_exp = torch.full((), h_exp, device=arguments.prototypes.device)
         self.h_exp = h_exp.float()
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.column = self.column_factor = None
-        if not geometry.linear:
+        self.num_classes, self.hidden_size = geometry.prototypes.shape
+        self.column = self.column_factor = self.column_sums = None
+        if distances:
             self.column = geometry.columns().contiguous()
             scale = geometry.scale
             self.column_factor = torch.ones_like(self.column) if scale is None else scale
-        self.kept: tuple[Tensor, Tensor | None] | None = None
+        if geometry.with_sums and self.gradient is not None:
+            self.column_sums = self.gradient.new_zeros(self.num_classes)
+        self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
+        self.terms: Tensor | None = None
+        if self.splits and 4 * self.num_classes * self.hidden_size <= TERM_BYTES:
+            self.terms = self._split(slice(0, self.num_classes))
+        self.kept: Weights | None = None
 
     def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
         """Write the sums of all tiles; return the columns of near pairs: see `TorchTiles`."""
-        products = self._products(chunk)
-        num_rows, num_classes = products.shape
-        num_tiles = -(-num_classes // BLOCK_CLASSES)
-        chunk.reserve(num_tiles, measure=measure, smoothed=self.smoothed)
+        num_rows, tile = len(chunk.placed), STATISTICS[1]
+        chunk.reserve(-(-self.num_classes // tile), measure=measure, smoothed=self.smoothed)
         near = None
         if not self.geometry.linear:
             near = torch.empty_like(chunk.sums, dtype=torch.int32)
         out = Statistics(
             chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
         )
-        scores, plan, grid = self._launch(chunk, products)
-        with torch.cuda.device_of(products):
-            statistics_kernel[grid](scores, out, num_rows, plan, **OPTIONS)
-        self.kept = (products, near) if keep else None
+        wanted = (keep, keep and self.kept_inverse, keep and self.kept_probs)
+        kept = Weights(*(self._matrix(num_rows) if one else None for one in wanted))
+        states = self.hidden_states[chunk.tokens] if self.takes_raw else chunk.placed
+        if self.splits:
+            states = torch.cat([states, states], 1)
+        scores, size = self._scores(chunk), self._block_size(num_rows)
+        buffer = chunk.placed.new_empty(num_rows * _aligned(min(size, self.num_classes)))
+        for block in _blocks(self.num_classes, size):
+            width = _aligned(block.stop - block.start)
+            products = buffer[: num_rows * width].view(num_rows, width)
+            products[:, block.stop - block.start :].zero_()
+            self._multiply(states, block, products)
+            plan = self._plan(STATISTICS, chunk, width)
+            grid = -(-num_rows // STATISTICS[0]), -(-(block.stop - block.start) // tile)
+            given = scores._replace(products=products), out, kept, num_rows, block.start // tile
+            with torch.cuda.device_of(products):
+                statistics_kernel[grid](*given, plan, num_warps=STATISTICS[2], **OPTIONS)
+        self.kept = kept if keep else None
         return _closest(near)
 
     def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from what `score` kept: see `TorchTiles`."""
         kept, self.kept = self.kept, None
-        gradients = self.gradients
         assert kept is not None, "accumulate: expected score with keep before"
-        products, near = kept
-        scores, plan, grid = self._launch(chunk, products)
-        num_rows, num_classes = products.shape
-        with_sums = self.geometry.with_sums
-        row_sums = products.new_empty(grid[1], num_rows) if with_sums else None
-        column_sums = products.new_empty(grid[0], num_classes) if with_sums else None
-        class_sums = products.new_empty(grid[0], num_classes) if self.learns_bias else None
-        known = (chunk.log_normalizer, chunk.mass, chunk.floor)
-        terms = [row.float().contiguous() for row in known]
-        for block in self.blocks:
-            values = products[:, block]  # float32 coefficients take the products' place
-            if gradients.dtype != torch.float32:
-                values = _padded_rows(products, num_rows, values.shape[1], gradients.dtype)
-            out = Coefficients(*terms, near, values, row_sums, column_sums, class_sums)
-            here = plan._replace(kept_stride=tl.constexpr(values.stride(0)))
-            first, count = block.start // BLOCK_CLASSES, -(-values.shape[1] // BLOCK_CLASSES)
-            with torch.cuda.device_of(products):
-                coefficient_kernel[grid[0], count](scores, out, num_rows, first, here, **OPTIONS)
-            gradients.multiply(0, block, values)
-        if row_sums is not None and column_sums is not None:
-            gradients.add_sums(row_sums.sum(0), column_sums.sum(0))
-        return None if class_sums is None else class_sums.sum(0)
+        coefficients = kept.softmax[:, : self.num_classes]
+        sums = self._weigh(chunk, kept)
+        self.total = torch.zeros_like(chunk.placed)
+        if self.wants_hidden:
+            for block in _blocks(self.num_classes, self._vectors_size()):
+                vectors = self._vectors(block)
+                for part in _parts(block):
+                    local = slice(part.start - block.start, part.stop - block.start)
+                    _add_product_(self.total, coefficients[:, part], vectors[local], beta=1)
+        if self.gradient is not None:  # the first chunk writes, the others add
+            operand = chunk.placed.to(self.dtype)
+            for part in _parts(slice(0, self.num_classes)):
+                weights = coefficients[:, part].T
+                _add_product_(self.gradient[part], weights, operand, beta=1 - self.untouched)
+        self.untouched = False
+        if sums.row_sums is not None:
+            self.total -= chunk.placed * sums.row_sums.sum(0).unsqueeze(1)
+        if self.column_sums is not None and sums.column_sums is not None:
+            self.column_sums += sums.column_sums.sum(0)
+        return None if sums.class_sums is None else sums.class_sums.sum(0)
 
     def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
         """Return dot products or squared distances of pairs: see `TorchTiles`."""
@@ -135,73 +163,141 @@ class TritonTiles:
 
     def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
         """Add the pairs' part and complete the hidden states' gradient: see `TorchTiles`."""
-        gradients, known = self.gradients, (chunk.placed, chunk.columns, slopes.float())
+        known = (chunk.placed, chunk.columns, slopes.float())
         pairs = Pairs(*(tensor.contiguous() for tensor in known))
         with torch.cuda.device_of(slopes):
             if hidden_gradient is not None:
-                total = gradients.hidden_gradient()
-                self.rows.pull(pairs, chunk.inverse, total, hidden_gradient)
-            if gradients.prototypes is not None:
-                self.rows.push(pairs, gradients.prototypes)
-        gradients.end()
+                self.rows.pull(pairs, chunk.inverse, self.total, hidden_gradient)
+            if self.gradient is not None:
+                self.rows.push(pairs, self.gradient)
 
     def complete(self) -> None:
         """Complete the prototypes' gradient after the last chunk."""
-        if self.gradients.prototypes is not None and not self.geometry.linear:
-            with torch.cuda.device_of(self.gradients.prototypes):
-                self.rows.complete(self.gradients.columns, self.gradients.prototypes)
+        if self.gradient is not None and not self.geometry.linear:
+            with torch.cuda.device_of(self.gradient):
+                self.rows.complete(self.column_sums, self.gradient)
 
-    def _products(self, chunk: Chunk) -> Tensor:
-        """Return hidden states times prototypes, `[T, V]` in float32."""
-        geometry, states = self.geometry, self.hidden_states[chunk.tokens]
-        num_classes = len(geometry.prototypes)
-        products = _padded_rows(chunk.placed, len(states), num_classes, chunk.placed.dtype)
-        doubled = states
-        if geometry.prototypes.dtype != states.dtype:
-            doubled = torch.cat([states, states], 1)
-        for block in self.blocks:
-            if not self.takes_raw:
-                tile = geometry.tile(block)
-                torch.mm(chunk.placed, tile.T, out=products[:, block])
-                continue
-            tile = geometry.prototypes[block]
-            if tile.dtype != states.dtype:  # a high and a low term, in one product
-                with torch.cuda.device_of(tile):
-                    tile = self.rows.split(block, states.dtype)
-            wide_product(doubled, tile.T, products[:, block])
-        return products
+    def _multiply(self, states: Tensor, block: slice, out: Tensor) -> None:
+        """Write hidden states `[T, D]`, or twice that, times the prototypes of some classes."""
+        if not self.takes_raw:
+            vectors = self.geometry.tile(block)
+        elif self.terms is not None:
+            vectors = self.terms[block]
+        elif self.splits:
+            vectors = self._split(block)
+        else:
+            vectors = self.geometry.prototypes[block]
+        for part in _parts(block):
+            local = slice(part.start - block.start, part.stop - block.start)
+            _wide_product_(out[:, local], states, vectors[local].T)
 
-    def _launch(self, chunk: Chunk, products: Tensor) -> tuple[Scores, Plan, tuple[int, int]]:
-        """Return what both kernels are given."""
-        num_rows, num_classes = products.shape
+    def _split(self, block: slice) -> Tensor:
+        with torch.cuda.device_of(self.geometry.prototypes):
+            return self.rows.split(block, self.hidden_states.dtype)
+
+    def _vectors(self, block: slice) -> Tensor:
+        """Return what makes the hidden states' gradients of coefficients, `[W, D]`."""
+        if self.terms is not None and self.terms.dtype == self.dtype:
+            return self.terms[block, : self.hidden_size]
+        return self.geometry.tile(block).to(self.dtype)
+
+    def _vectors_size(self) -> int:
+        """Return of how many classes `_vectors` are made at once."""
+        if self.geometry.prototypes.dtype == self.dtype and self.geometry.center is None:
+            return self.num_classes  # as they are stored
+        return max(TERM_BYTES // (self.dtype.itemsize * self.hidden_size), 1)
+
+    def _block_size(self, num_rows: int) -> int:
+        """Return of how many classes scores are made at once: whole tiles, blocks of one size."""
+        size = max(SCORE_BYTES // (4 * num_rows), 1)
+        if self.terms is None:
+            size = min(size, max(TERM_BYTES // (4 * self.hidden_size), 1))
+        size, tile = -(-self.num_classes // -(-self.num_classes // size)), STATISTICS[1]
+        return -(-size // tile) * tile
+
+    def _weigh(self, chunk: Chunk, kept: Weights) -> Coefficients:
+        """Make coefficients of the weights; return what they are made of, and their sums."""
+        num_rows = len(chunk.placed)
+        block_t, block_v, num_warps = COEFFICIENTS
+        num_blocks, num_parts = -(-num_rows // block_t), -(-self.num_classes // block_v)
+        shares = chunk.mass * torch.exp(chunk.log_scale - chunk.log_normalizer)  # [tiles, T]
+        mass, floor = shares.float(), chunk.floor.float()
+        slope = 1.0 if self.geometry.linear else -2 * self.h_exp
+        row_sums = column_sums = class_sums = None
+        if self.geometry.with_sums:
+            row_sums = mass.new_empty(num_parts, num_rows)
+            column_sums = mass.new_empty(num_blocks, self.num_classes)
+        if self.learns_bias:
+            class_sums = mass.new_empty(num_blocks, self.num_classes)
+        taken = slope * floor if self.smoothed else None
+        sums = (row_sums, column_sums, class_sums)
+        out = Coefficients(slope * mass, taken, mass, floor, *sums)
+        plan = self._plan(COEFFICIENTS, chunk, 0)
+        with torch.cuda.device_of(mass):
+            coefficient_kernel[num_blocks, num_parts](
+                kept, out, num_rows, plan, num_warps=num_warps, **OPTIONS
+            )
+        return out
+
+    def _scores(self, chunk: Chunk) -> Scores:
+        """Return what makes logits of products, all but these."""
         labels = chunk.labels.contiguous()
-        scores = Scores(products, labels, *[None] * 7, bias=self.bias)
-        if not self.geometry.linear:
-            row_factor = torch.full_like(chunk.unit, -2.0)
-            if self.takes_raw and chunk.inverse is not None:
-                row_factor = row_factor * chunk.inverse
-            row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
-            near = NEAR_SHARE * chunk.near_limits
-            vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
-            scores = Scores(products, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
-        shape = (num_classes, products.stride(0), labels.shape[1])
-        grid = (-(-num_rows // BLOCK_ROWS), -(-num_classes // BLOCK_CLASSES))
-        return scores, Plan(*map(tl.constexpr, (*shape, BLOCK_ROWS, BLOCK_CLASSES))), grid
+        if self.geometry.linear:
+            return Scores(None, labels, *[None] * 7, bias=self.bias)
+        row_factor = torch.full_like(chunk.unit, -2.0)
+        if self.takes_raw and chunk.inverse is not None:
+            row_factor = row_factor * chunk.inverse
+        row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
+        near = NEAR_SHARE * chunk.near_limits
+        vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
+        return Scores(None, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
+
+    def _matrix(self, num_rows: int) -> Tensor:
+        """Return a new matrix whose rows start at multiples of 64 numbers, `[T, stride]`."""
+        return self.h_exp.new_empty(num_rows, _aligned(self.num_classes), dtype=self.dtype)
+
+    def _plan(self, program: tuple[int, int, int], chunk: Chunk, width: int) -> Plan:
+        shape = (self.num_classes, width, _aligned(self.num_classes), chunk.labels.shape[1])
+        return Plan(*map(tl.constexpr, (*shape, STATISTICS[1], *program[:2], INTERPRETED)))
 
 
-def _padded_rows(like: Tensor, num_rows: int, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return a new `[T, V]` matrix, whose rows start at multiples of 64 numbers; 0 behind V."""
-    rows = like.new_empty(num_rows, -(-num_classes // 64) * 64, dtype=dtype)
-    rows[:, num_classes:].zero_()
-    return rows[:, :num_classes]
+def _aligned(num_classes: int) -> int:
+    return -(-num_classes // ALIGNED) * ALIGNED
 
 
-def wide_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write the product of 16-bit matrices in float32."""
-    if left.device.type == "cuda":
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
+def _blocks(num_classes: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` classes."""
+    for start in range(0, num_classes, size):
+        yield slice(start, min(start + size, num_classes))
+
+
+def _parts(block: slice) -> list[slice]:
+    """Return the part of the classes that is aligned, and the few that are left."""
+    middle = block.start + (block.stop - block.start) // ALIGNED * ALIGNED
+    parts = slice(block.start, middle), slice(middle, block.stop)
+    return [part for part in parts if part.start < part.stop]
+
+
+def _wide_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write the product of two matrices, 16-bit ones too, in float32."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif left.device.type == "cuda":
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:  # the interpreter's tests
         torch.mm(left.float(), right.float(), out=out)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
+    """Multiply `total` by beta, 0 or 1, and add left @ right in its own precision."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+        return
+    if left.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+        return
+    product = torch.mm(left, right)
+    total.copy_(product) if beta == 0 else total.add_(product)
 
 
 def _closest(near: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from tests.ops.baselines import harmonic_float64
 from tests.ops.fused import with_metrics_of
 
 pytest.importorskip("triton")
+triton_tiles = pytest.importorskip("harmonic_sft.ops.triton_tiles")
 N, V, D = 37, 70, 20  # rows of three blocks, classes of three
 KINDS = [("euclidean", -14.0), ("sphere", -7.3), ("linear", -1.0)]
 SETTINGS = {
@@ -124,6 +125,25 @@ def test_the_kernels_serve_the_slices_of_a_mixture(inner, dtype):
     check(*found, 1e-4 if dtype == torch.float32 else 2**-6)
 
 
+@pytest.mark.parametrize("prototype_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "h_exp"), KINDS)
+def test_blocks_of_classes_change_no_loss(kind, h_exp, dtype, prototype_dtype, monkeypatch):
+    inputs = make_inputs()
+    dtypes = (dtype, torch.float32 if dtype == torch.float32 else prototype_dtype)
+    settings = {"label_smoothing": 0.1, "class_bias": torch.linspace(-1, 1, V)}
+    whole = run(kind, h_exp, settings, inputs, "triton", *dtypes)
+    # One tile of scores, and too many prototypes to be converted once for all chunks.
+    monkeypatch.setattr(triton_tiles, "SCORE_BYTES", 4 * N * 40)
+    monkeypatch.setattr(triton_tiles, "TERM_BYTES", 4 * D * 40)
+    monkeypatch.setattr(engine, "DEVICE_ROWS", 1)
+    monkeypatch.setattr(engine, "DEVICE_BYTES", 4 * V * 20)
+    parts = run(kind, h_exp, settings, inputs, "triton", *dtypes)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    for found, wanted in zip(parts, whole, strict=True):
+        assert (found.double() - wanted.double()).norm() <= tolerance * wanted.double().norm()
+
+
 def test_a_second_loss_has_no_kernels():
     states, prototypes, labels = make_inputs()
     logits, second = AffineLogits(states, prototypes), (prototypes, None, None)
@@ -174,6 +194,8 @@ def test_the_kernels_are_what_runs(monkeypatch):
     from harmonic_sft.ops.triton_tiles import TritonTiles
 
     made, begin = [], TritonTiles.__init__
-    monkeypatch.setattr(TritonTiles, "__init__", lambda self, *a: made.append(1) or begin(self, *a))
+    monkeypatch.setattr(
+        TritonTiles, "__init__", lambda self, *a, **k: made.append(1) or begin(self, *a, **k)
+    )
     run("sphere", -7.3, {}, make_inputs())
     assert made == [1]
