@@ -125,14 +125,20 @@ class Arm:
 
 
 class BareProducts:
-    """The three matrix products of a loss by `torch.mm`, in the dtype of the hidden states."""
+    """The three matrix products of a loss by `torch.mm`, in the dtype of the hidden states.
+
+    Classes are added up to a multiple of 64: on a GPU products of an odd number take several times
+    as long, which is no floor.
+    """
 
     is_ours, products, devices = False, 3, ("cpu", "cuda")
 
     def prepare(self, inputs: Inputs) -> None:
         """Allocate and touch all that the products write to."""
         self.hidden_states = inputs.hidden_states.detach()
-        self.prototypes = inputs.prototypes.detach().to(self.hidden_states.dtype)
+        padding = (0, 0, 0, -len(inputs.prototypes) % 64)
+        prototypes = inputs.prototypes.detach().to(self.hidden_states.dtype)
+        self.prototypes = F.pad(prototypes, padding)
         self.gradients = torch.zeros_like(self.hidden_states), torch.zeros_like(self.prototypes)
         self.logits = self.hidden_states.new_zeros(len(inputs.labels), len(self.prototypes))
 

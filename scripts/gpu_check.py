@@ -24,9 +24,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +41,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the scripts
 
 from experiments import decoder_cost
-from experiments.cost import measure
 from experiments.overhead import measure_overhead
 from harmonic_sft import load_run_config, train
 from harmonic_sft.data.docstrings import standard_library_docstrings
@@ -53,7 +55,9 @@ from scripts.benchmark_ops_arms import Inputs, Sizes
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "neobert.yaml"
 NOTE = ROOT / "configs" / "geometry" / "gpt2_medium_wikitext103.yaml"
-BLOCKS = ("32x128x4", "16x128x4", "8x128x4", "16x256x4", "32x64x4", "32x128x8", "16x128x8")
+STATISTICS = ("4x1024x4", "2x1024x4", "4x512x4", "8x256x4", "16x128x4", "4x1024x8", "1x2048x4")
+COEFFICIENTS = ("16x256x4", "8x256x4", "4x1024x4", "32x128x4")
+SCORES = (2**25, 2**26, 2**27, 2**28)  # bytes of one block
 GIB = 2**30
 CARD = 24 * GIB  # of the GPU that the recipe is for
 LARGE = "8192x4096x151936,16384x2048x248320"
@@ -61,6 +65,7 @@ ROWS = "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256"
 DOCSTRINGS = (  # of the standard library, in place of a run's data
     "data.sources=[{path: 'python:docstrings'}]",
     "data.eval={documents: 8}",
+    "data.packing=true",  # rows of full length
     "check_base=false",
     "training.disable_tqdm=true",
 )
@@ -70,7 +75,9 @@ HALTS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 def tests(options: argparse.Namespace) -> None:
     """Run the tests that need a GPU; here the kernels are compiled, not interpreted."""
     which = ["--collect-only"] if options.small else []
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "tests", *which]
+    # A plugin that refuses to work beside others; without it the option changes nothing.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-m", "cuda"]
+    command += ["tests", *which]
     settings = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run(command, check=True, cwd=ROOT, env=settings)
 
@@ -97,7 +104,7 @@ def profile_loss(options: argparse.Namespace) -> None:
             "halts": max(0, halts - 1),
             "kernels": [
                 {"name": e.key[:80], "microseconds": e.self_device_time_total, "count": e.count}
-                for e in kernels[:12]
+                for e in kernels[:40]
             ],
         }
         rows = [tuple(kernel.values()) for kernel in found[name]["kernels"]]
@@ -173,8 +180,7 @@ def job(options: argparse.Namespace) -> None:
     variants = {
         "recipe": [],
         "checkpointing": ["training.gradient_checkpointing=true"],
-        "packed": ["data.packing=true"],
-        "padding-free": ["data.packing=true", "data.padding_free=true"],
+        "padding-free": ["data.padding_free=true"],
     }
     found: dict[str, dict[str, Any]] = {}
     for name, changes in variants.items():
@@ -188,8 +194,9 @@ def job(options: argparse.Namespace) -> None:
         except StoppedError as error:  # not even one row fitted: no reason to lose the rest
             print(f"out of memory: {error}")
         _limit(CARD)
-    steps = [] if options.small else ["training.max_steps=200"]
-    found["200 steps"] = _train(options, "200 steps", steps)
+    shorter = ["training.gradient_accumulation_steps=1", "data.context_length=1024"]
+    steps = [] if options.small else ["training.max_steps=200", *shorter]
+    found["200 short steps"] = _train(options, "200 short steps", steps)
     resumed = _resumes_bit_equal(options)
     estimate = _estimate(options)
     rows = [
@@ -255,28 +262,46 @@ def blocks(options: argparse.Namespace) -> None:
     found = {}
     for row in text.split(","):
         inputs = Inputs.draw(Sizes.parse(row), device, *benchmark_ops.DTYPES["mixed"])
-        steps = {block: partial(_step_with_blocks, inputs, block) for block in BLOCKS}
-        for _ in range(2):
-            for one in steps.values():
-                one()
-        rounds = 1 if options.small else 15
-        found[row] = measure(steps, baseline=BLOCKS[0], rounds=rounds, device=device)
-        table = [
-            (block, f"{1e3 * cost['seconds']:.2f}", f"{cost['time_ratio']:.3f}")
-            for block, cost in found[row].items()
-        ]
-        show_table(f"{row}: rows x classes x warps", ["block", "ms", "ratio"], table)
+        rounds = 1 if options.small else 9
+        found[row] = {}
+        for name, choices in _choices().items():
+            times: dict[str, list[float]] = {str(choice): [] for choice in choices}
+            for _ in range(rounds + 1):  # the first compiles
+                for choice in choices:
+                    with _changed(name, choice):
+                        times[str(choice)].append(_seconds(inputs))
+            found[row][name] = {choice: median(some[1:]) for choice, some in times.items()}
+            table = [(choice, f"{1e3 * time:.3f}") for choice, time in found[row][name].items()]
+            show_table(f"{row}: {name}", ["choice", "ms"], table)
     _write(options, "blocks", {"steps": found, "compiled": _compiled()})
 
 
-def _step_with_blocks(inputs: Inputs, block: str) -> None:
+def _choices() -> dict[str, Sequence[Any]]:
+    """Return what is tried for each constant of our kernels' launches, what is in use first."""
+    shapes = {"STATISTICS": STATISTICS, "COEFFICIENTS": COEFFICIENTS}
+    parsed = {
+        name: [tuple(map(int, text.split("x"))) for text in texts] for name, texts in shapes.items()
+    }
+    return {**parsed, "SCORE_BYTES": SCORES}
+
+
+@contextmanager
+def _changed(name: str, value: Any) -> Generator[None]:
     from harmonic_sft.ops import triton_tiles
 
-    tiles: Any = triton_tiles
-    rows, classes, warps = map(int, block.split("x"))
-    tiles.BLOCK_ROWS, tiles.BLOCK_CLASSES = rows, classes
-    tiles.OPTIONS["num_warps"] = warps
-    _loss_step(inputs)
+    before = getattr(triton_tiles, name)
+    setattr(triton_tiles, name, value)
+    yield
+    setattr(triton_tiles, name, before)
+
+
+def _seconds(inputs: Inputs) -> float:
+    """Return how long a step of the loss takes where the host is ahead."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        _loss_step(inputs)
+        return time.perf_counter() - begin
+    return benchmark_ops.on_gpu(partial(_loss_step, inputs))
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -303,7 +328,7 @@ def _train(options: argparse.Namespace, name: str, changes: Sequence[str]) -> di
     folder = options.output / name.replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     where = [f"training.output_dir={folder}", "training.save_strategy=no"]
-    steps = [f"training.max_steps={3 if options.small else 10}"]
+    steps = [f"training.max_steps={3 if options.small else 4}"]
     _forget()
     results = train(load_run_config(CONFIG, [*_overrides(options), *steps, *where, *changes]))
     keys = ("peak_memory_bytes", "tokens_per_second", "data_wait_share", "train_seconds", "steps")

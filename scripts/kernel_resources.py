@@ -1,9 +1,9 @@
 """Registers, spills and shared memory of our Triton kernels, by compiling them; needs no GPU.
 
-    python scripts/kernel_resources.py [--targets 89 90] [--blocks 32x128x4,16x128x4] [--json FILE]
+    python scripts/kernel_resources.py [--targets 89 90] [--blocks 4x1024x4,2x1024x4] [--json FILE]
 
-A block is rows x classes x warps of one program; the first is the one in use. Spills are bytes that
-a thread stores to and loads from memory because its registers do not suffice.
+A block is rows x classes x warps of one program of the statistics; the first is the one in use.
+Spills are bytes that a thread stores to and loads from memory because its registers do not suffice.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from harmonic_sft.ops import (
 )
 from harmonic_sft.results import environment, show_table, write_results
 
-BLOCKS = "32x128x4,16x128x4,8x128x4,16x256x4,32x64x4,32x128x8,16x128x8"
+BLOCKS = "4x1024x4,2x1024x4,4x512x4,8x256x4,16x128x4,4x1024x8,1x2048x4"
 NUM_ROWS, NUM_CLASSES = 64, 50257  # an odd number, GPT-2's, whose rows start anywhere
 CARDS = {89: "RTX 4090", 90: "H100, H200"}
 FIGURES = {
@@ -123,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     launch, rows = JITFunction.run, []
     for capability in options.targets:
         for block in options.blocks.split(","):
-            num_rows, num_classes, num_warps = map(int, block.split("x"))
-            tiles.BLOCK_ROWS, tiles.BLOCK_CLASSES = num_rows, num_classes
-            tiles.OPTIONS["num_warps"] = num_warps
+            tiles.STATISTICS = tuple(map(int, block.split("x")))
             compiler: Any = Compiler(capability)
             driver.set_active(compiler)
             JITFunction.run = lambda function, *args, to=compiler, **named: to.compile(

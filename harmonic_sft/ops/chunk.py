@@ -115,12 +115,15 @@ class Chunk:
         self.log_scale.masked_fill_(self.sums == 0, nothing)
         others = [self.log_scale + self.sums.log(), self.near.T]
         log_others = torch.cat(others).logsumexp(0)[:, None]  # [T, 1]
-        rests = [
-            torch.cat([log_others, labels[:, :k], labels[:, k + 1 :]], 1).logsumexp(1)
-            for k in range(labels.shape[1])
-        ]
         # The sum leaves out the label, so that 1 - p keeps its digits where p is close to 1.
-        margin = torch.stack(rests, 1) - labels
+        rests = log_others
+        if labels.shape[1] > 1:
+            others = [
+                torch.cat([log_others, labels[:, :k], labels[:, k + 1 :]], 1).logsumexp(1)
+                for k in range(labels.shape[1])
+            ]
+            rests = torch.stack(others, 1)
+        margin = rests - labels
         log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
         self.log_probs = log_probs.where(self.labels >= 0, -torch.inf)
         self.log_normalizer = torch.cat([log_others, labels], 1).logsumexp(1)

@@ -47,9 +47,13 @@ class Geometry:
         self.spread: Tensor | None = None
         if self.linear:
             return
-        sample = self.prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
         if kind == "sphere":
             self.inverse = inverse_norms(self.prototypes).to(dtype)
+            if centered is False:
+                self.spread = self.inverse.new_ones(())
+                return
+        sample = self.prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
+        if kind == "sphere":
             sample = unit_rows(sample)
         center, energy = sample.mean(0), sample.square().sum(-1).mean()
         share = center.square().sum()

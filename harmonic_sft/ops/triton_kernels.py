@@ -84,11 +84,7 @@ def _load_column(ptr, columns, plan):
 @triton.jit
 def _log(values, plan):
     """The logarithm of the hardware, with an absolute error of 2e-7."""
-    if plan.interpreted:
-        logs = tl.log(values)
-    else:
-        logs = libdevice.fast_logf(values)
-    return logs
+    return tl.log(values) if plan.interpreted else libdevice.fast_logf(values)
 
 
 @triton.jit
@@ -116,6 +112,27 @@ def _load_scores(scores, rows, columns, first, num_rows, plan):
 def _without_nan(values, replacement):
     """Values to take a minimum or maximum of; a NaN shows in the sums."""
     return tl.where(values == values, values, replacement)
+
+
+@triton.jit
+def _leave_out(distances, keep, limits, columns, plan):
+    """Take out the closest pair of each row if it is near, and find the closest that is left."""
+    distances = tl.where(keep, distances, float("inf"))
+    nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+    near_column = tl.full((plan.block_t,), -1, tl.int32)
+    near = nearest < limits
+    if tl.max(near.to(tl.int32), axis=0) > 0:
+        at_nearest = distances == nearest[:, None]
+        place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
+        near_column = tl.where(near, place, near_column)
+        keep = keep & (columns[None, :] != near_column[:, None])
+        # Only a second near pair of one tile can come down to this floor: what is left of it is
+        # rounding error, which must not reach the logarithm with its sign.
+        floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
+        distances = tl.where(distances < floor, floor, distances)
+        distances = tl.where(keep, distances, float("inf"))
+        nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+    return distances, keep, nearest, near_column
 
 
 @triton.jit
@@ -150,6 +167,17 @@ def _store(out, values, rows, columns, num_rows, plan):
     tl.store(ptrs, values.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _keep(kept, probs, inverse, keep, rows, columns, num_rows, plan):
+    """Store the weights of one tile."""
+    if kept.softmax is not None:
+        _store(kept.softmax, probs * inverse, rows, columns, num_rows, plan)
+    if kept.inverse is not None:
+        _store(kept.inverse, tl.where(keep, inverse, 0.0), rows, columns, num_rows, plan)
+    if kept.probs is not None:
+        _store(kept.probs, probs, rows, columns, num_rows, plan)
+
+
 @triton.jit(do_not_specialize=["num_rows", "first"])
 def statistics_kernel(scores, out, kept, num_rows, first, plan):
     """Sums over one tile of its rows, and its weights: what `TorchTiles` writes.
@@ -165,22 +193,8 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
     log_scale = tl.zeros((plan.block_t,), tl.float32)
     inverse = 1.0
     if scores.row is not None:
-        distances = tl.where(keep, logits, float("inf"))
-        nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
         limits = tl.load(scores.near + rows, mask=inside, other=0.0)
-        near_column = tl.full((plan.block_t,), -1, tl.int32)
-        near = nearest < limits
-        if tl.max(near.to(tl.int32), axis=0) > 0:
-            at_nearest = distances == nearest[:, None]
-            place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
-            near_column = tl.where(near, place, near_column)
-            keep = keep & (columns[None, :] != near_column[:, None])
-            # Only a second near pair of one tile can come down to this floor: what is left of it
-            # is rounding error, which must not reach the logarithm with its sign.
-            floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
-            distances = tl.where(distances < floor, floor, distances)
-            distances = tl.where(keep, distances, float("inf"))
-            nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+        distances, keep, nearest, near_column = _leave_out(logits, keep, limits, columns, plan)
         tl.store(out.near_columns + slots, near_column, mask=inside)
         nearest = tl.where(nearest == float("inf"), 1.0, nearest)
         h_exp = tl.load(scores.h_exp)
@@ -207,12 +221,7 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
         tl.store(out.logits + slots, total, mask=inside)
     if out.moments is not None:
         _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan)
-    if kept.softmax is not None:
-        _store(kept.softmax, probs * inverse, rows, columns, num_rows, plan)
-    if kept.inverse is not None:
-        _store(kept.inverse, tl.where(keep, inverse, 0.0), rows, columns, num_rows, plan)
-    if kept.probs is not None:
-        _store(kept.probs, probs, rows, columns, num_rows, plan)
+    _keep(kept, probs, inverse, keep, rows, columns, num_rows, plan)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

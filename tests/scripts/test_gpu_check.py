@@ -27,7 +27,8 @@ def test_decoder_note_and_blocks_are_rehearsed(tmp_path):
     rows = json.loads((tmp_path / "note.json").read_text())["rows"]
     assert "rotation of dist, harmonic" in {row["name"] for row in rows}
     steps = json.loads((tmp_path / "blocks.json").read_text())["steps"]["24x16x700"]
-    assert set(steps) == set(gpu_check.BLOCKS)
+    assert set(steps) == {"STATISTICS", "COEFFICIENTS", "SCORE_BYTES"}
+    assert len(steps["SCORE_BYTES"]) == len(gpu_check.SCORES)
 
 
 @pytest.mark.slow
