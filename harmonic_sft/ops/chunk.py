@@ -36,8 +36,8 @@ class Chunk:
         best: `[tiles, T]` or None, the column of the largest logit.
         second_sums: `[R, tiles, T]`, that the stage asks for.
         columns: `[T, S]`, of the pairs; -1 where there is none.
-        squared: `[T, S]`, d2 + eps of the pairs; 1 for a linear head.
-        logs: `[T, S]`, log(squared / unit); 0 for a linear head and where there is no pair.
+        squared: `[T, S]`, d2 + eps of the pairs of distances.
+        logs: `[T, S]`, log(squared / unit) of distances; 0 where there is no pair.
         logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
         log_normalizer: `[T]`, logsumexp over all classes, distances in `unit`.
         log_probs: `[T, K]`, of the labels; -inf where there is none. Accurate also when p is close
@@ -127,7 +127,6 @@ class Chunk:
         log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
         self.log_probs = log_probs.where(self.labels >= 0, -torch.inf)
         self.log_normalizer = torch.cat([log_others, labels], 1).logsumexp(1)
-        self.saved = torch.zeros_like(self.log_normalizer)
 
     def metrics(self, target: Tensor, normalizer: Tensor) -> TokenMetrics:
         """Return what is reported of each token.

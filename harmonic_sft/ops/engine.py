@@ -21,9 +21,7 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
 LOOSE_ROWS = 256  # of chunks that keep no weights
-# Of a chunk on a GPU, where each chunk converts all prototypes and adds to the gradient of all: at
-# least so many of 16 bits as make a chunk of 2048 rows.
-DEVICE_BYTES, DEVICE_ROWS = 2**29, 2048
+DEVICE_BYTES = 2**30  # of a chunk on a GPU: each adds to the gradient of all prototypes there
 
 
 class Softmax:
@@ -86,26 +84,26 @@ class Softmax:
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""
         placed, inverse = self.geometry.place(self.hidden_states[tokens])
+        labels = self.stage.labels[tokens]
+        if self.geometry.linear:
+            one = placed.new_ones(len(placed), 1)
+            return Chunk(tokens, placed, inverse, one, None, one, labels)
         squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
         unit, row = self.geometry.unit(squared), self.geometry.row(squared, inverse)
         limits = self.geometry.near_limits(squared)
-        return Chunk(tokens, placed, inverse, unit, row, limits, self.stage.labels[tokens])
+        return Chunk(tokens, placed, inverse, unit, row, limits, labels)
 
     def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
         """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""
         geometry = self.geometry
         columns = chunk.labels if near is None else torch.cat([chunk.labels, near], 1)  # [T, S]
-        known = columns.clamp_min(0)
-        scores = self.tiles.pair_scores(chunk, columns)
-        squared, logs, logits = torch.ones_like(scores), torch.zeros_like(scores), scores
+        chunk.columns, there = columns, columns >= 0
+        logits = scores = self.tiles.pair_scores(chunk, columns)
         if not geometry.linear:
-            squared = scores + geometry.eps + geometry.undirected(chunk.inverse, known)
-            logs = torch.log(squared / chunk.unit)
-            logits = logs * self.stage.h_exp
+            logs = torch.log(scores / chunk.unit).where(there, 0)
+            chunk.squared, chunk.logs, logits = scores, logs, logs * self.stage.h_exp
         if self.bias is not None:
-            logits = logits + self.bias[known].to(logits.dtype)
-        there = columns >= 0
-        chunk.columns, chunk.squared, chunk.logs = columns, squared, logs.where(there, 0)
+            logits = logits + self.bias[columns.clamp_min(0)].to(logits.dtype)
         chunk.logits = logits.where(there, -torch.inf)
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
@@ -148,7 +146,8 @@ def forward(*flat: Any) -> Results:
     keep, learns = arguments.early, arguments.needs_gradient("h_exp")
     with _arithmetic(arguments) as workers:
         stage, gradients, heads = _build(arguments, workers)
-        loss, exponent = (stage.target.new_zeros(len(stage.labels)) for _ in range(2))
+        loss = stage.target.new_empty(len(stage.labels))
+        exponent = torch.zeros_like(loss if learns else loss[:0])
         measured: list[TokenMetrics] = []
         for tokens in _slices(arguments, heads):
             outer = _token_weights(arguments, tokens, loss.dtype)
@@ -173,7 +172,6 @@ def forward(*flat: Any) -> Results:
             head.complete()
     nothing = [loss.new_empty(0), loss.new_empty(0), loss.new_empty(0), stage.labels.new_empty(0)]
     metrics = map(torch.cat, zip(*measured, strict=True)) if measured else nothing
-    exponent = exponent if learns else loss.new_empty(0)
     return Results(loss, *metrics, exponent, *_finished(arguments, gradients))
 
 
@@ -192,7 +190,7 @@ def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: 
     rows = min(num_tokens, _kept_rows(vocab_size, hidden_size, num_kept, device))
     if device == "cpu":
         return 4 * rows * (vocab_size + 8 * hidden_size)
-    products = 2**26 + min(4 * vocab_size * hidden_size, 160 * 2**20)
+    products = 2**27 + min(4 * vocab_size * hidden_size, 160 * 2**20)
     return 2 * rows * (vocab_size + 16 * hidden_size) + products
 
 
@@ -216,8 +214,7 @@ def _slices(arguments: Arguments, heads: list[Softmax]) -> Iterator[slice]:
 def _kept_rows(vocab_size: int, hidden_size: int, num_kept: float, device: str) -> int:
     """Return how many tokens have `num_kept` rows of V numbers each in a chunk."""
     if device != "cpu":
-        budget = max(DEVICE_BYTES, 2 * vocab_size * DEVICE_ROWS)
-        return int(budget // (4 * vocab_size * num_kept))
+        return max(int(DEVICE_BYTES // (4 * vocab_size * num_kept)), MIN_ROWS)
     fitting = int(KEPT_BYTES // (4 * vocab_size * num_kept))
     return max(min(max(KEPT_ROWS, hidden_size // 4), fitting), MIN_ROWS)
 

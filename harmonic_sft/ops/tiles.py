@@ -98,15 +98,18 @@ class TorchTiles:
         return self._joined(near)
 
     def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
-        """Return dot products or squared distances of pairs `[T, S]`, by direct difference."""
-        parts = []
-        for classes in columns.clamp_min(0).unbind(1):
-            prototypes = self.geometry.rows(classes)  # [T, D]
-            if self.geometry.linear:
+        """Return dot products or squared distances of pairs `[T, S]`, by direct difference.
+
+        What is returned for the column -1 has no meaning.
+        """
+        geometry, known, parts = self.geometry, columns.clamp_min(0), []
+        for classes in known.unbind(1):
+            prototypes = geometry.rows(classes)  # [T, D]
+            if geometry.linear:
                 parts.append((chunk.placed * prototypes).sum(1))
             else:
-                parts.append((chunk.placed - prototypes).square_().sum(1))
-        return torch.stack(parts, 1)
+                parts.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
+        return torch.stack(parts, 1) + geometry.undirected(chunk.inverse, known)
 
     def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
         """Add the pairs' part, and complete the gradient of a chunk's hidden states.

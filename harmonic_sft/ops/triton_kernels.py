@@ -18,12 +18,13 @@ class Scores(NamedTuple):
     products: Any  # [T, W] float32, rows padded: see `Plan`
     labels: Any  # [T, num_labels], -1 = none
     row: Any  # [T], with column and the factors of the squared distance
-    column: Any  # [V]
-    row_factor: Any  # [T]
+    column: Any  # [V]; None is 2 + eps, of points on the sphere
+    row_factor: Any  # [T], beside -2
     column_factor: Any  # [V]
     unit: Any  # [T]
-    near: Any  # [T], squared distances below are near
+    near: Any  # [T], limits of near pairs
     h_exp: Any  # one number on the device
+    eps: Any
     bias: Any  # [V]
 
 
@@ -65,6 +66,8 @@ class Plan(NamedTuple):
     width: Any  # of the rows of `[T, W]` matrices: W, up to a multiple of 64
     stride: Any  # of the rows of `[T, V]` matrices: V, up to a multiple of 64
     num_labels: Any
+    linear: Any
+    near_share: Any  # of the limits of near pairs
     tile: Any  # classes of one tile of the statistics
     block_t: Any  # rows of one program
     block_v: Any  # classes of one program
@@ -100,11 +103,18 @@ def _load_scores(scores, rows, columns, first, num_rows, plan):
         ptrs = scores.labels + rows * plan.num_labels + slot
         label = tl.load(ptrs, mask=rows < num_rows, other=-1)
         keep = keep & (label[:, None] != columns[None, :])
-    if scores.row is not None:
-        factors = _load_row(scores.row_factor, rows, num_rows)
-        factors *= _load_column(scores.column_factor, columns, plan)
-        values = _load_column(scores.column, columns, plan) + factors * values
-        values += _load_row(scores.row, rows, num_rows)
+    if not plan.linear:
+        values *= -2.0
+        if scores.row_factor is not None:
+            values *= _load_row(scores.row_factor, rows, num_rows)
+        if scores.column_factor is not None:
+            values *= _load_column(scores.column_factor, columns, plan)
+        if scores.column is None:
+            values += 2.0 + scores.eps
+        else:
+            values += _load_column(scores.column, columns, plan)
+        if scores.row is not None:
+            values += _load_row(scores.row, rows, num_rows)
     return values, keep
 
 
@@ -192,8 +202,8 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
     logits, keep = _load_scores(scores, rows, columns, first * plan.block_v, num_rows, plan)
     log_scale = tl.zeros((plan.block_t,), tl.float32)
     inverse = 1.0
-    if scores.row is not None:
-        limits = tl.load(scores.near + rows, mask=inside, other=0.0)
+    if not plan.linear:
+        limits = plan.near_share * tl.load(scores.near + rows, mask=inside, other=0.0)
         distances, keep, nearest, near_column = _leave_out(logits, keep, limits, columns, plan)
         tl.store(out.near_columns + slots, near_column, mask=inside)
         nearest = tl.where(nearest == float("inf"), 1.0, nearest)
@@ -203,12 +213,14 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
         logits = h_exp * _log(ratio, plan)
         unit = tl.load(scores.unit + rows, mask=inside, other=1.0)
         log_scale = h_exp * tl.log(nearest / unit)
-        inverse = _load_column(scores.column_factor, columns, plan) / distances  # 0 if left out
+        inverse = 1.0 / distances  # 0 where left out
+        if scores.column_factor is not None:
+            inverse *= _load_column(scores.column_factor, columns, plan)
     bias = tl.zeros((1, plan.block_v), tl.float32)
     if scores.bias is not None:
         bias = _load_column(scores.bias, columns, plan)
         logits += bias
-    if scores.bias is not None or scores.row is None:
+    if scores.bias is not None or plan.linear:
         peaks = tl.max(_without_nan(tl.where(keep, logits, float("-inf")), float("-inf")), axis=1)
         peaks = tl.where(peaks == float("-inf"), 0.0, peaks)
         logits -= peaks[:, None]

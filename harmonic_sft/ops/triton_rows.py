@@ -86,7 +86,7 @@ def split_kernel(values, stride, out, shape):
 
 
 @triton.jit
-def score_kernel(prototypes, placed, columns, out, shape):
+def score_kernel(prototypes, placed, inverse, columns, eps, out, shape):
     """The dot product or squared distance of one pair."""
     pair = tl.program_id(0)
     dims = tl.arange(0, shape.block)
@@ -98,7 +98,13 @@ def score_kernel(prototypes, placed, columns, out, shape):
     if not shape.linear:
         vector = tl.where(inside, state - vector, 0.0)
         state = vector
-    tl.store(out + pair, tl.sum(state * vector))
+    score = tl.sum(state * vector)
+    if not shape.linear:
+        score += eps
+        if inverse is not None:  # a right angle to what has no direction
+            own, other = tl.load(inverse + row), tl.load(prototypes.inverse + tl.maximum(column, 0))
+            score += (own == 0.0).to(tl.float32) + (other == 0.0).to(tl.float32)
+    tl.store(out + pair, score)
 
 
 @triton.jit
@@ -197,12 +203,12 @@ class Rows:
         split_kernel[(len(values),)](values, values.stride(0), out, shape, **options)
         return out
 
-    def scores(self, placed: Tensor, columns: Tensor) -> Tensor:
-        """Return dot products or squared distances `[T, S]` of pairs; 0 for the column -1."""
+    def scores(self, placed: Tensor, inverse: Tensor | None, columns: Tensor) -> Tensor:
+        """Return dot products or squared distances `[T, S]` of pairs, eps included."""
         out = placed.new_empty(columns.shape)
         shape, options = self._shape(columns.shape[1])
-        states = placed.contiguous()
-        score_kernel[(out.numel(),)](self.prototypes, states, columns, out, shape, **options)
+        given = placed.contiguous(), inverse, columns, self.geometry.eps
+        score_kernel[(out.numel(),)](self.prototypes, *given, out, shape, **options)
         return out
 
     def pull(self, pairs: Pairs, inverse: Tensor | None, total: Tensor, out: Tensor) -> None:

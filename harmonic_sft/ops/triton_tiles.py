@@ -23,12 +23,12 @@ from harmonic_sft.ops.triton_rows import Pairs, Rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
 # Rows, classes and warps of one program: of the statistics, and of the coefficients.
-STATISTICS, COEFFICIENTS = (4, 1024, 4), (16, 256, 4)
+STATISTICS, COEFFICIENTS = (2, 1024, 4), (16, 256, 4)
 if INTERPRETED:
     STATISTICS = COEFFICIENTS = (16, 32, 1)
 # Said aloud, because triton 3.9 warns where the default of a later version will differ.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
-SCORE_BYTES = 2**26  # of the scores of one block of classes: about a cache
+SCORE_BYTES = 2**27  # of the scores of one block of classes
 # Of prototypes in other numbers than they are stored in: all of them, if they are no more than
 # this, and otherwise those of a block.
 TERM_BYTES = 160 * 2**20
@@ -88,11 +88,9 @@ class TritonTiles:
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.num_classes, self.hidden_size = geometry.prototypes.shape
-        self.column = self.column_factor = self.column_sums = None
-        if distances:
+        self.column = self.column_sums = None
+        if distances and geometry.with_sums:
             self.column = geometry.columns().contiguous()
-            scale = geometry.scale
-            self.column_factor = torch.ones_like(self.column) if scale is None else scale
         if geometry.with_sums and self.gradient is not None:
             self.column_sums = self.gradient.new_zeros(self.num_classes)
         self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
@@ -159,7 +157,7 @@ class TritonTiles:
     def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
         """Return dot products or squared distances of pairs: see `TorchTiles`."""
         with torch.cuda.device_of(columns):
-            return self.rows.scores(chunk.placed, columns)
+            return self.rows.scores(chunk.placed, chunk.inverse, columns)
 
     def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
         """Add the pairs' part and complete the hidden states' gradient: see `TorchTiles`."""
@@ -242,15 +240,13 @@ class TritonTiles:
     def _scores(self, chunk: Chunk) -> Scores:
         """Return what makes logits of products, all but these."""
         labels = chunk.labels.contiguous()
-        if self.geometry.linear:
-            return Scores(None, labels, *[None] * 7, bias=self.bias)
-        row_factor = torch.full_like(chunk.unit, -2.0)
-        if self.takes_raw and chunk.inverse is not None:
-            row_factor = row_factor * chunk.inverse
-        row = torch.zeros_like(chunk.unit) if chunk.row is None else chunk.row
-        near = NEAR_SHARE * chunk.near_limits
-        vectors = (row, self.column, row_factor, self.column_factor, chunk.unit, near)
-        return Scores(None, labels, *vectors, h_exp=self.h_exp, bias=self.bias)
+        geometry = self.geometry
+        if geometry.linear:
+            return Scores(None, labels, *[None] * 8, bias=self.bias)
+        row_factor = chunk.inverse if self.takes_raw else None
+        vectors = (chunk.row, self.column, row_factor, geometry.scale, chunk.unit)
+        others = (chunk.near_limits, self.h_exp, geometry.eps)
+        return Scores(None, labels, *vectors, *others, bias=self.bias)
 
     def _matrix(self, num_rows: int) -> Tensor:
         """Return a new matrix whose rows start at multiples of 64 numbers, `[T, stride]`."""
@@ -258,7 +254,8 @@ class TritonTiles:
 
     def _plan(self, program: tuple[int, int, int], chunk: Chunk, width: int) -> Plan:
         shape = (self.num_classes, width, _aligned(self.num_classes), chunk.labels.shape[1])
-        return Plan(*map(tl.constexpr, (*shape, STATISTICS[1], *program[:2], INTERPRETED)))
+        kind = (self.geometry.linear, NEAR_SHARE)
+        return Plan(*map(tl.constexpr, (*shape, *kind, STATISTICS[1], *program[:2], INTERPRETED)))
 
 
 def _aligned(num_classes: int) -> int:
