@@ -8,7 +8,8 @@
 | profile | one step of the loss: kernels by time, launches, halts, registers and spills of ours |
 | loss, loss_large | time and memory of the losses against their peers, by precision |
 | step | a step of configs/neobert.yaml against the plain Trainer with NeoBERT's own decoder |
-| job | configs/neobert.yaml at its true shape in 24 GB: peak, tokens a second, variants, a resume |
+| job | configs/neobert.yaml at its true shape in 24 GB: peak, tokens a second, variants |
+| survival | the same through an out-of-memory error, for 200 shorter steps, and resumed |
 | decoder | LoRA and head on a Llama of 1.3 billion weights, also in 4 bits, against its own loss |
 | note | a step of GPT-2 medium's shape with rotation, smoothing and W2 against the plain head |
 | blocks | the loss with other block sizes of our kernels |
@@ -49,6 +50,7 @@ from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.loading import load_base_config
 from harmonic_sft.training.memory import estimate_step
+from harmonic_sft.training.run import prepare
 from scripts import benchmark_ops, benchmark_step, make_neobert, make_small_gpt
 from scripts.benchmark_ops_arms import Inputs, Sizes
 
@@ -186,19 +188,52 @@ def job(options: argparse.Namespace) -> None:
     for name, changes in variants.items():
         found[name] = _train(options, name, changes)
         _write(options, "job", {"runs": found})  # what is lent may end, or fail, before the rest
-    recipe = found["recipe"]
-    if torch.cuda.is_available():  # a real error, of a card with less memory than the recipe takes
-        _limit(int(0.85 * recipe["peak_memory_bytes"]))
-        try:
-            found["out of memory"] = _train(options, "out of memory", [])
-        except StoppedError as error:  # not even one row fitted: no reason to lose the rest
-            print(f"out of memory: {error}")
-        _limit(CARD)
+    estimate = _estimate(options)
+    _show_runs(found)
+    print(f"Estimated by --dry-run: {estimate / GIB:.2f} GiB")
+    _write(options, "job", {"runs": found, "estimate_bytes": estimate})
+
+
+def survival(options: argparse.Namespace) -> None:
+    """Train through a real out-of-memory error, for 200 steps, and again from a checkpoint."""
     shorter = ["training.gradient_accumulation_steps=1", "data.context_length=1024"]
     steps = [] if options.small else ["training.max_steps=200", *shorter]
-    found["200 short steps"] = _train(options, "200 short steps", steps)
-    resumed = _resumes_bit_equal(options)
-    estimate = _estimate(options)
+    whole = _losses(options, "whole", [])
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    found = {"whole": whole, "200 short steps": _losses(options, "200 short steps", steps)}
+    if peak:  # a real error, of a card with less memory than the run takes
+        try:
+            found["out of memory"] = _losses(options, "out of memory", [], limit=int(0.85 * peak))
+        except StoppedError as error:  # not even one row fitted: no reason to lose the rest
+            print(f"out of memory: {error}")
+    found["resumed"] = [float(_resumes_bit_equal(options))]
+    rows = [(name, len(some), some[0], some[-1]) for name, some in found.items()]
+    show_table("Losses; resumed: 1 = bit-equal", ["run", "steps", "first", "last"], rows)
+    _write(options, "survival", {"runs": found, "peak_bytes": peak})
+
+
+def _losses(
+    options: argparse.Namespace, name: str, changes: Sequence[str], limit: int | None = None
+) -> list[float]:
+    """Train without an evaluation, in `limit` bytes of the card, and return the losses."""
+    folder = options.output / name.replace(" ", "_")
+    shutil.rmtree(folder, ignore_errors=True)
+    where = [f"training.output_dir={folder}", "training.save_strategy=no"]
+    steps = [f"training.max_steps={3 if options.small else 4}"]
+    _forget()
+    trainer = prepare(
+        load_run_config(CONFIG, [*_overrides(options), *steps, *where, *changes])
+    ).trainer
+    _limit(limit or CARD)
+    try:
+        trainer.train()
+    finally:
+        _limit(CARD)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def _show_runs(found: dict[str, dict[str, Any]]) -> None:
+    first = next(iter(found.values()))
     rows = [
         (
             name,
@@ -206,14 +241,12 @@ def job(options: argparse.Namespace) -> None:
             round(one["tokens_per_second"] or 0),
             f"{100 * (one['data_wait_share'] or 0):.0f}",
             *(f"{loss:.3f}" for loss in (one["losses"][0], one["losses"][-1])),
-            f"{max(map(abs, _differences(one, recipe)), default=0.0):.1g}",
+            f"{max(map(abs, _differences(one, first)), default=0.0):.1g}",
         )
         for name, one in found.items()
     ]
-    columns = ["run", "peak, GiB", "tokens/s", "data, %", "first loss", "last", "off the recipe"]
+    columns = ["run", "peak, GiB", "tokens/s", "data, %", "first loss", "last", "off the first"]
     show_table("configs/neobert.yaml, random weights", columns, rows)
-    print(f"Estimated by --dry-run: {estimate / GIB:.2f} GiB. Resumed bit-equal: {resumed}")
-    _write(options, "job", {"runs": found, "estimate_bytes": estimate, "resumed_equal": resumed})
 
 
 def decoder(options: argparse.Namespace) -> None:
@@ -393,6 +426,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "loss_large": loss_large,
     "step": step,
     "job": job,
+    "survival": survival,
     "decoder": decoder,
     "note": note,
     "blocks": blocks,

@@ -90,15 +90,17 @@ class CrossEntropyStage:
         """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
         (chunk,) = chunks
         target = (1 - self.smoothing) * self.target[chunk.tokens]
-        total = target.sum(1, keepdim=True)
-        extra = torch.full_like(total, self.smoothing)
-        if self.z_loss:
-            extra += 2 * self.z_loss * self.normalizer(chunk).unsqueeze(1)
-        chunk.mass = (total + extra).squeeze(1) * outer
-        chunk.target = target * outer.unsqueeze(1)
+        mass = target.sum(1, keepdim=True)
         # mass - target, but not by a difference: a small smoothing would vanish in it.
-        chunk.rest = (total - target + extra) * outer.unsqueeze(1)
-        chunk.floor = torch.full_like(outer, self.smoothing / self.num_classes) * outer
+        rest = mass - target
+        if self.smoothing or self.z_loss:
+            extra = torch.full_like(mass, self.smoothing)
+            if self.z_loss:
+                extra += 2 * self.z_loss * self.normalizer(chunk).unsqueeze(1)
+            mass, rest = mass + extra, rest + extra
+        factor = outer.unsqueeze(1)
+        chunk.mass, chunk.target = (mass * factor).squeeze(1), target * factor
+        chunk.rest, chunk.floor = rest * factor, outer * (self.smoothing / self.num_classes)
 
     def slopes(self, chunk: Chunk) -> Tensor:
         """Return dL/dlogit `[T, S]` of the pairs, 0 where there is none, without the floor."""

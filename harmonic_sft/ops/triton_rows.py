@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harmonic_sft.ops.geometry import Geometry
 
-MEMBERS, WIDTH = 16, 128  # pairs of one class, and numbers of each, that are loaded together
+MEMBERS, WIDTH = 8, 256  # pairs of one class, and numbers of each, that are loaded together
 FEW, MANY = 4, 8  # warps of a program, for rows of up to and above 2048 numbers
 
 

@@ -106,6 +106,7 @@ def test_two_runs_have_the_same_bits(kind, h_exp, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "h_exp"), KINDS)
 def test_no_step_waits_for_the_device(kind, h_exp, dtype):

@@ -42,9 +42,12 @@ def test_the_losses_are_measured_in_every_precision(tmp_path):
 def test_the_recipe_is_compared_with_the_plain_trainer_and_resumed(tmp_path):
     rehearse("step", tmp_path)
     assert len(json.loads((tmp_path / "step.json").read_text())["arms"]) == 4
+    rehearse("survival", tmp_path)
+    found = json.loads((tmp_path / "survival.json").read_text())["runs"]
+    assert found["resumed"] == [1.0]
+    assert found["whole"] == found["200 short steps"]  # of 3 steps here
     rehearse("job", tmp_path)
     found = json.loads((tmp_path / "job.json").read_text())
-    assert found["resumed_equal"]
     assert found["runs"]["checkpointing"]["losses"] == found["runs"]["recipe"]["losses"]
     assert all(run["steps"] == 3 for run in found["runs"].values())
 
