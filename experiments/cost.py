@@ -100,7 +100,10 @@ def allocated_peak(step: Step, device: torch.device | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # There is one cycle; torch 2.11 would warn that there may be more.
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
             step()
     finally:
         torch.set_num_threads(threads)

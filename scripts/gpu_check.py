@@ -97,7 +97,7 @@ def profile_loss(options: argparse.Namespace) -> None:
         inputs = Inputs.draw(sizes, device, *dtypes)
         for _ in range(3):
             _loss_step(inputs)
-        with profile() as profiler:  # all activities that this machine has
+        with profile(acc_events=True) as profiler:  # all activities that this machine has
             _loss_step(inputs)
         events = profiler.key_averages()
         # An operator's own event has the time of the kernels that it launches, too.
