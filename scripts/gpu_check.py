@@ -191,6 +191,7 @@ def job(options: argparse.Namespace) -> None:
         "padding-free": ["data.padding_free=true"],
     }
     found: dict[str, dict[str, Any]] = {}
+    _train(options, "warm-up", ["training.max_steps=1"])  # compiles kernels, tokenizes the text
     for name, changes in variants.items():
         found[name] = _train(options, name, changes)
         _write(options, "job", {"runs": found})  # what is lent may end, or fail, before the rest
