@@ -73,16 +73,18 @@ class Inputs(NamedTuple):
 
         The prototypes have a dtype of their own, if it is given.
         """
-        generator = torch.Generator().manual_seed(0)
+        given: dict[str, Any] = {
+            "generator": torch.Generator(device).manual_seed(0),
+            "device": device,
+        }
         num_tokens, hidden_size, vocab_size = sizes
-        hidden_states = torch.randn(num_tokens, hidden_size, generator=generator)
-        prototypes = torch.randn(vocab_size, hidden_size, generator=generator)
-        labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
-        prototypes.mul_(hidden_size**-0.5)
+        hidden_states = torch.randn(num_tokens, hidden_size, **given)
+        prototypes = torch.randn(vocab_size, hidden_size, **given).mul_(hidden_size**-0.5)
+        labels = torch.randint(vocab_size, (num_tokens,), **given)
         return cls(
-            hidden_states.to(device, dtype).requires_grad_(),
-            prototypes.to(device, prototype_dtype or dtype).requires_grad_(),
-            labels.to(device),
+            hidden_states.to(dtype).requires_grad_(),
+            prototypes.to(prototype_dtype or dtype).requires_grad_(),
+            labels,
         )
 
     def clear(self) -> None:

@@ -205,12 +205,14 @@ def survival(options: argparse.Namespace) -> None:
     """Train through a real out-of-memory error, for 200 steps, and again from a checkpoint."""
     shorter = ["training.gradient_accumulation_steps=1", "data.context_length=1024"]
     steps = [] if options.small else ["training.max_steps=200", *shorter]
-    whole = _losses(options, "whole", [])
+    fewer = ["training.gradient_accumulation_steps=4"]
+    whole = _losses(options, "whole", fewer)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = {"whole": whole, "200 short steps": _losses(options, "200 short steps", steps)}
     if peak:  # a real error, of a card with less memory than the run takes
         try:
-            found["out of memory"] = _losses(options, "out of memory", [], limit=int(0.85 * peak))
+            limit = int(0.85 * peak)
+            found["out of memory"] = _losses(options, "out of memory", fewer, limit=limit)
         except StoppedError as error:  # not even one row fitted: no reason to lose the rest
             print(f"out of memory: {error}")
     found["resumed"] = [float(_resumes_bit_equal(options))]
@@ -381,6 +383,7 @@ def _resumes_bit_equal(options: argparse.Namespace) -> bool:
     folder = options.output / "resumed"
     shutil.rmtree(folder, ignore_errors=True)
     settings = ["training.max_steps=4", "training.save_steps=2", f"training.output_dir={folder}"]
+    settings.append("training.gradient_accumulation_steps=2")
     settings = [*_overrides(options), *settings]
     with sdpa_kernel(SDPBackend.MATH):  # the gradients of the others differ from run to run
         train(load_run_config(CONFIG, settings))

@@ -105,7 +105,8 @@ def test_bare_products_are_those_of_the_gradients():
     step(inputs)
     hidden_gradient, weight_gradient = step.gradients
     torch.testing.assert_close(hidden_gradient, scores @ prototypes, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(weight_gradient, scores.T @ hidden_states, rtol=1e-4, atol=1e-3)
+    rows = weight_gradient[: len(prototypes)]  # the others are of classes that fill up to 64
+    torch.testing.assert_close(rows, scores.T @ hidden_states, rtol=1e-4, atol=1e-3)
 
 
 def test_peers_of_float32_prototypes_work_on_rounded_ones():
