@@ -333,8 +333,10 @@ def _changed(name: str, value: Any) -> Generator[None]:
 
     before = getattr(triton_tiles, name)
     setattr(triton_tiles, name, value)
-    yield
-    setattr(triton_tiles, name, before)
+    try:
+        yield
+    finally:
+        setattr(triton_tiles, name, before)
 
 
 def _seconds(inputs: Inputs) -> float:
@@ -460,7 +462,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (options.small or torch.cuda.is_available()):
         raise ValueError("GPU: expected one, got none. Rehearse with --small")
     options.output.mkdir(parents=True, exist_ok=True)
-    PARTS[options.part](options)
+    try:
+        PARTS[options.part](options)
+    finally:
+        _limit(sys.maxsize)  # of other parts in this process
 
 
 if __name__ == "__main__":
