@@ -213,7 +213,7 @@ def survival(options: argparse.Namespace) -> None:
         try:
             limit = int(0.85 * peak)
             found["out of memory"] = _losses(options, "out of memory", fewer, limit=limit)
-        except StoppedError as error:  # not even one row fitted: no reason to lose the rest
+        except (StoppedError, torch.OutOfMemoryError) as error:  # no reason to lose the rest
             print(f"out of memory: {error}")
     found["resumed"] = [float(_resumes_bit_equal(options))]
     rows = [(name, len(some), some[0], some[-1]) for name, some in found.items()]
