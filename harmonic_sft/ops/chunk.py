@@ -116,17 +116,20 @@ class Chunk:
         others = [self.log_scale + self.sums.log(), self.near.T]
         log_others = torch.cat(others).logsumexp(0)[:, None]  # [T, 1]
         # The sum leaves out the label, so that 1 - p keeps its digits where p is close to 1.
-        rests, total = log_others, labels
+        rests = log_others
         if labels.shape[1] > 1:
             others = [
                 torch.cat([log_others, labels[:, :k], labels[:, k + 1 :]], 1).logsumexp(1)
                 for k in range(labels.shape[1])
             ]
-            rests, total = torch.stack(others, 1), labels.logsumexp(1, keepdim=True)
+            rests = torch.stack(others, 1)
         margin = rests - labels
         log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
         self.log_probs = log_probs.where(self.labels >= 0, -torch.inf)
-        self.log_normalizer = torch.logaddexp(log_others, total).squeeze(1)
+        if labels.shape[1] == 1 and not labels.is_cpu:  # one kernel, not eight
+            self.log_normalizer = torch.logaddexp(log_others, labels).squeeze(1)
+        else:
+            self.log_normalizer = torch.cat([log_others, labels], 1).logsumexp(1)
 
     def metrics(self, target: Tensor, normalizer: Tensor) -> TokenMetrics:
         """Return what is reported of each token.
