@@ -15,7 +15,8 @@ from triton.language.extra.cuda import libdevice
 class Scores(NamedTuple):
     """What turns products into logits; None = not part of this head."""
 
-    products: Any  # [T, W] float32, rows padded: see `Plan`
+    products: Any  # [T, W] float32
+    width: Any  # of its rows: W, up to a multiple of 64. It follows the number of rows: no constant
     labels: Any  # [T, num_labels], -1 = none
     row: Any  # [T], with column and the factors of the squared distance
     column: Any  # [V]; None is 2 + eps, of points on the sphere
@@ -63,7 +64,6 @@ class Plan(NamedTuple):
     """What a kernel is compiled for; every field is a `tl.constexpr`."""
 
     num_classes: Any
-    width: Any  # of the rows of `[T, W]` matrices: W, up to a multiple of 64
     stride: Any  # of the rows of `[T, V]` matrices: V, up to a multiple of 64
     num_labels: Any
     linear: Any
@@ -95,8 +95,8 @@ def _load_scores(scores, rows, columns, first, num_rows, plan):
     """Products or squared distances of one tile, and which of them exist and are no label."""
     # What stands behind the last class is read with it, so that reads are whole vectors.
     local = columns - first
-    inside = (rows < num_rows)[:, None] & (local < plan.width)[None, :]
-    ptrs = scores.products + rows.to(tl.int64)[:, None] * plan.width + local[None, :]
+    inside = (rows < num_rows)[:, None] & (local < scores.width)[None, :]
+    ptrs = scores.products + rows.to(tl.int64)[:, None] * scores.width + local[None, :]
     keep = inside & (columns < plan.num_classes)[None, :]
     values = tl.load(ptrs, mask=inside, other=0.0)
     for slot in tl.static_range(plan.num_labels):

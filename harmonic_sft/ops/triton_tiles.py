@@ -114,16 +114,17 @@ class TritonTiles:
         states = self.hidden_states[chunk.tokens] if self.takes_raw else chunk.placed
         if self.splits:
             states = torch.cat([states, states], 1)
-        scores, size = self._scores(chunk), self._block_size(num_rows)
+        scores, plan = self._scores(chunk), self._plan(STATISTICS, chunk)
+        size = self._block_size(num_rows)
         buffer = chunk.placed.new_empty(num_rows * _aligned(min(size, self.num_classes)))
         for block in _blocks(self.num_classes, size):
             width = _aligned(block.stop - block.start)
             products = buffer[: num_rows * width].view(num_rows, width)
             products[:, block.stop - block.start :].zero_()
             self._multiply(states, block, products)
-            plan = self._plan(STATISTICS, chunk, width)
             grid = -(-num_rows // STATISTICS[0]), -(-(block.stop - block.start) // tile)
-            given = scores._replace(products=products), out, kept, num_rows, block.start // tile
+            here = scores._replace(products=products, width=width)
+            given = here, out, kept, num_rows, block.start // tile
             with torch.cuda.device_of(products):
                 statistics_kernel[grid](*given, plan, num_warps=STATISTICS[2], **OPTIONS)
         self.kept = kept if keep else None
@@ -230,7 +231,7 @@ class TritonTiles:
         taken = slope * floor if self.smoothed else None
         sums = (row_sums, column_sums, class_sums)
         out = Coefficients(slope * mass, taken, mass, floor, *sums)
-        plan = self._plan(COEFFICIENTS, chunk, 0)
+        plan = self._plan(COEFFICIENTS, chunk)
         with torch.cuda.device_of(mass):
             coefficient_kernel[num_blocks, num_parts](
                 kept, out, num_rows, plan, num_warps=num_warps, **OPTIONS
@@ -242,18 +243,18 @@ class TritonTiles:
         labels = chunk.labels.contiguous()
         geometry = self.geometry
         if geometry.linear:
-            return Scores(None, labels, *[None] * 8, bias=self.bias)
+            return Scores(None, 0, labels, *[None] * 8, bias=self.bias)
         row_factor = chunk.inverse if self.takes_raw else None
         vectors = (chunk.row, self.column, row_factor, geometry.scale, chunk.unit)
         others = (chunk.near_limits, self.h_exp, geometry.eps)
-        return Scores(None, labels, *vectors, *others, bias=self.bias)
+        return Scores(None, 0, labels, *vectors, *others, bias=self.bias)
 
     def _matrix(self, num_rows: int) -> Tensor:
         """Return a new matrix whose rows start at multiples of 64 numbers, `[T, stride]`."""
         return self.h_exp.new_empty(num_rows, _aligned(self.num_classes), dtype=self.dtype)
 
-    def _plan(self, program: tuple[int, int, int], chunk: Chunk, width: int) -> Plan:
-        shape = (self.num_classes, width, _aligned(self.num_classes), chunk.labels.shape[1])
+    def _plan(self, program: tuple[int, int, int], chunk: Chunk) -> Plan:
+        shape = (self.num_classes, _aligned(self.num_classes), chunk.labels.shape[1])
         kind = (self.geometry.linear, NEAR_SHARE)
         return Plan(*map(tl.constexpr, (*shape, *kind, STATISTICS[1], *program[:2], INTERPRETED)))
 

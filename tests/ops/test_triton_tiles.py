@@ -145,6 +145,23 @@ def test_blocks_of_classes_change_no_loss(kind, h_exp, dtype, prototype_dtype, m
         assert (found.double() - wanted.double()).norm() <= tolerance * wanted.double().norm()
 
 
+def test_other_numbers_of_rows_compile_no_other_kernels(monkeypatch):
+    states, prototypes, labels = make_inputs()
+    monkeypatch.setattr(triton_tiles, "SCORE_BYTES", 4 * N * 40)
+    plans, make_plan, sizes = set(), triton_tiles.TritonTiles._plan, set()
+
+    def record(tiles, program, chunk):
+        sizes.add(tiles._block_size(len(chunk.placed)))
+        plans.add(make_plan(tiles, program, chunk))
+        return make_plan(tiles, program, chunk)
+
+    monkeypatch.setattr(triton_tiles.TritonTiles, "_plan", record)
+    for count in (N, N // 2):
+        run("sphere", -7.3, {}, (states[:count], prototypes, labels[:count]))
+    assert len(sizes) == 2  # the blocks differ, and what the kernels are compiled for does not
+    assert len(plans) == 1
+
+
 def test_a_second_loss_has_no_kernels():
     states, prototypes, labels = make_inputs()
     logits, second = AffineLogits(states, prototypes), (prototypes, None, None)
