@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the experiments and th
 
 from experiments.cost import allocated_peak
 from harmonic_sft.results import environment, package_version, show_table, write_results
-from scripts.benchmark_ops_arms import ARMS, BASELINE, FLOOR, Inputs, Sizes, Unavailable
+from scripts.benchmark_ops_arms import ARMS, BARE, BASELINE, FLOOR, Inputs, Sizes, Unavailable
 
 ROWS = {
     "cpu": "1638x768x30522,8192x768x30522,1024x768x50257,256x4096x32000",
@@ -177,6 +177,7 @@ def measure_row(sizes: Sizes, device: torch.device, options: argparse.Namespace)
     row["skipped"] = skipped
     if options.memory:
         add_memory(row["arms"], inputs)
+    BARE.release()
     show_row(sizes, row, options.repetitions)
     return row
 

@@ -144,6 +144,10 @@ class BareProducts:
         self.gradients = torch.zeros_like(self.hidden_states), torch.zeros_like(self.prototypes)
         self.logits = self.hidden_states.new_zeros(len(inputs.labels), len(self.prototypes))
 
+    def release(self) -> None:
+        """Free all that `prepare` made."""
+        vars(self).clear()
+
     def __call__(self, inputs: Inputs) -> None:
         """Multiply."""
         torch.mm(self.hidden_states, self.prototypes.T, out=self.logits)
@@ -233,7 +237,7 @@ def _import(module: str) -> Any:
         raise Unavailable(str(error)) from error
 
 
-SMOOTHING = LossOptions(label_smoothing=0.1)
+SMOOTHING, BARE = LossOptions(label_smoothing=0.1), BareProducts()
 ARMS: dict[str, Arm | BareProducts] = {
     BASELINE: Arm(linear_full_logits, is_ours=False),
     # ForCausalLMLoss is the same but for the shift.
@@ -265,5 +269,5 @@ ARMS: dict[str, Arm | BareProducts] = {
     "linear, triton": Arm(_linear(impl="triton"), devices=("cuda",)),
     "harmonic, triton": Arm(_distance(impl="triton"), devices=("cuda",)),
     "harmonic sphere, triton": Arm(_distance(unit_sphere=True, impl="triton"), devices=("cuda",)),
-    FLOOR: BareProducts(),
+    FLOOR: BARE,
 }
