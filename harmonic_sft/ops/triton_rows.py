@@ -207,7 +207,7 @@ class Rows:
         """Return dot products or squared distances `[T, S]` of pairs, eps included."""
         out = placed.new_empty(columns.shape)
         shape, options = self._shape(columns.shape[1])
-        given = placed.contiguous(), inverse, columns, self.geometry.eps
+        given = placed.contiguous(), inverse, columns.contiguous(), self.geometry.eps
         score_kernel[(out.numel(),)](self.prototypes, *given, out, shape, **options)
         return out
 

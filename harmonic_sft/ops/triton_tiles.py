@@ -136,7 +136,8 @@ class TritonTiles:
         assert kept is not None, "accumulate: expected score with keep before"
         coefficients = kept.softmax[:, : self.num_classes]
         sums = self._weigh(chunk, kept)
-        self.total = torch.zeros_like(chunk.placed)
+        # Hidden states may be strided, and `zeros_like` alone would take over their order.
+        self.total = torch.zeros_like(chunk.placed, memory_format=torch.contiguous_format)
         if self.wants_hidden:
             for block in _blocks(self.num_classes, self._vectors_size()):
                 vectors = self._vectors(block)

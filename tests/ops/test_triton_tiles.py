@@ -162,6 +162,18 @@ def test_other_numbers_of_rows_compile_no_other_kernels(monkeypatch):
     assert len(plans) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "h_exp"), KINDS)
+def test_columns_first_and_strides_change_nothing(kind, h_exp, dtype):
+    states, prototypes, labels = (x if x.dim() == 1 else x.to(dtype) for x in make_inputs())
+    expected = run(kind, h_exp, {}, (states, prototypes, labels), dtype=dtype)
+    strided = labels.repeat_interleave(2)[::2]
+    transposed = states.T.contiguous().T, prototypes.T.contiguous().T, strided
+    wide = torch.cat([states, states], 1)[:, :D], torch.cat([prototypes] * 2, 1)[:, :D], strided
+    for inputs in (transposed, wide):
+        check(run(kind, h_exp, {}, inputs, dtype=dtype), expected, 1e-5)
+
+
 def test_a_second_loss_has_no_kernels():
     states, prototypes, labels = make_inputs()
     logits, second = AffineLogits(states, prototypes), (prototypes, None, None)
@@ -203,7 +215,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     path = tmp_path / "found.json"
     subprocess.run([*command, "--json", path], env=env, check=True)
     rows = json.loads(path.read_text())["rows"]
-    assert [row["kernel"] for row in rows] == ["coefficient_kernel", "statistics_kernel"]
+    names = ("coefficient", "complete", "pull", "push", "score", "split", "statistics")
+    assert [row["kernel"] for row in rows] == [f"{name}_kernel" for name in names]
     assert all(row["spill stores"] == row["spill loads"] == 0 for row in rows)
     assert all(row["shared bytes"] <= 99 * 1024 for row in rows)
 
