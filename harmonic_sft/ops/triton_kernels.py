@@ -34,7 +34,7 @@ class Statistics(NamedTuple):
 
     log_scale: Any
     sums: Any
-    near_columns: Any
+    near: Any  # the closest near pair: its squared distance above its column, see `_leave_out`
     moments: Any  # [3, num_tiles, T]
     logits: Any
     best: Any
@@ -126,23 +126,29 @@ def _without_nan(values, replacement):
 
 @triton.jit
 def _leave_out(distances, keep, limits, columns, plan):
-    """Take out the closest pair of each row if it is near, and find the closest that is left."""
+    """Take out the closest pair of each row if it is near, and find the closest that is left.
+
+    A near pair is one number, to be compared with others: the bits of its squared distance, and in
+    the lower half its column. Where there is none it is the largest one, whose lower half is -1.
+    """
     distances = tl.where(keep, distances, float("inf"))
     nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
-    near_column = tl.full((plan.block_t,), -1, tl.int32)
+    pair = tl.full((plan.block_t,), 2**63 - 1, tl.int64)
     near = nearest < limits
     if tl.max(near.to(tl.int32), axis=0) > 0:
         at_nearest = distances == nearest[:, None]
         place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
-        near_column = tl.where(near, place, near_column)
-        keep = keep & (columns[None, :] != near_column[:, None])
+        place = tl.where(near, place, -1)
+        keep = keep & (columns[None, :] != place[:, None])
+        bits = tl.maximum(nearest, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+        pair = tl.where(near, (bits << 32) | place, pair)
         # Only a second near pair of one tile can come down to this floor: what is left of it is
         # rounding error, which must not reach the logarithm with its sign.
         floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
         distances = tl.where(distances < floor, floor, distances)
         distances = tl.where(keep, distances, float("inf"))
         nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
-    return distances, keep, nearest, near_column
+    return distances, keep, nearest, pair
 
 
 @triton.jit
@@ -204,8 +210,8 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
     inverse = 1.0
     if not plan.linear:
         limits = plan.near_share * tl.load(scores.near + rows, mask=inside, other=0.0)
-        distances, keep, nearest, near_column = _leave_out(logits, keep, limits, columns, plan)
-        tl.store(out.near_columns + slots, near_column, mask=inside)
+        distances, keep, nearest, pair = _leave_out(logits, keep, limits, columns, plan)
+        tl.store(out.near + slots, pair, mask=inside)
         nearest = tl.where(nearest == float("inf"), 1.0, nearest)
         h_exp = tl.load(scores.h_exp)
         # The ratio keeps digits that a difference of large logits would lose.

@@ -33,9 +33,9 @@ SCORE_BYTES = 2**27  # of the scores of one block of classes
 # this, and otherwise those of a block.
 TERM_BYTES = 160 * 2**20
 ALIGNED = 64  # classes: products of other numbers of them take twice as long
-# A tile reports its closest near pair. More than this many of a row (a cluster of prototypes that
-# the hidden state sits in) are dropped, since counting them would halt the device; hence the
-# narrower notion of near than on the CPU.
+# A tile reports its closest near pair. Of more than this many of a row (a cluster of prototypes
+# that the hidden state sits in) the closest are kept and the others are dropped, since counting
+# them would halt the device; hence the narrower notion of near than on the CPU.
 NEAR_PER_ROW = 4
 NEAR_SHARE = 2.0**-3
 
@@ -105,7 +105,7 @@ class TritonTiles:
         chunk.reserve(-(-self.num_classes // tile), measure=measure, smoothed=self.smoothed)
         near = None
         if not self.geometry.linear:
-            near = torch.empty_like(chunk.sums, dtype=torch.int32)
+            near = torch.empty_like(chunk.sums, dtype=torch.int64)
         out = Statistics(
             chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
         )
@@ -300,8 +300,12 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> N
 
 
 def _closest(near: Tensor | None) -> Tensor | None:
-    """Return the columns of near pairs `[T, S]`, -1 where there is none."""
+    """Return the columns of the closest near pairs `[T, S]`, -1 where there is none.
+
+    Args:
+        near: `[tiles, T]`, as the statistics write it; None for a linear head.
+    """
     if near is None:
         return None
-    columns = near.T.long()  # [T, tiles]
-    return columns.topk(min(NEAR_PER_ROW, columns.shape[1]), dim=1).values
+    pairs = near.T.topk(min(NEAR_PER_ROW, len(near)), dim=1, largest=False).values
+    return pairs.int().long()  # the lower half

@@ -96,6 +96,20 @@ def test_distances_keep_their_digits(kind, case):
         assert errors.median() < 1e-5
 
 
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_of_many_near_prototypes_the_closest_count(unit_sphere):
+    states, _, labels = make_inputs()
+    generator = torch.Generator().manual_seed(1)
+    prototypes = torch.randn(8 * 32, D, generator=generator)
+    for tile in range(7):  # more tiles than pairs of a row, and the closest stand first
+        steps = torch.randn(8, D, generator=generator)
+        prototypes[32 * tile : 32 * tile + 8] = states[:8] + 0.01 * (1 + tile) * steps
+    inputs = states[:8], prototypes, 7 * 32 + labels[:8] % 32
+    kind = "sphere" if unit_sphere else "euclidean"
+    expected = harmonic_float64(*inputs, -14.0, unit_sphere)
+    check(run(kind, -14.0, {}, inputs)[:3], expected, 1e-3)
+
+
 @pytest.mark.parametrize("prototype_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "h_exp"), KINDS)
 def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
