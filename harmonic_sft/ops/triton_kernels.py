@@ -245,7 +245,9 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
 @triton.jit(do_not_specialize=["num_rows"])
 def coefficient_kernel(kept, out, num_rows, plan):
     """Make the gradients' coefficients of the weights, in their place, and sum them."""
-    block, part = tl.program_id(0), tl.program_id(1)
+    num_blocks = tl.cdiv(num_rows, plan.block_t)
+    # Of one axis: a second one of a GPU's grid ends at 65,535.
+    block, part = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     rows = block * plan.block_t + tl.arange(0, plan.block_t)
     columns = part * plan.block_v + tl.arange(0, plan.block_v)
     inside, existing = rows < num_rows, columns < plan.num_classes

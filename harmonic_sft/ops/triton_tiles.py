@@ -205,7 +205,8 @@ class TritonTiles:
         """Return of how many classes `_vectors` are made at once."""
         if self.geometry.prototypes.dtype == self.dtype and self.geometry.center is None:
             return self.num_classes  # as they are stored
-        return max(TERM_BYTES // (self.dtype.itemsize * self.hidden_size), 1)
+        size = TERM_BYTES // (self.dtype.itemsize * self.hidden_size)
+        return max(size // ALIGNED, 1) * ALIGNED
 
     def _block_size(self, num_rows: int) -> int:
         """Return of how many classes scores are made at once: whole tiles, blocks of one size."""
@@ -234,7 +235,7 @@ class TritonTiles:
         out = Coefficients(slope * mass, taken, mass, floor, *sums)
         plan = self._plan(COEFFICIENTS, chunk)
         with torch.cuda.device_of(mass):
-            coefficient_kernel[num_blocks, num_parts](
+            coefficient_kernel[(num_blocks * num_parts,)](
                 kept, out, num_rows, plan, num_warps=num_warps, **OPTIONS
             )
         return out

@@ -67,6 +67,17 @@ def run(kind, h_exp, settings, inputs, impl="triton", dtype=torch.float32, proto
     return [loss, *torch.autograd.grad(loss.sum(), leaves), *metrics]
 
 
+class Recorder:
+    """Stands for a kernel; keeps its grids and runs nothing."""
+
+    def __init__(self, grids):
+        self.grids = grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *_, **__: None
+
+
 def check(actual, expected, tolerance):
     for found, wanted in zip(actual, expected, strict=True):
         scale = max(wanted.abs().max().item(), 1e-3)
@@ -151,8 +162,7 @@ def test_blocks_of_classes_change_no_loss(kind, h_exp, dtype, prototype_dtype, m
     monkeypatch.setattr(triton_tiles, "SCORE_BYTES", 4 * N * 40)
     monkeypatch.setattr(triton_tiles, "TERM_BYTES", 4 * D * 40)
     monkeypatch.setattr(engine, "MIN_ROWS", 1)
-    monkeypatch.setattr(engine, "DEVICE_ROWS", 1)
-    monkeypatch.setattr(engine, "DEVICE_BYTES", 4 * V * 20)
+    monkeypatch.setattr(engine, "KEPT_BYTES", 4 * V * 20)
     parts = run(kind, h_exp, settings, inputs, "triton", *dtypes)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
     for found, wanted in zip(parts, whole, strict=True):
@@ -186,6 +196,29 @@ def test_columns_first_and_strides_change_nothing(kind, h_exp, dtype):
     wide = torch.cat([states, states], 1)[:, :D], torch.cat([prototypes] * 2, 1)[:, :D], strided
     for inputs in (transposed, wide):
         check(run(kind, h_exp, {}, inputs, dtype=dtype), expected, 1e-5)
+
+
+def test_blocks_of_prototypes_start_at_aligned_classes(monkeypatch):
+    starts, make = set(), triton_tiles.TritonTiles._vectors
+    monkeypatch.setattr(
+        triton_tiles.TritonTiles,
+        "_vectors",
+        lambda self, block: starts.add(block.start) or make(self, block),
+    )
+    monkeypatch.setattr(triton_tiles, "TERM_BYTES", 2 * D * 69)
+    run("euclidean", -14.0, {}, make_inputs(), "triton", torch.bfloat16, torch.float32)
+    assert starts == {0, 64}
+
+
+def test_no_grid_is_too_large_for_a_gpu(monkeypatch):
+    grids, many = [], 2**16
+    for name in ("statistics_kernel", "coefficient_kernel"):
+        monkeypatch.setattr(triton_tiles, name, Recorder(grids))
+    monkeypatch.setattr(triton_tiles, "COEFFICIENTS", (1, 1, 1))
+    states = torch.zeros(2, 1)
+    run("linear", -1.0, {}, (states, torch.zeros(many, 1), torch.zeros(2, dtype=torch.long)))
+    assert grids[-1] == (2 * many,)
+    assert all(size < 2**16 for grid in grids for size in grid[1:])
 
 
 def test_a_second_loss_has_no_kernels():
