@@ -15,6 +15,8 @@ from harmonic_sft.ops.geometry import Geometry
 
 MEMBERS, WIDTH = 8, 256  # pairs of one class, and numbers of each, that are loaded together
 FEW, MANY = 4, 8  # warps of a program, for rows of up to and above 2048 numbers
+# Said aloud, because triton 3.9 warns where the default of a later version will differ.
+OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": True}
 
 
 class Prototypes(NamedTuple):
@@ -237,5 +239,4 @@ class Rows:
         block = triton.next_power_of_2(width)
         values = (width, block, num_pairs, self.geometry.linear, MEMBERS, WIDTH)
         warps = FEW if block <= 2048 else MANY
-        options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-        return Shape(*map(tl.constexpr, values)), options
+        return Shape(*map(tl.constexpr, values)), OPTIONS | {"num_warps": warps}

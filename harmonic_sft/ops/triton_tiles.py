@@ -19,15 +19,13 @@ from harmonic_sft.ops.triton_kernels import (
     coefficient_kernel,
     statistics_kernel,
 )
-from harmonic_sft.ops.triton_rows import Pairs, Rows
+from harmonic_sft.ops.triton_rows import OPTIONS, Pairs, Rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
 # Rows, classes and warps of one program: of the statistics, and of the coefficients.
 STATISTICS, COEFFICIENTS = (2, 1024, 4), (16, 256, 4)
 if INTERPRETED:
     STATISTICS = COEFFICIENTS = (16, 32, 1)
-# Said aloud, because triton 3.9 warns where the default of a later version will differ.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
 SCORE_BYTES = 2**27  # of the scores of one block of classes
 # Of prototypes in other numbers than they are stored in: all of them, if they are no more than
 # this, and otherwise those of a block.
