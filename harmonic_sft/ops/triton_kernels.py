@@ -34,7 +34,7 @@ class Statistics(NamedTuple):
 
     log_scale: Any
     sums: Any
-    near: Any  # the closest near pair: its squared distance above its column, see `_leave_out`
+    near: Any  # [2, num_tiles, T], the closest near pairs: see `_take_closest`
     moments: Any  # [3, num_tiles, T]
     logits: Any
     best: Any
@@ -125,30 +125,51 @@ def _without_nan(values, replacement):
 
 
 @triton.jit
-def _leave_out(distances, keep, limits, columns, plan):
-    """Take out the closest pair of each row if it is near, and find the closest that is left.
+def _peaks(logits, keep):
+    """The largest logit of each row, 0 where nothing is kept."""
+    peaks = tl.max(_without_nan(tl.where(keep, logits, float("-inf")), float("-inf")), axis=1)
+    return tl.where(peaks == float("-inf"), 0.0, peaks)
+
+
+@triton.jit
+def _take_closest(distances, keep, limits, columns):
+    """Take out the closest pair of each row if it is near.
 
     A near pair is one number, to be compared with others: the bits of its squared distance, and in
     the lower half its column. Where there is none it is the largest one, whose lower half is -1.
     """
+    nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
+    near = nearest < limits
+    at_nearest = distances == nearest[:, None]
+    place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
+    place = tl.where(near, place, -1)
+    bits = tl.maximum(nearest, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    pair = tl.where(near, (bits << 32) | place, 2**63 - 1)
+    keep = keep & (columns[None, :] != place[:, None])
+    return tl.where(keep, distances, float("inf")), keep, pair
+
+
+@triton.jit
+def _leave_out(distances, keep, limits, columns, plan):
+    """Take out the two closest pairs of each row if they are near; find the closest that is left.
+
+    Returns:
+        Distances, what is kept, the least distance, and the pairs, as `_take_closest` has them.
+    """
     distances = tl.where(keep, distances, float("inf"))
     nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
-    pair = tl.full((plan.block_t,), 2**63 - 1, tl.int64)
-    near = nearest < limits
-    if tl.max(near.to(tl.int32), axis=0) > 0:
-        at_nearest = distances == nearest[:, None]
-        place = tl.min(tl.where(at_nearest, columns[None, :], 2**30), axis=1)
-        place = tl.where(near, place, -1)
-        keep = keep & (columns[None, :] != place[:, None])
-        bits = tl.maximum(nearest, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-        pair = tl.where(near, (bits << 32) | place, pair)
-        # Only a second near pair of one tile can come down to this floor: what is left of it is
+    first = tl.full((plan.block_t,), 2**63 - 1, tl.int64)
+    second = first
+    if tl.max((nearest < limits).to(tl.int32), axis=0) > 0:
+        distances, keep, first = _take_closest(distances, keep, limits, columns)
+        distances, keep, second = _take_closest(distances, keep, limits, columns)
+        # Only a third near pair of one tile can come down to this floor: what is left of it is
         # rounding error, which must not reach the logarithm with its sign.
         floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
         distances = tl.where(distances < floor, floor, distances)
         distances = tl.where(keep, distances, float("inf"))
         nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
-    return distances, keep, nearest, pair
+    return distances, keep, nearest, (first, second)
 
 
 @triton.jit
@@ -210,15 +231,16 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
     inverse = 1.0
     if not plan.linear:
         limits = plan.near_share * tl.load(scores.near + rows, mask=inside, other=0.0)
-        distances, keep, nearest, pair = _leave_out(logits, keep, limits, columns, plan)
-        tl.store(out.near + slots, pair, mask=inside)
+        distances, keep, nearest, pairs = _leave_out(logits, keep, limits, columns, plan)
+        tl.store(out.near + slots, pairs[0], mask=inside)
+        step = tl.cdiv(plan.num_classes, plan.block_v) * num_rows.to(tl.int64)
+        tl.store(out.near + step + slots, pairs[1], mask=inside)
         nearest = tl.where(nearest == float("inf"), 1.0, nearest)
         h_exp = tl.load(scores.h_exp)
         # The ratio keeps digits that a difference of large logits would lose.
         ratio = tl.where(keep, distances * (1.0 / nearest)[:, None], 1.0)
         logits = h_exp * _log(ratio, plan)
-        unit = tl.load(scores.unit + rows, mask=inside, other=1.0)
-        log_scale = h_exp * tl.log(nearest / unit)
+        log_scale = h_exp * tl.log(nearest / tl.load(scores.unit + rows, mask=inside, other=1.0))
         inverse = 1.0 / distances  # 0 where left out
         if scores.column_factor is not None:
             inverse *= _load_column(scores.column_factor, columns, plan)
@@ -227,8 +249,7 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
         bias = _load_column(scores.bias, columns, plan)
         logits += bias
     if scores.bias is not None or plan.linear:
-        peaks = tl.max(_without_nan(tl.where(keep, logits, float("-inf")), float("-inf")), axis=1)
-        peaks = tl.where(peaks == float("-inf"), 0.0, peaks)
+        peaks = _peaks(logits, keep)
         logits -= peaks[:, None]
         log_scale += peaks
     probs = tl.where(keep, tl.exp(logits), 0.0)

@@ -31,9 +31,9 @@ SCORE_BYTES = 2**27  # of the scores of one block of classes
 # this, and otherwise those of a block.
 TERM_BYTES = 160 * 2**20
 ALIGNED = 64  # classes: products of other numbers of them take twice as long
-# A tile reports its closest near pair. Of more than this many of a row (a cluster of prototypes
-# that the hidden state sits in) the closest are kept and the others are dropped, since counting
-# them would halt the device; hence the narrower notion of near than on the CPU.
+# A tile reports its two closest near pairs. Of more than this many of a row (a cluster of
+# prototypes that the hidden state sits in) the closest are kept and the others are dropped, since
+# counting them would halt the device; hence the narrower notion of near than on the CPU.
 NEAR_PER_ROW = 4
 NEAR_SHARE = 2.0**-3
 
@@ -103,7 +103,7 @@ class TritonTiles:
         chunk.reserve(-(-self.num_classes // tile), measure=measure, smoothed=self.smoothed)
         near = None
         if not self.geometry.linear:
-            near = torch.empty_like(chunk.sums, dtype=torch.int64)
+            near = chunk.labels.new_empty(2, *chunk.sums.shape)
         out = Statistics(
             chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
         )
@@ -124,7 +124,7 @@ class TritonTiles:
             here = scores._replace(products=products, width=width)
             given = here, out, kept, num_rows, block.start // tile
             with torch.cuda.device_of(products):
-                statistics_kernel[grid](*given, plan, num_warps=STATISTICS[2], **OPTIONS)
+                statistics_kernel[grid](*given, plan, **OPTIONS | {"num_warps": STATISTICS[2]})
         self.kept = kept if keep else None
         return _closest(near)
 
@@ -234,7 +234,7 @@ class TritonTiles:
         plan = self._plan(COEFFICIENTS, chunk)
         with torch.cuda.device_of(mass):
             coefficient_kernel[(num_blocks * num_parts,)](
-                kept, out, num_rows, plan, num_warps=num_warps, **OPTIONS
+                kept, out, num_rows, plan, **OPTIONS | {"num_warps": num_warps}
             )
         return out
 
@@ -302,9 +302,10 @@ def _closest(near: Tensor | None) -> Tensor | None:
     """Return the columns of the closest near pairs `[T, S]`, -1 where there is none.
 
     Args:
-        near: `[tiles, T]`, as the statistics write it; None for a linear head.
+        near: `[2, tiles, T]`, as the statistics write it; None for a linear head.
     """
     if near is None:
         return None
-    pairs = near.T.topk(min(NEAR_PER_ROW, len(near)), dim=1, largest=False).values
+    near = near.flatten(0, 1).T
+    pairs = near.topk(min(NEAR_PER_ROW, near.shape[1]), dim=1, largest=False).values
     return pairs.int().long()  # the lower half

@@ -121,6 +121,19 @@ def test_of_many_near_prototypes_the_closest_count(unit_sphere):
     check(run(kind, -14.0, {}, inputs)[:3], expected, 1e-3)
 
 
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_two_near_prototypes_of_one_tile_count(unit_sphere):
+    states, prototypes, labels = make_inputs()
+    generator = torch.Generator().manual_seed(1)
+    for column in (5, 9):  # far nearer than rounding leaves to expanded distances
+        prototypes[column] = states[0] * (1 + 2e-4 * torch.randn(D, generator=generator))
+    labels[0] = 60
+    inputs = states[:1], prototypes, labels[:1]
+    kind = "sphere" if unit_sphere else "euclidean"
+    expected = harmonic_float64(*inputs, -14.0, unit_sphere)
+    check(run(kind, -14.0, {}, inputs)[:3], expected, 1e-3)
+
+
 @pytest.mark.parametrize("prototype_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "h_exp"), KINDS)
 def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
