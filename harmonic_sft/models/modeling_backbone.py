@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -138,6 +140,32 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         settle_quantized_(model)
         _report_useless(model)
         return loaded
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> Any:
+        """Load weights as transformers does, of an adapter also the modules that it trained whole.
+
+        transformers before 5.18 does not find those, and the model would keep its own.
+        """
+        mapping = [*(load_config.weight_mapping or ())]
+        for name, module in model.named_modules():
+            wrapped = getattr(module, "modules_to_save", None)  # of PEFT's wrapper
+            if isinstance(wrapped, nn.ModuleDict):
+                adapter, trained = list(wrapped.items())[-1]  # the one that is being loaded
+                mapping += [
+                    WeightRenaming(f"{name}.{key}", f"{name}.modules_to_save.{adapter}.{key}")
+                    for key in trained.state_dict()
+                ]
+        load_config = replace(load_config, weight_mapping=mapping)
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, expected_keys
+        )
 
     @classmethod
     def _from_partial(
