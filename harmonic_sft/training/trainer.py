@@ -37,6 +37,7 @@ from transformers.trainer_utils import (
     EvalPrediction,
     HPSearchBackend,
     TrainOutput,
+    align_special_tokens,
     has_length,
 )
 
@@ -863,6 +864,8 @@ class HarmonicTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
+        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as training begins
+            align_special_tokens(self.model, self.processing_class)
         if self._head_callback.h_exp is not None:
             self.model.h_exp = self._head_callback.h_exp.end
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
