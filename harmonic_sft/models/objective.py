@@ -136,7 +136,7 @@ def mean_token_loss(
         losses = losses * label_weights.flatten()[label_positions].to(losses.device)
     total = losses.sum()
     if num_items_in_batch is None:
-        return total / torch.sym_max(labels.shape[0], 1)  # a graph keeps the number symbolic
+        return total / max(labels.shape[0], 1)
     if isinstance(num_items_in_batch, Tensor):
         return total / num_items_in_batch.to(total.device).clamp_min(1)
     return total / max(num_items_in_batch, 1)
