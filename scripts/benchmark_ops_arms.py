@@ -202,12 +202,19 @@ def _transformers(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> 
     return ForMaskedLMLoss(F.linear(hidden_states, prototypes), labels, len(prototypes))
 
 
+def _torch_loss() -> Callable[..., Tensor]:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    return F.linear_cross_entropy
+
+
 def _torch_linear(*inputs: Tensor) -> Tensor:
-    return F.linear_cross_entropy(*inputs)
+    return _torch_loss()(*inputs)
 
 
 def _torch_chunked(*inputs: Tensor) -> Tensor:
-    return F.linear_cross_entropy(*inputs, options=torch.nn.LinearCrossEntropyOptions())
+    loss_fn = _torch_loss()
+    return loss_fn(*inputs, options=torch.nn.LinearCrossEntropyOptions())
 
 
 @cache

@@ -88,6 +88,7 @@ def test_arms_of_a_head_make_the_same_gradients(head, label_smoothing):
         if name.startswith(starts.get(head, ("harmonic,",)))
         and ("smoothing" in name) == (label_smoothing > 0)
         and not re.search("transport|distilled", name)
+        and (hasattr(F, "linear_cross_entropy") or not name.startswith("torch"))  # older torch
     ]
     assert names
     for name in names:
