@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from harmonic_sft import models
 from harmonic_sft.models import HarmonicConfig, HarmonicForMaskedLM
@@ -280,8 +282,13 @@ def test_the_files_use_every_key():
 
 
 @pytest.mark.parametrize("name", [name for name in yaml_files() if name not in REFUSED])
-def test_old_files_are_read(name):
-    path = RELEASE / "yaml" / f"{name}.yaml"
+def test_old_files_are_read(name, tmp_path):
+    text = (RELEASE / "yaml" / f"{name}.yaml").read_text()
+    if "activation_checkpointing" not in {field.name for field in fields(TrainingArguments)}:
+        # Before transformers 5.23 that has no other name, and is not null.
+        text = re.sub(r".*(activation_checkpointing|gradient_checkpointing: null).*\n", "", text)
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
     run, settings = load_run_config(path), yaml.safe_load(path.read_text())
     assert run.head.name == settings["head"]["name"]
     assert run.training.items() >= settings["training"].items()
