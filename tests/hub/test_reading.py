@@ -98,13 +98,18 @@ head = load_file(hf_hub_download("alice/head", "dist_head.safetensors"))
 assert torch.equal(head["dist_head.weight"], model.dist_head.weight)
 """
 PRIVATE = """
+import transformers
+from packaging.version import Version
 where = {{"revision": "step-6", "device_map": "cpu", "cache_dir": {cache!r}}}
 try:
     AutoModelForMaskedLM.from_pretrained("alice/private", token=False, **where)
     raise AssertionError("a private repo was read without a token")
 except OSError:
     pass
-for how in ({{"token": "hf_test_token_alice"}}, {{"token": False, "local_files_only": True}}):
+token = "hf_test_token_alice"
+# Before 5.18, transformers looks for an adapter on the Hub all the same.
+offline = False if Version(transformers.__version__) >= Version("5.18") else token
+for how in ({{"token": token}}, {{"token": offline, "local_files_only": True}}):
     model = AutoModelForMaskedLM.from_pretrained("alice/private", **where, **how)
     assert torch.equal(model(**batch).logits, expected), how
 """
