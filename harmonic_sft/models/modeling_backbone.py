@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
-from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
@@ -141,31 +142,35 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         _report_useless(model)
         return loaded
 
-    @staticmethod
-    def _load_pretrained_model(
-        model: PreTrainedModel,
-        state_dict: dict[str, Tensor] | None,
-        checkpoint_files: list[str] | None,
-        load_config: Any,
-        expected_keys: list[str] | None = None,
-    ) -> Any:
-        """Load weights as transformers does, of an adapter also the modules that it trained whole.
+    if Version(transformers_version) < Version("5.18"):
 
-        transformers before 5.18 does not find those, and the model would keep its own.
-        """
-        mapping = [*(load_config.weight_mapping or ())]
-        for name, module in model.named_modules():
-            wrapped = getattr(module, "modules_to_save", None)  # of PEFT's wrapper
-            if isinstance(wrapped, nn.ModuleDict):
-                adapter, trained = list(wrapped.items())[-1]  # the one that is being loaded
-                mapping += [
-                    WeightRenaming(f"{name}.{key}", f"{name}.modules_to_save.{adapter}.{key}")
-                    for key in trained.state_dict()
-                ]
-        load_config = replace(load_config, weight_mapping=mapping)
-        return PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, expected_keys
-        )
+        @staticmethod
+        def _load_pretrained_model(
+            model: PreTrainedModel,
+            state_dict: dict[str, Tensor] | None,
+            checkpoint_files: list[str] | None,
+            load_config: Any,
+            expected_keys: list[str] | None = None,
+        ) -> Any:
+            """Load weights as transformers does, of an adapter also the modules it trained whole.
+
+            Newer versions find those by themselves; older ones leave the model's own.
+            """
+            from transformers.core_model_loading import WeightRenaming
+
+            mapping = [*(load_config.weight_mapping or ())]
+            for name, module in model.named_modules():
+                wrapped = getattr(module, "modules_to_save", None)  # of PEFT's wrapper
+                if isinstance(wrapped, nn.ModuleDict):
+                    adapter, trained = list(wrapped.items())[-1]  # the one that is being loaded
+                    mapping += [
+                        WeightRenaming(f"{name}.{key}", f"{name}.modules_to_save.{adapter}.{key}")
+                        for key in trained.state_dict()
+                    ]
+            load_config = replace(load_config, weight_mapping=mapping)
+            return PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, expected_keys
+            )
 
     @classmethod
     def _from_partial(
