@@ -192,6 +192,7 @@ def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: 
     rows = min(num_tokens, _kept_rows(vocab_size, hidden_size, num_kept, device))
     if device == "cpu":
         return 4 * rows * (vocab_size + 8 * hidden_size)
+    # `SCORE_BYTES` and `TERM_BYTES` of `TritonTiles`, which is not on every system.
     products = 2**27 + min(4 * vocab_size * hidden_size, 160 * 2**20)
     return 2 * rows * (vocab_size + 16 * hidden_size) + products
 

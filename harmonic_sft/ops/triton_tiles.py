@@ -30,7 +30,7 @@ SCORE_BYTES = 2**27  # of the scores of one block of classes
 # Of prototypes in other numbers than they are stored in: all of them, if they are no more than
 # this, and otherwise those of a block.
 TERM_BYTES = 160 * 2**20
-ALIGNED = 64  # classes: products of other numbers of them take twice as long
+ALIGNED = 64  # classes: products of other numbers of them took three to six times as long
 # A tile reports its two closest near pairs. Of more than this many of a row (a cluster of
 # prototypes that the hidden state sits in) the closest are kept and the others are dropped, since
 # counting them would halt the device; hence the narrower notion of near than on the CPU.
