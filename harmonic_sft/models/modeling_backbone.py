@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -142,7 +141,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         _report_useless(model)
         return loaded
 
-    if Version(transformers_version) < Version("5.18"):
+    if tuple(map(int, transformers_version.split(".")[:2])) < (5, 18):
 
         @staticmethod
         def _load_pretrained_model(
