@@ -58,7 +58,7 @@ from scripts.benchmark_ops_arms import Inputs, Sizes
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "neobert.yaml"
 NOTE = ROOT / "configs" / "geometry" / "gpt2_medium_wikitext103.yaml"
-STATISTICS = ("4x1024x4", "2x1024x4", "4x512x4", "8x256x4", "16x128x4", "4x1024x8", "1x2048x4")
+STATISTICS = ("2x1024x4", "4x1024x4", "4x512x4", "8x256x4", "16x128x4", "4x1024x8", "1x2048x4")
 COEFFICIENTS = ("16x256x4", "8x256x4", "4x1024x4", "32x128x4")
 SCORES = (2**25, 2**26, 2**27, 2**28)  # bytes of one block
 GIB = 2**30

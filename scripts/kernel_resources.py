@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of our Triton kernels, by compiling them; needs no GPU.
 
-    python scripts/kernel_resources.py [--targets 89 90] [--blocks 4x1024x4,2x1024x4] [--json FILE]
+    python scripts/kernel_resources.py [--targets 89 90] [--blocks 2x1024x4,4x1024x4] [--json FILE]
 
 A block is rows x classes x warps of one program of the statistics; the first is the one in use.
 Spills are bytes that a thread stores to and loads from memory because its registers do not suffice.
@@ -33,7 +33,7 @@ from harmonic_sft.ops import (
 )
 from harmonic_sft.results import environment, show_table, write_results
 
-BLOCKS = "4x1024x4,2x1024x4,4x512x4,8x256x4,16x128x4,4x1024x8,1x2048x4"
+BLOCKS = "2x1024x4,4x1024x4,4x512x4,8x256x4,16x128x4,4x1024x8,1x2048x4"
 NUM_ROWS, NUM_CLASSES = 64, 50257  # an odd number, GPT-2's, whose rows start anywhere
 CARDS = {89: "RTX 4090", 90: "H100, H200"}
 FIGURES = {
