@@ -49,7 +49,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
     |-----------|----------------------------------------------------------------|-----------------|
     | reference | the definition: dense logits, autograd, any derivative         | never           |
     | chunked   | chunks of tokens, library products, a row-wise stage in torch  | CPU and others  |
-    | triton    | the same chunks and products, the row-wise stage as one kernel | CUDA and Triton |
+    | triton    | the same chunks and products, the row-wise stage as kernels    | CUDA and Triton |
 
     Gradients are made in the forward pass. Where all tokens have one upstream gradient, as under
     `reduction="sum"` or "mean" or a `.sum()`, the backward pass only scales them; any other
