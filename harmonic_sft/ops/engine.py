@@ -21,8 +21,8 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
 LOOSE_ROWS = 256  # of chunks that keep no weights
-# On a GPU each chunk converts all prototypes and adds to the gradient of all: with 2,048 rows of
-# 151,936 classes and 4,096 numbers this took a fifth of the time.
+# On a GPU each chunk converts all prototypes and adds to the gradient of all, so that few large
+# ones are fast: see docs/performance.md.
 DEVICE_BYTES, DEVICE_ROWS = 2**29, 2816
 
 

@@ -22,7 +22,8 @@ from harmonic_sft.ops.triton_kernels import (
 from harmonic_sft.ops.triton_rows import OPTIONS, Pairs, Rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
-# Rows, classes and warps of one program: of the statistics, and of the coefficients.
+# Rows, classes and warps of one program: of the statistics, and of the coefficients, whose classes
+# are of one tile of the statistics.
 STATISTICS, COEFFICIENTS = (2, 1024, 4), (16, 256, 4)
 if INTERPRETED:
     STATISTICS = COEFFICIENTS = (16, 32, 1)
@@ -112,7 +113,7 @@ class TritonTiles:
         states = self.hidden_states[chunk.tokens] if self.takes_raw else chunk.placed
         if self.splits:
             states = torch.cat([states, states], 1)
-        scores, plan = self._scores(chunk), self._plan(STATISTICS, chunk)
+        scores, plan = self._scores(chunk), self._plan(STATISTICS[:2], chunk)
         size = self._block_size(num_rows)
         buffer = chunk.placed.new_empty(num_rows * _aligned(min(size, self.num_classes)))
         for block in _blocks(self.num_classes, size):
@@ -134,22 +135,22 @@ class TritonTiles:
         assert kept is not None, "accumulate: expected score with keep before"
         coefficients = kept.softmax[:, : self.num_classes]
         sums = self._weigh(chunk, kept)
-        # Hidden states may be strided, and `zeros_like` alone would take over their order.
-        self.total = torch.zeros_like(chunk.placed, memory_format=torch.contiguous_format)
         if self.wants_hidden:
+            # Hidden states may be strided, and `zeros_like` alone would take over their order.
+            self.total = torch.zeros_like(chunk.placed, memory_format=torch.contiguous_format)
             for block in _blocks(self.num_classes, self._vectors_size()):
                 vectors = self._vectors(block)
                 for part in _parts(block):
                     local = slice(part.start - block.start, part.stop - block.start)
                     _add_product_(self.total, coefficients[:, part], vectors[local], beta=1)
+            if sums.row_sums is not None:
+                self.total -= chunk.placed * sums.row_sums.sum(0).unsqueeze(1)
         if self.gradient is not None:  # the first chunk writes, the others add
             operand = chunk.placed.to(self.dtype)
             for part in _parts(slice(0, self.num_classes)):
                 weights = coefficients[:, part].T
                 _add_product_(self.gradient[part], weights, operand, beta=1 - self.untouched)
         self.untouched = False
-        if sums.row_sums is not None:
-            self.total -= chunk.placed * sums.row_sums.sum(0).unsqueeze(1)
         if self.column_sums is not None and sums.column_sums is not None:
             self.column_sums += sums.column_sums.sum(0)
         return None if sums.class_sums is None else sums.class_sums.sum(0)
@@ -218,6 +219,7 @@ class TritonTiles:
         """Make coefficients of the weights; return what they are made of, and their sums."""
         num_rows = len(chunk.placed)
         block_t, block_v, num_warps = COEFFICIENTS
+        block_v = min(block_v, STATISTICS[1])
         num_blocks, num_parts = -(-num_rows // block_t), -(-self.num_classes // block_v)
         shares = chunk.mass * torch.exp(chunk.log_scale - chunk.log_normalizer)  # [tiles, T]
         mass, floor = shares.float(), chunk.floor.float()
@@ -231,7 +233,7 @@ class TritonTiles:
         taken = slope * floor if self.smoothed else None
         sums = (row_sums, column_sums, class_sums)
         out = Coefficients(slope * mass, taken, mass, floor, *sums)
-        plan = self._plan(COEFFICIENTS, chunk)
+        plan = self._plan((block_t, block_v), chunk)
         with torch.cuda.device_of(mass):
             coefficient_kernel[(num_blocks * num_parts,)](
                 kept, out, num_rows, plan, **OPTIONS | {"num_warps": num_warps}
@@ -253,10 +255,10 @@ class TritonTiles:
         """Return a new matrix whose rows start at multiples of 64 numbers, `[T, stride]`."""
         return self.h_exp.new_empty(num_rows, _aligned(self.num_classes), dtype=self.dtype)
 
-    def _plan(self, program: tuple[int, int, int], chunk: Chunk) -> Plan:
+    def _plan(self, program: tuple[int, int], chunk: Chunk) -> Plan:
         shape = (self.num_classes, _aligned(self.num_classes), chunk.labels.shape[1])
         kind = (self.geometry.linear, NEAR_SHARE)
-        return Plan(*map(tl.constexpr, (*shape, *kind, STATISTICS[1], *program[:2], INTERPRETED)))
+        return Plan(*map(tl.constexpr, (*shape, *kind, STATISTICS[1], *program, INTERPRETED)))
 
 
 def _aligned(num_classes: int) -> int:
