@@ -4,6 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from harmonic_sft.models import modeling_neobert
@@ -14,7 +16,9 @@ from harmonic_sft.models.modeling_neobert import (
     NeoBERTRMSNorm,
     NeoBERTSwiGLU,
     apply_rotary_embedding,
+    document_boundaries,
     rotary_embedding,
+    turn_complex,
 )
 from tests.conftest import NEOBERT
 
@@ -132,6 +136,15 @@ def test_rope_turns_neighbors_as_complex_numbers(position, tolerance):
     cos, sin = rotary_embedding(torch.tensor([[position]]), 64, 10000.0)
     got = apply_rotary_embedding(vector, cos[0, 0], sin[0, 0])
     assert difference(got, rotate(vector.double(), position)) <= tolerance
+
+
+def test_rope_by_complex_numbers_is_that_by_real_ones():
+    cos, sin = rotary_embedding(torch.arange(64)[None], 64, 10000.0)
+    states = torch.randn(2, 64, 3, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tables = [table[:, :, None, None] for table in (cos, sin)]
+    turned = turn_complex(states.unflatten(-1, (-1, 2)), *tables).flatten(-2)
+    assert turned.dtype == torch.float32
+    assert difference(turned, apply_rotary_embedding(states.float(), *tables)) < 1e-6
 
 
 def test_rope_is_computed_in_float32_for_a_bfloat16_input():
@@ -324,3 +337,107 @@ def test_a_packed_row_may_be_longer_than_the_model(load):
     assert difference(logits.view(2, 64, -1), tensors("outputs_nopad")["logits"]) < 1e-4
     with pytest.raises(ValueError, match="sequence length: expected at most 64 tokens"):
         model(input_ids.reshape(1, 128), position_ids=torch.arange(128)[None])
+
+
+PADDED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+PACKED = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions", "boundaries"),
+    [
+        (PADDED, None, [0, 4, 6, 8]),
+        (torch.ones(2, 4), PACKED, [0, 2, 4, 7, 8]),
+        (PADDED, PACKED, [0, 2, 4, 6, 8]),  # padding is one piece whatever its positions
+        (torch.ones(2, 4), torch.arange(4).expand(2, -1), [0, 4, 8]),
+        (PADDED.flip(1), None, None),  # a row that goes on behind padding
+        (torch.tensor([[1, 0, 1, 1]]), None, None),
+        (torch.tensor([[1, 0, 1, 1]]), torch.tensor([[0, 0, 0, 1]]), [0, 1, 2, 4]),
+    ],
+)
+def test_boundaries_are_where_documents_and_padding_begin(mask, positions, boundaries):
+    found = document_boundaries(mask == 1, positions)
+    assert boundaries == (None if found is None else found.tolist())
+
+
+def attend_in_pieces(query, key, value, boundaries, others, longest, _):
+    """What torch's flash kernels do with documents, in plain torch: a CPU has none."""
+    assert torch.equal(boundaries, others)
+    assert longest == boundaries.diff().max()
+    pieces = [states.tensor_split(boundaries[1:-1].long()) for states in (query, key, value)]
+    return torch.cat(
+        [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in piece)).transpose(0, 1)
+            for piece in zip(*pieces, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_flash_kernels_give_what_masks_give(load, monkeypatch, packed):
+    model, inputs = load(), tensors("inputs")
+    kept = inputs["attention_mask"] == 1
+    if packed:
+        positions = torch.cat([torch.arange(length) for length in kept.sum(1)])[None]
+        inputs = {"input_ids": inputs["input_ids"][kept][None], "position_ids": positions}
+        kept = torch.ones_like(positions, dtype=torch.bool)
+    calls = []
+    monkeypatch.setattr(NeoBERTModel, "_has_flash_kernels", lambda *_: True)
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *args: calls.append(args) or attend_in_pieces(*args)
+    )
+    logits = model(**inputs).logits[kept]
+    assert len(calls) == 3  # one for each block
+    logits.square().sum().backward()
+    gradient = model.model.encoder.weight.grad.clone()
+    monkeypatch.undo()
+    model.zero_grad()
+    expected = model(**inputs).logits[kept]
+    expected.square().sum().backward()
+    assert difference(logits, expected) < 1e-5
+    assert difference(gradient, model.model.encoder.weight.grad) < 1e-4 * gradient.abs().max()
+
+
+AT = torch.arange(64).expand(2, -1)
+
+
+@pytest.mark.parametrize(
+    "mask", [None, AT >= 0, AT >= 9, AT != 9], ids=["none", "ones", "left", "gap"]
+)
+@torch.no_grad()
+def test_whole_rows_and_gaps_are_left_to_sdpa(load, monkeypatch, mask):
+    model, input_ids = load(), tensors("inputs_nopad")["input_ids"][:2]
+    expected = model(input_ids, attention_mask=mask).logits
+    monkeypatch.setattr(NeoBERTModel, "_has_flash_kernels", lambda *_: True)
+    assert torch.equal(model(input_ids, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_documents_on_a_gpu(dtype, packed):
+    """Logits and gradients, which flash kernels make there, against masks in float32 on the CPU."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**sizes, intermediate_size=192, vocab_size=101)).eval()
+    model.config._attn_implementation = "sdpa"
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    lengths = torch.tensor([300, 17, 128])
+    input_ids = torch.randint(101, (3, 300), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(300) < lengths[:, None]).long()
+    kept, inputs = mask == 1, {"input_ids": input_ids, "attention_mask": mask}
+    if packed:
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        inputs = {"input_ids": input_ids[kept][None], "position_ids": positions}
+        kept = torch.ones_like(positions, dtype=torch.bool)
+    expected = model(**inputs).logits[kept]
+    expected.square().mean().backward()
+    gradient = model.model.encoder.weight.grad.clone()
+    model.zero_grad()
+    model = model.to("cuda", dtype)
+    assert model.model._has_flash_kernels(model.model.encoder.weight)
+    logits = model(**{name: one.cuda() for name, one in inputs.items()}).logits[kept.cuda()]
+    logits.float().square().mean().backward()
+    got = model.model.encoder.weight.grad.float().cpu()
+    assert difference(logits.float().cpu(), expected) < 0.05 * expected.std()
+    assert difference(got, gradient) < 0.05 * gradient.abs().max()
