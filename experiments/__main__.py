@@ -11,6 +11,7 @@ from experiments import (
     family,
     figures,
     geometry_note,
+    gpt2_small,
     kitsunp,
     multi_head_modular_addition,
     multi_head_toy,
@@ -30,6 +31,7 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "harmonic_loss": harmonic_loss.main,
     "worth_it": worth_it.main,
     "small_gpt": small_gpt.main,
+    "gpt2_small": gpt2_small.main,
     "kitsunp": kitsunp.main,
     "draw": figures.main,
 }
