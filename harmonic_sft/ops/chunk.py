@@ -36,6 +36,7 @@ class Chunk:
         best: `[tiles, T]` or None, the column of the largest logit.
         second_sums: `[R, tiles, T]`, that the stage asks for.
         columns: `[T, S]`, of the pairs; -1 where there is none.
+        absent: `[T, S]`, where there is none.
         squared: `[T, S]`, d2 + eps of the pairs of distances.
         logs: `[T, S]`, log(squared / unit) of distances; 0 where there is no pair.
         logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
@@ -64,6 +65,7 @@ class Chunk:
     best: Tensor | None = None
     second_sums: Tensor = field(init=False)
     columns: Tensor = field(init=False)
+    absent: Tensor = field(init=False)
     squared: Tensor = field(init=False)
     logs: Tensor = field(init=False)
     logits: Tensor = field(init=False)
@@ -125,7 +127,7 @@ class Chunk:
             rests = torch.stack(others, 1)
         margin = rests - labels
         log_probs = -torch.logaddexp(margin, torch.zeros_like(margin))
-        self.log_probs = log_probs.where(self.labels >= 0, -torch.inf)
+        self.log_probs = log_probs.masked_fill_(self.labels < 0, -torch.inf)
         if labels.shape[1] == 1 and not labels.is_cpu:  # one kernel, not eight
             self.log_normalizer = torch.logaddexp(log_others, labels).squeeze(1)
         else:
@@ -145,7 +147,7 @@ class Chunk:
         empty = self.sums.T == 0
         logits[:, : empty.shape[1]].masked_fill_(empty, -torch.inf)
         best = logits.argmax(1, keepdim=True)
-        log_probs = (target * self.log_probs).where(target != 0, 0).sum(1)
+        log_probs = (target * self.log_probs).masked_fill_(target == 0, 0).sum(1)
         predictions = columns.gather(1, best).squeeze(1)
         return TokenMetrics(log_probs, normalizer, self._entropies(), predictions)
 

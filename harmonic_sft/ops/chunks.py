@@ -9,7 +9,7 @@ from torch import Tensor
 from harmonic_sft.models import Head
 from harmonic_sft.ops.arguments import kept_dtype
 from harmonic_sft.ops.engine import chunk_slices
-from harmonic_sft.ops.operator import factor_for, is_uniform, refuse_second_derivative
+from harmonic_sft.ops.operator import factors_for, is_uniform, refuse_second_derivative
 from harmonic_sft.ops.options import check_labels
 
 # The size of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over
@@ -90,7 +90,8 @@ class _Chunks(torch.autograd.Function):
         inputs, gradients = saved[: 2 + ctx.num_shared], saved[2 + ctx.num_shared :]
         (grad,) = upstream
         if is_uniform(grad):
-            scaled = [g * factor_for(g, grad) for g in gradients]
+            factors = factors_for(gradients, grad)
+            scaled = [one * factor for one, factor in zip(gradients, factors, strict=True)]
         else:
             scaled = _differentiate(ctx, inputs, grad)[1]
         remaining = iter(scaled)

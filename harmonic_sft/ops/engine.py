@@ -99,14 +99,14 @@ class Softmax:
         """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""
         geometry = self.geometry
         columns = chunk.labels if near is None else torch.cat([chunk.labels, near], 1)  # [T, S]
-        chunk.columns, there = columns, columns >= 0
+        chunk.columns, chunk.absent = columns, columns < 0
         logits = scores = self.tiles.pair_scores(chunk, columns)
         if not geometry.linear:
-            logs = torch.log(scores / chunk.unit).where(there, 0)
+            logs = torch.log(scores / chunk.unit).masked_fill_(chunk.absent, 0)
             chunk.squared, chunk.logs, logits = scores, logs, logs * self.stage.h_exp
         if self.bias is not None:
             logits = logits + self.bias[columns.clamp_min(0)].to(logits.dtype)
-        chunk.logits = logits.where(there, -torch.inf)
+        chunk.logits = logits.masked_fill(chunk.absent, -torch.inf)
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
         """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
@@ -116,7 +116,7 @@ class Softmax:
             for column, classes in enumerate(chunk.pair_classes(len(self.bias_gradient))):
                 add_rows_(self.bias_gradient, classes, slopes[:, column])
         if not self.geometry.linear:
-            floor = chunk.floor.unsqueeze(1) * (chunk.columns >= 0)
+            floor = chunk.floor.unsqueeze(1).masked_fill(chunk.absent, 0)
             slopes = -2 * self.stage.h_exp * (slopes - floor) / chunk.squared
         self.tiles.finish(chunk, slopes, None if hidden is None else hidden[chunk.tokens])
         self._finish_points(chunk)

@@ -1,5 +1,6 @@
 """The fused losses as one custom operator: one node for torch.compile, gradients of its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ def is_uniform(upstream: Tensor) -> bool:
     return upstream.shape[0] < 2 or upstream.stride(0) == 0
 
 
-def factor_for(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """Return what uniform gradients `[N]` multiply a gradient with, not rounded to its dtype."""
-    return upstream[:1].sum().reshape([1] * gradient.dim())
+def factors_for(gradients: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+    """Return what uniform gradients `[N]` multiply others with, not rounded to their dtypes."""
+    factor = upstream[:1].sum()  # 0 without tokens
+    return [factor.reshape([1] * gradient.dim()) for gradient in gradients]
 
 
 def refuse_second_derivative() -> None:
@@ -66,7 +68,8 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = arguments.needs
     ready, ctx.ready = ctx.ready, None
     if ready is not None and is_uniform(upstream):
-        gradients = [gradient.mul_(factor_for(gradient, upstream)) for gradient in ready]
+        factors = factors_for(ready, upstream)
+        gradients = [one.mul_(factor) for one, factor in zip(ready, factors, strict=True)]
     else:  # also for a second backward pass: the call again, weighted by the upstream gradients
         gradients = chunked_op(*_weighted(arguments, upstream))[-4:]
     exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None

@@ -76,10 +76,10 @@ class CrossEntropyStage:
         """Return the loss of each token `[T]`, before its weight; save what gradients need."""
         (chunk,) = chunks
         target = self.target[chunk.tokens]
-        loss = -(target * chunk.log_probs).where(target != 0, 0).sum(1)
+        loss = -(target * chunk.log_probs).masked_fill_(target == 0, 0).sum(1)
         if self.smoothing:
             assert chunk.logit_sums is not None, "smoothing sums the logits"
-            pairs = chunk.logits.where(chunk.columns >= 0, 0).sum(1)
+            pairs = chunk.logits.masked_fill(chunk.absent, 0).sum(1)
             uniform = chunk.log_normalizer - (chunk.logit_sums.sum(0) + pairs) / self.num_classes
             loss = (1 - self.smoothing) * loss + self.smoothing * uniform
         if self.z_loss:
@@ -110,7 +110,7 @@ class CrossEntropyStage:
         slopes = torch.cat([labels, near], 1)
         if chunk.second is not None:
             slopes += chunk.second.unsqueeze(1) * self.second_of_pairs(chunk)
-        return slopes.where(chunk.columns >= 0, 0)
+        return slopes.masked_fill_(chunk.absent, 0)
 
     def exponent_slopes(self, chunk: Chunk, slopes: Tensor, outer: Tensor) -> Tensor:
         """Return dL/dh_exp `[T]` of distances, from the pairs' `slopes` `[T, S]`."""
@@ -184,7 +184,7 @@ class DistillationStage(CrossEntropyStage):
         chunk.saved = (peaks + masses.log()).logsumexp(0)
         shares = torch.exp(peaks - chunk.saved)
         negentropy = (shares * (entropy + peaks * masses)).sum(0) - chunk.saved  # sum of q log q
-        logits = chunk.logits.where(chunk.columns >= 0, 0)
+        logits = chunk.logits.masked_fill(chunk.absent, 0)
         mean_logit = (shares * (cross + chunk.log_scale * sums)).sum(0)
         mean_logit = mean_logit + (self.second_of_pairs(chunk) * logits).sum(1)
         divergence = negentropy - mean_logit + chunk.log_normalizer
@@ -197,7 +197,7 @@ class DistillationStage(CrossEntropyStage):
         logits = torch.einsum("te,tse->ts", states, self.weight[known].to(dtype))
         if self.bias is not None:
             logits = logits + self.bias[known].to(dtype)
-        return (logits - chunk.saved.unsqueeze(1)).exp().where(chunk.columns >= 0, 0)
+        return (logits - chunk.saved.unsqueeze(1)).exp().masked_fill_(chunk.absent, 0)
 
     def set_factors(self, chunks: list[Chunk], outer: Tensor) -> None:
         """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
