@@ -155,7 +155,8 @@ def build(arm: str, shape: dict[str, int], seed: int, device: torch.device) -> n
     """Return a GPT-2 and its tied head; a seed has the same weights under both heads."""
     torch.manual_seed(seed)
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    body = GPT2Model(GPT2Config(**shape, **rates, bos_token_id=0, eos_token_id=0))
+    with device:
+        body = GPT2Model(GPT2Config(**shape, **rates, bos_token_id=0, eos_token_id=0))
     settings, size = ARMS[arm], shape["n_embd"]
     if arm == "distance":
         settings = {**settings, "h_exp": -float(size)}

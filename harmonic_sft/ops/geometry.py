@@ -1,5 +1,7 @@
 """How hidden states and prototypes become scores: dot products or squared distances."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ class Geometry:
             them, which would halt a GPU.
 
     Attributes:
-        inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
+        inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere. Taken
+            when it is first asked for: on a GPU a kernel that reads the prototypes writes it.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
         spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.
@@ -42,16 +45,13 @@ class Geometry:
         centered: bool | None = None,
     ):
         self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
-        self.inverse: Tensor | None = None
         self.center: Tensor | None = None
         self.spread: Tensor | None = None
         if self.linear:
             return
-        if kind == "sphere":
-            self.inverse = inverse_norms(self.prototypes).to(dtype)
-            if centered is False:
-                self.spread = self.inverse.new_ones(())
-                return
+        if kind == "sphere" and centered is False:
+            self.spread = self.prototypes.new_ones((), dtype=dtype)
+            return
         sample = self.prototypes[:: max(len(prototypes) // CENTER_SAMPLE, 1)].to(dtype)
         if kind == "sphere":
             sample = unit_rows(sample)
@@ -60,6 +60,11 @@ class Geometry:
         self.spread = energy
         if bool(share > DOMINANT * energy) if centered is None else centered:
             self.center, self.spread = center, energy - share
+
+    @cached_property
+    def inverse(self) -> Tensor | None:
+        """See above."""
+        return inverse_norms(self.prototypes).to(self.dtype) if self.kind == "sphere" else None
 
     @property
     def linear(self) -> bool:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from harmonic_sft.models.head import TINY
 from harmonic_sft.ops.geometry import Geometry
 
 MEMBERS, WIDTH = 8, 256  # pairs of one class, and numbers of each, that are loaded together
@@ -59,6 +60,7 @@ class Shape(NamedTuple):
     linear: Any
     members: Any  # pairs of one class that are loaded together
     part: Any  # of the D numbers of each
+    tiny: Any  # norms up to which a row has no direction
 
 
 @triton.jit
@@ -74,8 +76,8 @@ def _load_prototype(prototypes, column, dims, inside):
 
 
 @triton.jit
-def split_kernel(values, stride, out, shape):
-    """A row as the sum of two 16-bit terms, one beside the other."""
+def split_kernel(values, stride, out, inverse, shape):
+    """A row as the sum of two 16-bit terms, one beside the other, and 1 / its norm."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, shape.block)
     inside = dims < shape.width
@@ -85,6 +87,10 @@ def split_kernel(values, stride, out, shape):
     places = out + row * 2 * shape.width + dims
     tl.store(places, high, mask=inside)
     tl.store(places + shape.width, low, mask=inside)
+    if inverse is not None:
+        norm = tl.sqrt_rn(tl.sum(vector * vector))
+        norm = tl.where(norm <= shape.tiny, float("inf"), norm)
+        tl.store(inverse + row, 1.0 / norm)
 
 
 @triton.jit
@@ -198,11 +204,12 @@ class Rows:
         self.prototypes = Prototypes(values, values.stride(0), geometry.inverse, geometry.center)
 
     def split(self, classes: slice, dtype: torch.dtype) -> Tensor:
-        """Return prototypes in two terms, `[W, 2 D]`."""
-        values = self.prototypes.vectors[classes]
+        """Return prototypes in two terms, `[W, 2 D]`, and write 1 / their norms, if any."""
+        values, inverse = self.prototypes.vectors[classes], self.prototypes.inverse
+        inverse = None if inverse is None else inverse[classes]
         out = values.new_empty(len(values), 2 * values.shape[1], dtype=dtype)
         shape, options = self._shape()
-        split_kernel[(len(values),)](values, values.stride(0), out, shape, **options)
+        split_kernel[(len(values),)](values, values.stride(0), out, inverse, shape, **options)
         return out
 
     def scores(self, placed: Tensor, inverse: Tensor | None, columns: Tensor) -> Tensor:
@@ -237,6 +244,6 @@ class Rows:
     def _shape(self, num_pairs: int = 1) -> tuple[Shape, dict[str, Any]]:
         width = self.geometry.prototypes.shape[1]
         block = triton.next_power_of_2(width)
-        values = (width, block, num_pairs, self.geometry.linear, MEMBERS, WIDTH)
+        values = (width, block, num_pairs, self.geometry.linear, MEMBERS, WIDTH, TINY)
         warps = FEW if block <= 2048 else MANY
         return Shape(*map(tl.constexpr, values)), OPTIONS | {"num_warps": warps}

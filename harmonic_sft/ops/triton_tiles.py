@@ -68,7 +68,7 @@ class TritonTiles:
         wants_hidden: bool,
         gradient: Tensor | None,
     ):
-        self.geometry, self.rows = geometry, Rows(geometry)
+        self.geometry = geometry
         self.smoothed = arguments.label_smoothing > 0
         self.wants_hidden, self.gradient = wants_hidden, gradient
         self.learns_bias = arguments.needs_gradient("class_bias")
@@ -93,6 +93,9 @@ class TritonTiles:
         if geometry.with_sums and self.gradient is not None:
             self.column_sums = self.gradient.new_zeros(self.num_classes)
         self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
+        if self.splits and geometry.kind == "sphere":  # what splits the prototypes writes it
+            geometry.inverse = self.h_exp.new_empty(self.num_classes)
+        self.rows = Rows(geometry)
         self.terms: Tensor | None = None
         if self.splits and 4 * self.num_classes * self.hidden_size <= TERM_BYTES:
             self.terms = self._split(slice(0, self.num_classes))

@@ -107,6 +107,22 @@ def test_distances_keep_their_digits(kind, case):
         assert errors.median() < 1e-5
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_prototypes_in_two_terms_have_their_norms(monkeypatch, in_blocks):
+    """The kernel that splits them writes these, also of one without a direction."""
+    if in_blocks:
+        monkeypatch.setattr(triton_tiles, "TERM_BYTES", 0)
+    states, prototypes, labels = make_inputs()
+    states[1], prototypes[2] = 0, 0
+    labels[6:8] = 2
+    given = states.bfloat16(), 3 * prototypes, labels
+    types = {"dtype": torch.bfloat16, "prototype_dtype": torch.float32}
+    found = run("sphere", -7.3, {}, given, **types)[:3]
+    expected = run("sphere", -7.3, {}, given, "reference", torch.float64)[:3]
+    check(found[:1], expected[:1], 1e-5)
+    check(found[1:], expected[1:], 2e-2)  # of weights and states in 16 bits
+
+
 @pytest.mark.parametrize("unit_sphere", [False, True])
 def test_of_many_near_prototypes_the_closest_count(unit_sphere):
     states, _, labels = make_inputs()
