@@ -371,7 +371,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if position_ids is not None:
             position_ids = position_ids.expand(hidden_states.shape[0], -1)
         if self._has_flash_kernels(hidden_states):
-            pieces = self._pieces(attention_mask, position_ids)
+            pieces = self._pieces(hidden_states, attention_mask, position_ids)
             if pieces is not None:
                 return None, pieces
         if position_ids is not None:
@@ -404,21 +404,23 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     @staticmethod
     def _pieces(
-        attention_mask: Tensor | None, position_ids: Tensor | None
+        hidden_states: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> dict[str, Any] | None:
         """Return the attention's argument for rows of several pieces, None if masks must do."""
+        shape, device = hidden_states.shape[:2], hidden_states.device
+        attended = torch.ones(shape, dtype=torch.bool, device=device)
         if attention_mask is not None:
-            attended = attention_mask.bool()
-        elif position_ids is not None:
-            attended = torch.ones_like(position_ids, dtype=torch.bool)
-        else:
-            return None
-        boundaries = document_boundaries(attended, position_ids) if attended.dim() == 2 else None
+            if attention_mask.dim() != 2:
+                return None
+            attended = attention_mask.bool().expand(shape)
+        elif position_ids is None:
+            return {}
+        boundaries = document_boundaries(attended, position_ids)
         if boundaries is None:
             return None
-        if len(boundaries) == len(attended) + 1:  # whole rows, which need no mask
+        if len(boundaries) == shape[0] + 1:  # whole rows, which need no mask
             return {}
-        return {"pieces": (boundaries.to(attended.device), int(boundaries.diff().max()))}
+        return {"pieces": (boundaries.to(device), int(boundaries.diff().max()))}
 
 
 def flash_boundaries(position_ids: Tensor) -> dict[str, Any]:

@@ -399,11 +399,17 @@ def test_flash_kernels_give_what_masks_give(load, monkeypatch, packed):
 
 
 AT = torch.arange(64).expand(2, -1)
+MASKS = {
+    "none": None,
+    "ones": AT >= 0,
+    "one for all rows": AT[:1] >= 0,
+    "left": AT >= 9,
+    "gap": AT != 9,
+    "pairs": torch.ones(2, 1, 64, 64, dtype=torch.bool).tril(),
+}
 
 
-@pytest.mark.parametrize(
-    "mask", [None, AT >= 0, AT >= 9, AT != 9], ids=["none", "ones", "left", "gap"]
-)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @torch.no_grad()
 def test_whole_rows_and_gaps_are_left_to_sdpa(load, monkeypatch, mask):
     model, input_ids = load(), tensors("inputs_nopad")["input_ids"][:2]
