@@ -39,7 +39,7 @@ PACKAGES = {
     "test": ("huggingface_hub", "accelerate", "datasets"),
 }
 TOKENS = {"train": 8_000_000, "validation": 70_000, "test": 300_000}
-TOKENIZED_BYTES = 20 * 10**6  # of the training text, for the tokenizer
+READ_CHARACTERS = 20 * 10**6  # of the training text, by the tokenizer
 RATES, TUNING_SEED, TUNING_SHARE = (1e-4, 3e-4, 1e-3, 3e-3), 100, 3
 ARMS: dict[str, dict[str, Any]] = {
     "linear": {"name": "linear", "bias": False},
@@ -102,15 +102,16 @@ def main(name: str, arguments: Sequence[str]) -> None:
 
 def read_rows(folder: Path, shape: dict[str, int], device: torch.device, *, small: bool) -> Rows:
     """Return rows `[N, T + 1]` of each part's text; what was cut before is kept in the folder."""
-    path = folder / "rows.safetensors"
+    path = folder / f"rows_{shape['vocab_size']}_{shape['n_positions']}.safetensors"
     if not path.exists():
         texts = {part: list(sources(packages)) for part, packages in PACKAGES.items()}
         held_out = {one for part in ("validation", "test") for one in texts[part]}
         texts["train"] = [one for one in texts["train"] if one not in held_out]
-        texts["test"] = [one for one in texts["test"] if one not in set(texts["validation"])]
+        seen = set(texts["validation"])
+        texts["test"] = [one for one in texts["test"] if one not in seen]
         texts = {part: texts[part][:20] if small else texts[part] for part in texts}
         tokenizer = ByteLevelBPETokenizer()
-        sample = list(_up_to(texts["train"], TOKENIZED_BYTES))
+        sample = list(_up_to(texts["train"], READ_CHARACTERS))
         tokenizer.train_from_iterator(sample, shape["vocab_size"], show_progress=False)
         width = shape["n_positions"] + 1
         cut = {}

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_neobert import NeoBERTConfig
@@ -62,10 +63,11 @@ def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         The shape and the dtype of `states`; computed in float32.
     """
     pairs = states.unflatten(-1, (-1, 2))
-    if states.is_cuda and not torch.compiler.is_compiling():
-        return turn_complex(pairs, cos, sin).flatten(-2).to(states.dtype)
-    even, odd = pairs.unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    if states.is_cuda and not is_tracing(states):
+        rotated = turn_complex(pairs, cos, sin)
+    else:
+        even, odd = pairs.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return rotated.flatten(-2).to(states.dtype)
 
 
@@ -118,8 +120,8 @@ def document_boundaries(attended: Tensor, position_ids: Tensor | None) -> Tensor
             None for one document in each row.
 
     Returns:
-        `[pieces + 1]` int32, the end of the last row included; None where a document goes on behind
-        padding.
+        `[pieces + 1]` int32, the end of the last row included; None where a document goes on, or
+        a row begins, behind padding.
     """
     before, after = attended[:, :-1], attended[:, 1:]
     starts, resumed = torch.zeros_like(attended), torch.zeros_like(attended)
@@ -140,7 +142,8 @@ def document_attention_forward(
     """Attention within pieces of the rows, by the flash kernels that torch brings.
 
     Args:
-        query: `[B, H, T, D / H]`, as `key` and `value`, in 16 bits, scaled by (D / H) ** -0.5.
+        query: `[B, H, T, D / H]`, as `key` and `value`, in 16 bits. Their products are scaled by
+            (D / H) ** -0.5.
         key: Compared with the queries.
         value: Averaged.
         pieces: What `document_boundaries` returned, on the device, and the longest one's tokens.
@@ -396,10 +399,11 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             self.config._attn_implementation == "sdpa"
             and hidden_states.is_cuda
             and hidden_states.dtype.itemsize == 2
-            and self.config.hidden_size // self.config.num_attention_heads % 8 == 0
+            and self.config.hidden_size // self.config.num_attention_heads in range(8, 129, 8)
+            and torch.backends.cuda.is_flash_attention_available()
             and torch.cuda.get_device_capability(hidden_states.device) >= (8, 0)
             and torch.backends.cuda.flash_sdp_enabled()  # what `sdpa_kernel` allows
-            and not torch.compiler.is_compiling()
+            and not is_tracing(hidden_states)  # the boundaries are values
         )
 
     @staticmethod
@@ -410,9 +414,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         shape, device = hidden_states.shape[:2], hidden_states.device
         attended = torch.ones(shape, dtype=torch.bool, device=device)
         if attention_mask is not None:
-            if attention_mask.dim() != 2:
+            if attention_mask.shape != shape:
                 return None
-            attended = attention_mask.bool().expand(shape)
+            attended = attention_mask.to(device, torch.bool)
         elif position_ids is None:
             return {}
         boundaries = document_boundaries(attended, position_ids)

@@ -29,7 +29,7 @@ class Geometry:
 
     Attributes:
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere. Taken
-            when it is first asked for: on a GPU a kernel that reads the prototypes writes it.
+            when it is first asked for: where kernels split the prototypes they write it.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
         spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.

@@ -76,6 +76,7 @@ class TorchTiles:
         width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
         self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
         self.columns = geometry.columns() if distances else None
+        self.scale = geometry.scale  # taken here, and not by every worker
         self.buffer: Tensor | None = None
 
     def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
@@ -184,10 +185,10 @@ class TorchTiles:
         kept = self._kept(chunk, k) if keep else None
         scores = torch.mm(chunk.placed, geometry.tile(tile).T)  # [T, W]
         if self.columns is not None:  # squared distances with eps
-            if geometry.scale is None:
+            if self.scale is None:
                 torch.add(self.columns[tile], scores, alpha=-2, out=scores)
             else:
-                factors = geometry.scale[tile]
+                factors = self.scale[tile]
                 torch.addcmul(self.columns[tile], scores, factors, value=-2, out=scores)
             scores = scores if chunk.row is None else scores.add_(chunk.row)
         found[k], nearest = self._leave_out(chunk, scores, tile)

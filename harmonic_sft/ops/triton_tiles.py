@@ -94,7 +94,7 @@ class TritonTiles:
             self.column_sums = self.gradient.new_zeros(self.num_classes)
         self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
         if self.splits and geometry.kind == "sphere":  # what splits the prototypes writes it
-            geometry.inverse = self.h_exp.new_empty(self.num_classes)
+            geometry.inverse = self.h_exp.new_zeros(self.num_classes)
         self.rows = Rows(geometry)
         self.terms: Tensor | None = None
         if self.splits and 4 * self.num_classes * self.hidden_size <= TERM_BYTES:

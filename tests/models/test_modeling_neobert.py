@@ -402,7 +402,6 @@ AT = torch.arange(64).expand(2, -1)
 MASKS = {
     "none": None,
     "ones": AT >= 0,
-    "one for all rows": AT[:1] >= 0,
     "left": AT >= 9,
     "gap": AT != 9,
     "pairs": torch.ones(2, 1, 64, 64, dtype=torch.bool).tril(),
@@ -416,6 +415,15 @@ def test_whole_rows_and_gaps_are_left_to_sdpa(load, monkeypatch, mask):
     expected = model(input_ids, attention_mask=mask).logits
     monkeypatch.setattr(NeoBERTModel, "_has_flash_kernels", lambda *_: True)
     assert torch.equal(model(input_ids, attention_mask=mask).logits, expected)
+
+
+@torch.no_grad()
+def test_a_mask_of_another_length_is_refused(load, monkeypatch):
+    """By what makes masks: boundaries of other rows would be taken for those of these."""
+    monkeypatch.setattr(NeoBERTModel, "_has_flash_kernels", lambda *_: True)
+    input_ids = tensors("inputs_nopad")["input_ids"][:2, :60]
+    with pytest.raises(RuntimeError, match="size"):
+        load()(input_ids, attention_mask=AT < 50)
 
 
 @pytest.mark.cuda

@@ -123,6 +123,22 @@ def test_prototypes_in_two_terms_have_their_norms(monkeypatch, in_blocks):
     check(found[1:], expected[1:], 2e-2)  # of weights and states in 16 bits
 
 
+def test_without_a_token_no_gradient_is_left_unwritten(monkeypatch):
+    monkeypatch.setattr(
+        triton_tiles, "TERM_BYTES", 0
+    )  # split with the first chunk, if there is one
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    states, prototypes, labels = make_inputs()
+    given = states[:0].bfloat16(), prototypes, labels[:0]
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        types = {"dtype": torch.bfloat16, "prototype_dtype": torch.float32}
+        gradient = run("sphere", -7.3, {}, given, **types)[2]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(gradient, torch.zeros(V, D))
+
+
 @pytest.mark.parametrize("unit_sphere", [False, True])
 def test_of_many_near_prototypes_the_closest_count(unit_sphere):
     states, _, labels = make_inputs()
