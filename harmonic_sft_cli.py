@@ -399,6 +399,7 @@ def _add_push(command: argparse.ArgumentParser) -> None:
         "--private", action="store_true", help="make the repository private if it is new"
     )
     command.add_argument("--license", help="of the weights, for the card; default: the base's")
+    command.add_argument("--message", help="of the commit; default: form and step")
     command.add_argument("--revision", help="the branch to push to; default: main")
     command.add_argument(
         "--force", action="store_true", help="replace a model of another kind in the repository"

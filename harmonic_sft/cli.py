@@ -290,6 +290,7 @@ def _push(options: argparse.Namespace) -> None:
         private=options.private,
         revision=options.revision,
         force=options.force,
+        message=options.message,
         license=options.license,
     )
     sys.stdout.write(f"{push(options.folder, to)}\n")

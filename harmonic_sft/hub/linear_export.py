@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.hub.staging import (
     LICENSE,
     NAMES_CODE,
+    PushError,
     base_license,
     copy_tokenizer,
     license_in,
@@ -41,6 +43,7 @@ from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import read_results, reading
 
+logger = logging.getLogger(__name__)
 LINEAR_HEAD_FILE = "linear_head.safetensors"
 LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
 REPLACED = """The model was trained with another head: `{settings}`.
@@ -266,7 +269,10 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
     if not license and run.is_file():
         named = (read_yaml(run).get("hub") or {}).get("license")
         license = {"license": named} if named else {}
-    license = license or base_license(config)
+    try:
+        license = license or base_license(config)
+    except PushError as error:  # nothing is published here
+        logger.warning("The card names no license: %s", error)
     metadata = ModelCardData(
         **license,
         library_name="transformers",

@@ -32,6 +32,7 @@ from harmonic_sft.hub.staging import (
     SECRET,
     SENTENCES,
     TOKENIZER,
+    PushError,
     check_completed,
     check_form,
     license_of_code,
@@ -63,7 +64,7 @@ SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of t
 
 REASONS = {
     401: "The token is not valid. Log in with `hf auth login`",
-    403: "You may not write there. Use a token with write access, or a repo of your own",
+    403: "You may not do this there. Use a token with write access, or a repo of your own",
     409: "The repo was changed at the same moment",
     412: "The repo was changed at the same moment",
     413: "The Hub refuses files of this size",
@@ -71,12 +72,13 @@ REASONS = {
 }
 
 
+# What comes of an answer of another form than the Hub's, and of none.
+STRANGE = (KeyError, TypeError, AttributeError, json.JSONDecodeError)
+NO_ANSWER = (HTTPError, OSError, ValueError, *STRANGE)
+
+
 class ForeignRepoError(ValueError):
     """The repo holds something that must not be replaced unasked."""
-
-
-class PushError(RuntimeError):
-    """The Hub did not take it; the repo's last revision and the run are as they were."""
 
 
 def push(folder: Path, to: Destination) -> str:
@@ -95,12 +97,18 @@ def push(folder: Path, to: Destination) -> str:
     """
     trained = read_trained(folder)
     check_form(trained.config, to.form, trained.has_adapter)  # needs no network
-    check_destination(to)
-    check_model(trained.config, to, trained.has_adapter)
     with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as staged:
-        stage(trained, Path(staged), to)
-        if to.form == "head":
-            check_completed(trained, Path(staged))
+        try:
+            check_destination(to)
+            check_model(trained.config, to, trained.has_adapter)
+            stage(trained, Path(staged), to)
+            if to.form == "head":
+                check_completed(trained, Path(staged))
+        except PushError as error:
+            raise PushError(
+                f"{error} Nothing was sent; the run is as before. Try again: "
+                f"{to.command(trained.path)}"
+            ) from error
         return upload(Path(staged), trained, to)
 
 
@@ -124,7 +132,7 @@ def check_destination(to: Destination) -> None:
         raise ValueError("token: expected to be logged in, got no token. Run `hf auth login`")
     try:
         HfApi().whoami()
-    except (HTTPError, OSError) as error:
+    except NO_ANSWER as error:
         if _status(error) == 401:
             raise ValueError(
                 f"token: expected a valid one, got one refused. {REASONS[401]}"
@@ -148,7 +156,9 @@ def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> N
         _check_repo(info, config, to)
     except RepositoryNotFoundError:
         pass  # it will be made
-    except (HTTPError, OSError) as error:
+    except ForeignRepoError:
+        raise
+    except NO_ANSWER as error:
         raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
 
 
@@ -176,10 +186,13 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
         )
     except ForeignRepoError:
         raise
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (*NO_ANSWER, RuntimeError) as error:
+        known = "The repo's last revision and the run are as before."
+        if _may_have_arrived(error):
+            known = "The commit may have arrived: look at the repo. The run is as before."
         raise PushError(
-            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} The "
-            f"repo's last revision and the run are as before. Try again: {to.command(trained.path)}"
+            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} {known} "
+            f"Try again: {to.command(trained.path)}"
         ) from error
     if "README.md" in _names(info):
         old = f"{info.sha} of {to.repo_id}"
@@ -274,10 +287,31 @@ def _status(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
-def _reason(error: BaseException) -> str:
+def _may_have_arrived(error: BaseException) -> bool:
+    """Whether it was the commit itself that the Hub did not answer, or answered with its own."""
+    error, status = _cause(error), _status(_cause(error))
+    if not isinstance(error, HTTPError):
+        return isinstance(error, STRANGE)
+    try:
+        request = error.response.request if isinstance(error, HfHubHTTPError) else error.request
+    except RuntimeError:  # an error of no request
+        return False
+    return "/commit/" in str(request.url) and (status is None or status >= 500)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what the client wraps where it breaks an upload."""
     while not isinstance(error, HTTPError) and error.__cause__ is not None:
-        error = error.__cause__  # the client wraps what breaks an upload
+        error = error.__cause__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    error = _cause(error)
     status = _status(error)
+    if isinstance(error, STRANGE):
+        name = type(error).__name__
+        return f"It answered otherwise than the Hub ({name}). Is a proxy or a login page before it?"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set. Unset it."
     if status is None and isinstance(error, HTTPError):

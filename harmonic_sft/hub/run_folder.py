@@ -62,6 +62,7 @@ class Destination:
         words += ["--revision", self.revision] if self.revision is not None else []
         words += ["--force"] if self.force else []
         words += ["--license", self.license] if self.license is not None else []
+        words += ["--message", self.message] if self.message is not None else []
         return shlex.join(words)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import get_token, hf_hub_download, metadata_load
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HTTPError, RemoteEntryNotFoundError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -73,6 +73,10 @@ SECRET = re.compile(  # in a card or JSON
 )
 
 
+class PushError(RuntimeError):
+    """The Hub did not answer, or did not take it; the run is complete all the same."""
+
+
 def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
     """Write everything that a repo will hold into an empty folder.
 
@@ -82,6 +86,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
     Raises:
         ValueError: The form does not suit this run, its weights predict nothing, or a secret would
             have been published.
+        PushError: The base's license is not known, because its card cannot be fetched.
     """
     check_form(trained.config, to.form, trained.has_adapter)
     check_publishable(trained, to.form)
@@ -172,9 +177,14 @@ def check_completed(trained: TrainedFolder, staged: Path) -> None:
     """Refuse the form `head` of a model that its base does not complete.
 
     Raises:
-        ValueError: What the run did not train is not the base's, or the base cannot be fetched.
+        ValueError: What the run did not train is not the base's.
+        PushError: The base cannot be fetched.
     """
-    completed = complete_state_dict(str(staged), trained.config, {"revision": None})
+    try:
+        completed = complete_state_dict(str(staged), trained.config, {"revision": None})
+    except (OSError, ValueError) as error:
+        reason = str(error).replace(str(staged), "--form head").rstrip(".")
+        raise PushError(f"{reason}.") from error
     for name, saved in read_tensors(trained.path, (BACKBONE,)):
         if not torch.equal(completed.get(name, saved).to(saved.dtype), saved):
             raise ValueError(
@@ -211,14 +221,23 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
 
 
 def base_license(config: HarmonicConfig) -> dict[str, Any]:
-    """Return what the base's card says of its license, nothing if there is no card to be read."""
+    """Return what the base's card says of its license, nothing if there is no card.
+
+    Raises:
+        PushError: The card cannot be fetched.
+    """
     base = hub_base(config)
     if base is None:
         return {}
     try:
         card = hf_hub_download(base, "README.md", revision=config.base_revision)
-    except (HTTPError, OSError, ValueError):  # no card or no network
+    except RemoteEntryNotFoundError:
         return {}
+    except (HTTPError, OSError, ValueError) as error:
+        raise PushError(
+            f"license: expected the card of {base}, got {type(error).__name__}. Check the network "
+            "and your access to it, or say the license: --license, in a run's file hub.license."
+        ) from error
     return license_in(Path(card))
 
 

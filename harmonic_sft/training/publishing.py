@@ -78,7 +78,7 @@ class PushCallback(TrainerCallback):
             if self.to.form == "head" and not self._is_checked:
                 check_completed(trained, Path(staged.name))
                 self._is_checked = True
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, PushError) as error:
             staged.cleanup()
             self._warn(folder, error)
             return

@@ -6,15 +6,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from harmonic_sft.hub import Destination, PushError, push
 from harmonic_sft.hub.push import _reason
 from harmonic_sft.hub.staging import license_of_code
 from harmonic_sft.models import HarmonicForMaskedLM
@@ -169,7 +171,7 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not write there"),
+        ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not do this there"),
         ({"method": "POST", "path_part": "/commit/", "status": 409}, "changed at the same moment"),
         ({"method": "POST", "path_part": "/commit/", "status": 429}, "limits how often"),
         ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
@@ -192,6 +194,61 @@ def test_a_failed_push_leaves_repo_and_run_whole(hub, client, pushed, fault, mes
     said = done["err"].strip().splitlines()[-1]
     assert re.search(message, said), said
     assert "Try again: harmonic-sft push " in said
+    lost = fault["path_part"] == "/commit/" and fault["status"] in (None, 500)
+    assert ("may have arrived" in said, "as before. Try" in said) == (lost, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path_part", "status"),
+    [
+        ("GET", "/api/whoami", 429),
+        ("GET", "/api/models/alice/unseen", 500),
+        ("GET", "/api/models/alice/unseen", None),
+    ],
+)
+def test_what_fails_before_the_upload_can_be_tried_again(
+    hub, client, pushed, method, path_part, status
+):
+    words = ("push", pushed, "--repo-id", "alice/unseen", "--private", "--message", "of mine")
+    hub.fail(method, path_part, status=status, times=20)
+    done = client(*words)
+    hub.faults.clear()
+    assert done["status"] == 1
+    assert "alice/unseen" not in hub.repos
+    said = done["err"].strip().splitlines()[-1]
+    assert "Nothing was sent; the run is as before. Try again: harmonic-sft push" in said
+    assert said.endswith("--private --message 'of mine'")
+
+
+@pytest.mark.parametrize("status", [403, 429, 500, None])
+def test_a_license_that_cannot_be_read_is_not_left_out(hub, client, pushed, tmp_path, status):
+    """The card of another base: that of the run was fetched before."""
+    base = f"alice/unread-{status}"  # a client keeps what it has read
+    revision = hub.add_repo(base, {"README.md": b"---\nlicense: mit\n---\n"})
+    folder = shutil.copytree(pushed, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"base_model": base, "base_revision": revision}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ("push", folder, "--repo-id", f"alice/license-{status}")
+    hub.fail("GET", "README.md", status=status, times=40)
+    hub.fail("HEAD", "README.md", status=status, times=40)
+    done = client(*words)
+    assert f"error: license: expected the card of {base}, got " in done["err"]
+    assert words[-1] not in hub.repos
+    client.succeeds(*words, "--license", "apache-2.0")
+    hub.faults.clear()
+    hub.repos.pop(words[-1])
+    client.succeeds(*words)
+    assert ModelCard(hub.files(words[-1])["README.md"].decode()).data.license == "mit"
+
+
+def test_an_answer_of_another_form_is_none(hub, pushed, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_token_of_this_test")
+    to = Destination(repo_id="alice/proxy")
+    for answer in (KeyError("id"), json.JSONDecodeError("Expecting value", "<html>", 0)):
+        monkeypatch.setattr(HfApi, "whoami", Mock(side_effect=answer))
+        with pytest.raises(PushError, match=r"otherwise than the Hub \(.*Error\)\. Is a proxy"):
+            push(pushed, to)
 
 
 def test_the_command_to_try_again_pushes(hub, client, pushed):

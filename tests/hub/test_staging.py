@@ -42,7 +42,7 @@ def staged(finished_run, tmp_path):
         target = tmp_path / form
         shutil.rmtree(target, ignore_errors=True)  # what was refused
         target.mkdir()
-        stage(trained, target, Destination(repo_id="me/model", form=form))
+        stage(trained, target, Destination(repo_id="me/model", form=form, license="mit"))
         return target
 
     return make
