@@ -114,15 +114,17 @@ def pseudo_log_likelihood(
     before it, the first one from the token of `first_token` if the tokenizer adds none.
 
     Raises:
-        ValueError: A sentence longer than the model's positions.
+        ValueError: A sentence without a token, or longer than the model's positions.
 
     Source:
         Salazar et al. 2020, Masked Language Model Scoring, arXiv:1910.14659.
     """
     # The mask marks what the tokenizer added, and not an unknown word, which is a special token.
     encoded = tokenizer(sentence, return_special_tokens_mask=True)
-    numbers = encoded["input_ids"]
-    if model.is_causal and encoded["special_tokens_mask"][:1] == [0]:
+    numbers, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    if all(added):  # nothing to predict would be likelier than any sentence
+        raise ValueError(f"sentence: expected at least one token, got {sentence!r}")
+    if model.is_causal and added[0] == 0:
         start = first_token(tokenizer)
         numbers = numbers if start is None else [start, *numbers]
     check_length(model, len(numbers))
@@ -130,7 +132,7 @@ def pseudo_log_likelihood(
     if model.is_causal:
         logits = model(input_ids=ids[None]).logits[0, :-1]
         return -float(F.cross_entropy(logits.float(), ids[1:], reduction="sum"))
-    places = [place for place, added in enumerate(encoded["special_tokens_mask"]) if not added]
+    places = [place for place, is_added in enumerate(added) if not is_added]
     total = 0.0
     for start in range(0, len(places), batch_size):
         chosen = places[start : start + batch_size]
@@ -147,7 +149,7 @@ def minimal_pairs(
     """Return the share of pairs whose acceptable sentence, the first, is the more likely one.
 
     Raises:
-        ValueError: A sentence longer than the model's positions.
+        ValueError: A sentence without a token, or longer than the model's positions.
 
     Source:
         Warstadt et al. 2020, BLiMP, arXiv:1912.00582.

@@ -37,10 +37,11 @@ class _MarginLoss(Loss):
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token."""
+        self.check(head)
         return by_chunks(self._dense, head, hidden_states, labels)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(head, CosineHead), "prepare has checked it"
+        assert isinstance(head, CosineHead), "checked before"
         logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
         return label_nll(logits, labels, self._moved(logits.gather(-1, labels), head.scale))
 

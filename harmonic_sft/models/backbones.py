@@ -213,8 +213,11 @@ def load_base(
 
     Raises:
         ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized
-            otherwise than by bitsandbytes or torchao, or has no token embeddings.
+            otherwise than by bitsandbytes or torchao, or has no token embeddings; or a dtype that
+            is none.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}")
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     is_ours = config.model_type == "harmonic"
     check_supported(name, config, is_causal=is_causal)

@@ -106,10 +106,12 @@ class Head(nn.Module, ABC):
         return None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[N, V]`, float32 or better, for hidden states `[N, D]`."""
-        lazy = self.lazy_logits(hidden_states)
+        """Return logits `[..., V]`, float32 or better, for hidden states `[..., D]`."""
+        rows = hidden_states if hidden_states.dim() == 2 else hidden_states.flatten(0, -2)
+        lazy = self.lazy_logits(rows)
         assert lazy is not None, "a head without lazy logits has a forward pass of its own"
-        return dense_logits(lazy)
+        logits = dense_logits(lazy)
+        return logits if rows is hidden_states else logits.unflatten(0, hidden_states.shape[:-1])
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

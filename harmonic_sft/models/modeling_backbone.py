@@ -439,7 +439,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         The prototypes start at `embeddings` `[V, D]`, or the head with all weights of the base's
         own; `fields` are further ones of the configuration.
         """
-        head = dict(head or {"name": "dist"})
+        head = {"name": "dist"} if head is None else head
+        if not isinstance(head, dict):
+            raise ValueError(f"head: expected {{'name': ..., fields...}}, got {head!r}")
         config = HarmonicConfig(
             text_config=base.backbone.config,
             head=head,

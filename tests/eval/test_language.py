@@ -143,6 +143,9 @@ def test_sentences_longer_than_the_positions_are_refused(model, tokenizer):
         pseudo_log_likelihood(model, tokenizer, "aa " * 70)
     with pytest.raises(ValueError, match=r"^pair 2: text: expected at most 64 tokens, got 72"):
         minimal_pairs(model, tokenizer, [("aa", "bb"), ("aa", "aa " * 70)])
+    # Nothing to predict would be likelier than any sentence.
+    with pytest.raises(ValueError, match=r"^pair 2: sentence: expected at least one token, got ''"):
+        minimal_pairs(model, tokenizer, [("aa", "bb"), ("", "aa")])
 
 
 def test_the_bins_of_frequencies_have_names():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harmonic_sft.losses import ArcFaceLoss, CosFaceLoss
-from harmonic_sft.models import CosineHead
+from harmonic_sft.models import CosineHead, DistLayer
 
 V, D = 20, 6
 
@@ -39,6 +39,12 @@ def by_loops(loss_class, head, states, labels, margin):
         total = sum(math.exp(z) for z in logits)
         losses.append(-math.log(math.exp(logits[y]) / total))
     return torch.tensor(losses, dtype=torch.float64)
+
+
+def test_a_head_without_angles_is_refused():
+    states, labels = torch.randn(2, 4), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="loss arcface: expected a cosine head, got dist"):
+        ArcFaceLoss()(DistLayer(4, 3), states, labels)
 
 
 @pytest.mark.parametrize("loss_class", [ArcFaceLoss, CosFaceLoss])

@@ -31,6 +31,13 @@ def gradients(losses, head, states):
     return [gradient for gradient in found if gradient is not None]
 
 
+@every_head
+def test_states_may_have_any_axes_before_the_last(name):
+    head, states, _ = make(name)
+    logits = head(states)
+    close(head(states.unflatten(0, (2, -1))), logits.unflatten(0, (2, -1)))
+
+
 def test_every_head_has_a_variant():
     assert {settings["name"] for settings in VARIANTS.values()} == set(HEADS)
 

@@ -219,6 +219,14 @@ def test_one_of_our_checkpoints_is_a_base_too(bases, tmp_path):
         ValueError, match=r"init: expected one of \['input_embeddings', 'output_emb"
     ):
         HarmonicForMaskedLM.from_base(str(tmp_path), init="zeros")
+    with pytest.raises(
+        ValueError, match=r"head: expected \{'name': \.\.\., fields\.\.\.\}, got 'dist'"
+    ):
+        HarmonicForMaskedLM.from_base(str(tmp_path), head="dist")
+    with pytest.raises(
+        ValueError, match=r"dtype: expected a torch\.dtype such as .*, got 'float16'"
+    ):
+        HarmonicForMaskedLM.from_base(str(tmp_path), dtype="float16")
 
 
 def test_neobert_gives_its_own_decoder_to_a_linear_head(bases):
