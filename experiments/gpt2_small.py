@@ -45,9 +45,21 @@ ARMS: dict[str, dict[str, Any]] = {
     "linear": {"name": "linear", "bias": False},
     "distance": {"name": "dist", "unit_sphere": False},
 }
-SHAPE = {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 512}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50_257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 512,
+}
 ROWS = 32
-SMALL = {"vocab_size": 600, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 600,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+}
 Rows = dict[str, Tensor]
 
 
@@ -67,7 +79,12 @@ def main(name: str, arguments: Sequence[str]) -> None:
     seconds = sum(seconds_of_step(arm, shape, text, num_rows) for arm in ARMS)
     shares = options.seeds + len(RATES) / TUNING_SHARE
     num_steps = max(int(options.seconds / (seconds * shares)), 2 * TUNING_SHARE)
-    payload = {"shape": shape, "rows": num_rows, "steps": num_steps, "packages": PACKAGES}
+    payload: dict[str, Any] = {
+        "shape": shape,
+        "rows": num_rows,
+        "steps": num_steps,
+        "packages": PACKAGES,
+    }
     payload |= {"tokens": num_steps * num_rows * shape["n_positions"], "seconds": seconds}
     runs: dict[str, Any] = {arm: {"rates": [], "test": []} for arm in ARMS}
 
@@ -100,7 +117,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     write_results(options.output, name, payload)
 
 
-def read_rows(folder: Path, shape: dict[str, int], device: torch.device, *, small: bool) -> Rows:
+def read_rows(folder: Path, shape: dict[str, Any], device: torch.device, *, small: bool) -> Rows:
     """Return rows `[N, T + 1]` of each part's text; what was cut before is kept in the folder."""
     path = folder / f"rows_{shape['vocab_size']}_{shape['n_positions']}.safetensors"
     if not path.exists():
@@ -152,7 +169,7 @@ def _up_to(texts: Sequence[str], size: int) -> Iterator[str]:
         yield text
 
 
-def build(arm: str, shape: dict[str, int], seed: int, device: torch.device) -> nn.ModuleList:
+def build(arm: str, shape: dict[str, Any], seed: int, device: torch.device) -> nn.ModuleList:
     """Return a GPT-2 and its tied head; a seed has the same weights under both heads."""
     torch.manual_seed(seed)
     others: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -212,7 +229,7 @@ def evaluate(model: nn.ModuleList, rows: Tensor, num_rows: int) -> float:
     return float(torch.stack([losses(model, part) for part in parts]).mean())
 
 
-def seconds_of_step(arm: str, shape: dict[str, int], text: Rows, num_rows: int) -> float:
+def seconds_of_step(arm: str, shape: dict[str, Any], text: Rows, num_rows: int) -> float:
     """Return the median time of a step, of eight after three."""
     rows = text["train"]
     step = stepper(build(arm, shape, 0, rows.device), 0.0, 100)

@@ -265,7 +265,9 @@ def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
     published = read_trained(tmp_path / "moe")
     published.config.base_model, published.config.base_revision = "me/base", "a" * 40
     (tmp_path / "head").mkdir()
-    stage(published, tmp_path / "head", Destination(repo_id="me/experts", form="head"))
+    stage(
+        published, tmp_path / "head", Destination(repo_id="me/experts", form="head", license="mit")
+    )
     blocks, state = load_file(tmp_path / "head" / BLOCKS_FILE), finished.model.state_dict()
     assert blocks.keys() == {n for n in published.config.trained_parameters if "dist_head" not in n}
     assert any("experts" in name for name in blocks)

@@ -315,7 +315,11 @@ def test_an_adapter_of_a_quantized_body_is_published_alone(four_bits, make_causa
     train(load_run_config(make_causal_yaml(**lora(four_bits))))
     repo = tmp_path / "repo"
     repo.mkdir()
-    stage(read_trained(tmp_path / "run"), repo, Destination(repo_id="me/mine", form="peft"))
+    stage(
+        read_trained(tmp_path / "run"),
+        repo,
+        Destination(repo_id="me/mine", form="peft", license="mit"),
+    )
     card = (repo / "README.md").read_text()
     assert "bitsandbytes" in card
     call = re.search(r"```python\n(.*?)tokenizer = ", card, re.S)[1]
