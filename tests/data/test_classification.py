@@ -184,7 +184,7 @@ def test_classes_that_cannot_be_trained_are_refused(write, tokenizer):
     with pytest.raises(ValueError, match=r"data.eval.documents: expected fewer than"):
         load(write(ROWS), tokenizer, eval={"documents": 8})
     blank = {"source": {"path": write([{"text": " ", "label": "a"}], "blank.jsonl")}}
-    with pytest.raises(ValueError, match=r"data.eval.source.path: expected documents with text"):
+    with pytest.raises(ValueError, match=r"data.eval.source: expected documents with text"):
         load(write(ROWS), tokenizer, eval=blank, on_bad_row="skip")
 
 

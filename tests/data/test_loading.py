@@ -171,7 +171,7 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     ("name", "content", "message"),
     [
         ("odd.jsonl", '{"number": 1}\n', r"data\.sources\.0\.format: expected the columns"),
-        ("blank.txt", "\n \n\n", r"sources\.0\.path: expected documents with text"),
+        ("blank.txt", "\n \n\n", r"sources\.0: expected documents with text"),
         (
             "same.txt",
             "word1 word2\n" * 5,
