@@ -452,8 +452,7 @@ def _table_rows(
         if len(rows) == 0:
             reasons = "".join(f" {reason}." for reason in found.first[:1])
             raise ValueError(
-                f"{maker.name}: expected documents with text, got only blank or bad ones."
-                f"{reasons}"
+                f"{maker.name}: expected documents with text, got only blank or bad ones.{reasons}"
             )
         bad_rows.merge(found)
         tables.append(rows)

@@ -33,6 +33,7 @@ from harmonic_sft.hub.staging import (
     SENTENCES,
     TOKENIZER,
     PushError,
+    base_license,
     check_completed,
     check_form,
     license_of_code,
@@ -145,9 +146,11 @@ def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> N
 
     Raises:
         ValueError: The form, or the repo holds another model and `to.force` is not set.
-        PushError: The Hub cannot be reached.
+        PushError: The Hub cannot be reached, or the base's license is not known.
     """
     check_form(config, to.form, has_adapter)
+    if to.license is None:
+        base_license(config)  # whether it can be read; before anything is trained
     try:
         try:
             info = HfApi().model_info(to.repo_id, revision=to.revision)

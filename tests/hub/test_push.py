@@ -242,6 +242,19 @@ def test_a_license_that_cannot_be_read_is_not_left_out(hub, client, pushed, tmp_
     assert ModelCard(hub.files(words[-1])["README.md"].decode()).data.license == "mit"
 
 
+def test_a_license_is_asked_for_before_the_training(hub, client, tmp_path, tiny_base, run_settings):
+    files = {path.name: path.read_bytes() for path in tiny_base.iterdir()}
+    hub.add_repo("alice/early", {**files, "README.md": b"---\nlicense: mit\n---\n"})
+    settings = run_settings("alice/early", tmp_path / "run")
+    settings["hub"] = {"push": True, "repo_id": "alice/never"}
+    (tmp_path / "early.yaml").write_text(yaml.safe_dump(settings))
+    hub.fail("HEAD", "README.md", status=403, times=40)
+    done = client("train", tmp_path / "early.yaml")
+    hub.faults.clear()
+    assert "error: license: expected the card of alice/early, got " in done["err"]
+    assert not (tmp_path / "run" / "results").exists()
+
+
 def test_an_answer_of_another_form_is_none(hub, pushed, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_token_of_this_test")
     to = Destination(repo_id="alice/proxy")
