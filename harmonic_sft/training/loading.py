@@ -44,6 +44,7 @@ LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
 }
 MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 TASKS = {model_class.__name__: task for task, model_class in MODELS.items()}
+SHOWN_FILES = 12  # of a folder that is no model
 
 
 def locate_base(base: str) -> str:
@@ -201,8 +202,14 @@ def from_base(load: Callable[..., Any], model: ModelConfig, **options: Any) -> A
         if ": expected " in reason:
             raise  # one of ours
         at = f" at revision {model.revision}" if model.revision else ""
-        raise ValueError(
-            f"model.base: expected a model that can be loaded, got {model.base!r}{at}. {reason} "
+        advice = (
             "Check the name and the network; without a network give a folder, or fill the cache "
             f"with `hf download {model.base}` on a machine that has one"
+        )
+        if Path(folder).is_dir():
+            held = ", ".join(sorted(path.name for path in Path(folder).iterdir())[:SHOWN_FILES])
+            advice = f"The folder holds {held or 'nothing'}"
+        raise ValueError(
+            f"model.base: expected a model that can be loaded, got {model.base!r}{at}. {reason} "
+            f"{advice}"
         ) from error

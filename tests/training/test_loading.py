@@ -6,14 +6,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from harmonic_sft.models import HarmonicForSequenceClassification, HarmonicForTokenClassification
 from harmonic_sft.training import loading
 from harmonic_sft.training.preparation import class_means
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import prepare
-from harmonic_sft.training.run_config import load_run_config
+from harmonic_sft.training.run_config import ModelConfig, load_run_config
 from tests.decoders import save_decoder
 
 LABELS = ["a", "b", "c"]
@@ -123,3 +123,12 @@ def test_an_evaluation_without_a_masked_token_is_refused_before_training(make_ya
     run = load_run_config(make_yaml(), ["data.mask.probability=1e-6"])
     with pytest.raises(ValueError, match=r"data\.eval: expected something to predict in the eval"):
         loading.load_run_data(run)
+
+
+def test_of_a_folder_that_is_no_model_its_files_are_named(tmp_path, tiny_base):
+    folder = shutil.copytree(tiny_base, tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    message = r"no file named model\.safetensors.* The folder holds config\.json, "
+    with pytest.raises(ValueError, match=message) as error:
+        loading.from_base(AutoModel.from_pretrained, ModelConfig(base=str(folder)))
+    assert "hf download" not in str(error.value)
