@@ -17,7 +17,7 @@ def texts(monkeypatch):
 
     def sources(packages):
         shared = "def shared():\n    return 1\n" * 40
-        return [f"{name} = {name} + {k}\n" * 60 for name in packages for k in range(9)] + [shared]
+        return [shared] + [f"{name} = {name} + {k}\n" * 60 for name in packages for k in range(9)]
 
     monkeypatch.setattr(gpt2_small, "sources", sources)
 
@@ -49,16 +49,18 @@ def test_heads_start_from_the_same_weights_and_read_the_same_rows(monkeypatch):
 
 
 def test_no_held_out_file_is_trained_on(tmp_path, monkeypatch):
-    kept = {}
+    learned, encoded = [], []
 
     class Tokenizer:
         def train_from_iterator(self, sample, *_, **__):
-            kept["train"] = sample
+            learned.extend(sample)
 
         def encode(self, text):
+            encoded.append(text)
             return type("Encoding", (), {"ids": [1] * 40})
 
     monkeypatch.setattr(gpt2_small, "ByteLevelBPETokenizer", Tokenizer)
     gpt2_small.read_rows(tmp_path, gpt2_small.SMALL, CPU, small=True)
-    assert kept["train"]
-    assert not any("shared" in text for text in kept["train"])
+    assert learned
+    assert not any("shared" in text for text in learned)
+    assert sum("shared" in text for text in encoded) == 1  # of the validation text alone
