@@ -206,6 +206,7 @@ def step(options: argparse.Namespace) -> None:
 def _shares(events: Any) -> dict[str, float]:
     """Return the device's milliseconds in the loss with its gradients, and in all kernels."""
     loss = [event for event in events if event.key.startswith("GeneratedBackwardFor_harmonic")]
+    assert loss, "this torch has another name for it"
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     # Ranges that the optimizer names are listed among the kernels in them.
     whole = sum(e.self_device_time_total for e in kernels if not e.key.startswith("Optimizer"))

@@ -291,7 +291,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _may_have_arrived(error: BaseException) -> bool:
-    """Whether it was the commit itself that the Hub did not answer, or answered with its own."""
+    """Whether the commit itself had no answer, or one of a Hub with a problem of its own."""
     error, status = _cause(error), _status(_cause(error))
     if not isinstance(error, HTTPError):
         return isinstance(error, STRANGE)

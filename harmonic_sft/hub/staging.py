@@ -74,7 +74,7 @@ SECRET = re.compile(  # in a card or JSON
 
 
 class PushError(RuntimeError):
-    """The Hub did not answer, or did not take it; the run is complete all the same."""
+    """The Hub did not answer, or did not take it; the run is as it was."""
 
 
 def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:

@@ -412,12 +412,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
     ) -> dict[str, Any] | None:
         """Return the attention's argument for rows of several pieces, None if masks must do."""
         shape, device = hidden_states.shape[:2], hidden_states.device
-        attended = torch.ones(shape, dtype=torch.bool, device=device)
         if attention_mask is not None:
             if attention_mask.shape != shape:
                 return None
             attended = attention_mask.to(device, torch.bool)
-        elif position_ids is None:
+        elif position_ids is not None:
+            attended = torch.ones(shape, dtype=torch.bool, device=device)
+        else:
             return {}
         boundaries = document_boundaries(attended, position_ids)
         if boundaries is None:

@@ -85,7 +85,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: Bad input; nothing was trained or overwritten.
         StoppedError: Training was stopped; saved checkpoints are whole.
-        PushError: The Hub did not take the result; the run itself is complete.
+        PushError: The Hub cannot be reached, before anything is trained; or it did not take the
+            result, and the run itself is complete.
     """
     if not isinstance(run, RunConfig):
         raise ValueError(
