@@ -1,30 +1,23 @@
 """The Trainer: transformers' own, with the harmonic recipe."""
 
-import hashlib
-import json
 import logging
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import datasets
 import torch
-from accelerate import PartialState
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -32,17 +25,13 @@ from transformers import (
     get_wsd_schedule,
 )
 from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
     EvalLoopOutput,
     EvalPrediction,
     HPSearchBackend,
     TrainOutput,
-    align_special_tokens,
-    has_length,
 )
 
-from harmonic_sft.data.batches import EpochSampler, MaskedRows, collate_padding_free
-from harmonic_sft.data.row_maker import rows_digest
+from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
@@ -53,10 +42,6 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
-from harmonic_sft.models.backbones import load_checked
-from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.partial_checkpoint import RESUME_FILE
-from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
 from harmonic_sft.training.batches import (
     COUNTS,
@@ -68,32 +53,9 @@ from harmonic_sft.training.batches import (
     take_out_repeated_,
 )
 from harmonic_sft.training.callbacks import (
-    TERMINATED,
     HeadCallback,
-    StoppedError,
-    TerminationCallback,
     label_bars_,
     not_finite,
-)
-from harmonic_sft.training.checkpoints import (
-    all_checkpoints,
-    check_continues,
-    check_frozen,
-    check_whole,
-    find_checkpoint,
-    frozen_sha256,
-    load_neighbors_,
-    load_running_loss,
-    read_state,
-    rotate,
-    rows_at_once,
-    rows_per_step,
-    same_accumulation,
-    save_neighbors,
-    save_running_loss,
-    save_trained,
-    was_saved,
-    write_manifest,
 )
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
@@ -102,27 +64,15 @@ from harmonic_sft.training.master_weights import (
     low_precision_weights,
 )
 from harmonic_sft.training.memory_fallback import MemoryFallback
-from harmonic_sft.training.output_folder import (
-    RUN_FILE,
-    check_output_folder,
-    check_same,
-    check_settings,
-    check_shared,
-    claim_output_folder,
-    holds_a_run,
-    is_empty,
-    locked,
-)
-from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
+from harmonic_sft.training.resumable_trainer import ResumableTrainer
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
-from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
 
 
-class HarmonicTrainer(Trainer):
+class HarmonicTrainer(ResumableTrainer):
     """transformers' Trainer for models with a geometry-aware head.
 
     The loss is computed inside the model's `forward`. Around it this class adds: a new head on a
@@ -130,7 +80,8 @@ class HarmonicTrainer(Trainer):
     warmup-stable-decay schedule by ratio, the annealed exponent, prototypes re-normalized after
     every optimizer step, float32 master weights for 16-bit parameters, token-weighted evaluation
     with the best post-hoc exponent, a stop at the first non-finite loss or gradient, and a fallback
-    after running out of memory. `training_args.bin` is never written: it is a pickle.
+    after running out of memory. Checkpoints, resuming and the output folder are the business of
+    `ResumableTrainer`.
 
     Args:
         model: A name on the Hub, a folder, one of our models, or a model of transformers, whose
@@ -157,12 +108,6 @@ class HarmonicTrainer(Trainer):
         ValueError: The model, the data and the arguments do not go together.
     """
 
-    model: HarmonicHeadModel
-    args: HarmonicTrainingArguments
-    _best: str | None = None  # checkpoint of a resumed run
-    _misses = False  # weights of a checkpoint that was just loaded
-    _trained_in: Path | None = None  # by `train`
-
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -188,7 +133,7 @@ class HarmonicTrainer(Trainer):
             )
         check_launch(args)
         _check_loss(args, compute_loss_func)
-        self._preparation = Preparation(
+        preparation = Preparation(
             model,
             args,
             peft_config=peft_config,
@@ -197,37 +142,32 @@ class HarmonicTrainer(Trainer):
             formatting_func=formatting_func,
             is_stream=isinstance(train_dataset, datasets.IterableDataset | StreamedRows),
         )
-        train_dataset = self._preparation.train_rows(train_dataset)
-        self.stream_place: StreamPlace | None = None
-        if isinstance(train_dataset, StreamedRows):
-            self.stream_place = StreamPlace(train_dataset, args)
+        train_dataset = preparation.train_rows(train_dataset)
         _check_batch(train_dataset, args)
-        eval_dataset = self._preparation.eval_rows(eval_dataset)
-        built, self.old_head = self._preparation.build(train_dataset)
+        eval_dataset = preparation.eval_rows(eval_dataset)
+        built, self.old_head = preparation.build(train_dataset)
         # transformers would refuse a quantized model, of which the head alone trains here.
         vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
-        self.run_config = config = self._preparation.config  # what a YAML file would say
+        config = preparation.config
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
-        self._termination = TerminationCallback(is_alone=args.world_size == 1)
-        takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
         super().__init__(
+            preparation,
             model=built,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            data_collator=self._preparation.collator,
-            processing_class=self._preparation.known_tokenizer,
+            data_collator=preparation.collator,
+            processing_class=preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self._head_callback, self._termination, *(callbacks or [])],
+            callbacks=[self._head_callback, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        args.enable_jit_checkpoint = takes_sigterm
         label_bars_(self.callback_handler.callbacks)
         is_free = built.has_free_labels(torch.empty(0).long())
         self.data_collator = CountingCollator(
@@ -237,98 +177,9 @@ class HarmonicTrainer(Trainer):
         )
         if config.hub.every_save:
             self.add_callback(PushCallback(destination_of(config.hub)))
-        folder = Path(str(args.output_dir))
-        self.claimed: Path | None = None  # the output folder that is this run's
-        self._found_empty = folder if is_empty(folder) else None
         self.data_seconds = 0.0
         self._memory = MemoryFallback(args, built)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
-        self._keep: int | None = None  # how many checkpoints, while a training is on
-        self._frozen: str | None = None  # checksum of the frozen weights
-        self._made_with = args.to_dict()
-
-    def claim_output_folder(self, *, resume: bool = False) -> None:
-        """Write down what is trained, which makes the output folder this run's.
-
-        Raises:
-            ValueError: It holds something else, or another run; or nodes do not share it.
-        """
-        folder = Path(str(self.args.output_dir))
-        if self.claimed == folder:
-            return
-        if folder.expanduser() != self.run_config.output_dir:  # the arguments name another one now
-            self.run_config = self._preparation.configure_trial()
-        state = PartialState()
-        if state.is_main_process:
-            config = replace(self.run_config, resume=resume)
-            # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
-            if self._found_empty != folder or (folder / RUN_FILE).exists():
-                check_output_folder(config)
-            claim_output_folder(config)
-        state.wait_for_everyone()
-        if state.num_processes > 1:
-            check_shared(folder)
-        self.claimed = folder
-
-    @contextmanager
-    def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder and name silent processes.
-
-        Raises:
-            ValueError: Another process trains in the folder.
-            StoppedError: Another process of this run does not answer.
-        """
-        is_main = PartialState().is_main_process  # which writes, and locks the folder for all
-        lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
-        with lock, naming_silent_peers(self.args):
-            yield
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train, or continue a run; see `transformers.Trainer.train`.
-
-        Args:
-            resume_from_checkpoint: A folder, or True for the newest whole checkpoint.
-            trial: Of a hyper-parameter search.
-            ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
-
-        Raises:
-            ValueError: The output folder holds another run, no whole checkpoint, or one of steps
-                with another number of rows; or another process trains in it.
-            StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
-                another process does not answer.
-            SystemExit: A SIGTERM came; the step at work was saved.
-        """
-        folder = Path(str(self.args.output_dir))
-        checkpoint = find_checkpoint(resume_from_checkpoint, folder)
-        if checkpoint is not None:
-            check_settings(checkpoint, self.run_config)
-        if trial is None:
-            if self.model_init is not None:  # a search has changed the arguments
-                self.run_config = self._preparation.configure_trial()
-            else:
-                check_same(self._made_with, self.args.to_dict())
-            if (
-                checkpoint is None
-                and self._trained_in == folder
-                and any(map(was_saved, all_checkpoints(folder)))
-            ):
-                raise holds_a_run(folder)
-            self.claim_output_folder(resume=checkpoint is not None)
-            self._trained_in = folder
-        try:
-            with self.at_work():
-                return self.train_from(checkpoint, trial, ignore_keys_for_eval)
-        except StoppedError as error:
-            if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
-                raise
-            import optuna
-
-            raise optuna.TrialPruned(str(error)) from error  # the others are to go on
 
     def train_from(
         self,
@@ -336,76 +187,23 @@ class HarmonicTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `train` does, from a whole checkpoint or the start, in a folder that is claimed.
+        """See `ResumableTrainer.train_from`."""
+        self.old_head, self._num_bad_steps = None, 0  # the old head is as large as the new one
+        return super().train_from(checkpoint, trial, ignore_keys_for_eval)
 
-        The caller is `at_work`.
-        """
-        self.old_head = None  # as large as the new one
-        accumulation = self.args.gradient_accumulation_steps
-        if self.stream_place is not None:
-            self.stream_place.load(checkpoint)
-        if checkpoint is not None:
-            self.check_continues(checkpoint)
-            state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
-            if self._is_done(checkpoint, state):  # transformers would train one more step
-                logger.warning("Finished: nothing is left to train after %s.", checkpoint)
-                self.load_finished(checkpoint, state)
-                return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
-            if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
-                logger.warning(
-                    "An IterableDataset of your own is read from its start, and the batches of all "
-                    "steps taken are left out: the same rows only if none came twice."
-                )
-            self._best = state.best_model_checkpoint
-            self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
-            load_neighbors_(checkpoint, self.model.loss_fn)
-        evaluates = self.args.eval_on_start  # once, and early stopping would count it again
-        self.args.eval_on_start = evaluates and checkpoint is None
-        # A stream knows itself where it stood.
-        self.args.ignore_data_skip = self.stream_place is not None
-        # transformers would delete by the clock, before there is a manifest, and of two checkpoints
-        # at the end the last one.
-        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
-        self._num_bad_steps = 0
-        try:
-            with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
-                resumed = str(checkpoint) if checkpoint else None
-                output = super().train(resumed, trial, ignore_keys_for_eval)
-        finally:
-            self.args.eval_on_start, self.args.ignore_data_skip = evaluates, False
-            self.args.save_total_limit = self._keep
-            self.args.gradient_accumulation_steps = accumulation
-        if self._termination.agreed:
-            raise SystemExit(TERMINATED)
-        return output
+    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
+        """See `ResumableTrainer.load_finished`; the exponent ends where annealing ends."""
+        if self._head_callback.h_exp is not None:
+            self.model.h_exp = self._head_callback.h_exp.end
+        super().load_finished(checkpoint, state)
 
-    def check_continues(self, checkpoint: Path) -> None:
-        """Refuse a checkpoint of other classes, rows, or of another commit of the base."""
-        rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
-        check_continues(checkpoint, self.model.config, **rows)
-
-    @cached_property
-    def rows_sha256(self) -> str | None:
-        """The checksum of the training rows, of a stream that of the tokenizer's vocabulary.
-
-        Of rows of the user their number, if they have one.
-        """
-        rows = self.train_dataset
-        if isinstance(rows, MaskedRows):
-            return rows_digest(rows.rows)
-        if isinstance(rows, StreamedRows):
-            tokenizer = cast(PreTrainedTokenizerBase, self.processing_class)
-            vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
-            return hashlib.sha256(vocab.encode()).hexdigest()
-        return f"{len(rows)} rows" if has_length(rows) else None
-
-    @cached_property
-    def eval_sha256(self) -> str | None:
-        """The checksum of the evaluation sets that are tables of ours; None if there is none."""
-        given = self.eval_dataset
-        sets = given.values() if isinstance(given, dict) else [given]
-        found = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
-        return " ".join(sorted(found)) or None
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's exponent with its weights: they belong together."""
+        super()._load_best_model()
+        if self._head_callback.h_exp is not None:
+            best = HarmonicConfig.from_pretrained(str(self.state.best_model_checkpoint))
+            assert best.h_exp is not None, "it is annealed"
+            self.model.h_exp = best.h_exp
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.
@@ -504,19 +302,6 @@ class HarmonicTrainer(Trainer):
         """Return batches to predict; text is tokenized and masked. Texts may have no labels."""
         return super().get_test_dataloader(self._preparation.test_rows(test_dataset))
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
-        if isinstance(self.train_dataset, MaskedRows):
-            return EpochSampler(self.train_dataset, seed=self.args.seed)
-        return super()._get_train_sampler(train_dataset)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Read a stream's own share of it; accelerate would read all of it in every process."""
-        if self.stream_place is None:
-            return super().get_train_dataloader()
-        loader = self.stream_place.loader(self.data_collator, self._train_batch_size)
-        return self._termination.keep_workers_(loader)
-
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
@@ -560,73 +345,6 @@ class HarmonicTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Leave it to `get_batch_samples`: transformers waits for the device here."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save with it the losses since the last log and where the streams stand.
-
-        Every process knows its own.
-        """
-        super()._save_rng_state(output_dir)
-        loss = self._tr_loss.item()
-        last = self._globalstep_last_logged
-        save_running_loss(Path(output_dir), self.args.process_index, loss, last)
-        if self.stream_place is not None:
-            self.stream_place.save(Path(output_dir))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Continue with the losses since the last log, too."""
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            loss, last = load_running_loss(Path(checkpoint), self.args)
-            self._tr_loss += loss
-            self._total_loss_scalar -= loss  # which is of this session alone
-            if last is not None:
-                self._globalstep_last_logged = last
-
-    def _load_callback_state(self) -> None:
-        """Set what callbacks had counted, and the best checkpoint, wherever the run was once."""
-        super()._load_callback_state()
-        for callback in self.callback_handler.callbacks:
-            state = cast(dict, self.state.stateful_callbacks).get(type(callback).__name__)
-            if isinstance(state, dict):  # a list is of several of one kind
-                vars(callback).update(state.get("attributes", {}))
-        if self._best is not None and self.state.best_model_checkpoint is None:
-            logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
-        self.state.best_model_checkpoint = self._best
-        self.state.compute_steps(self.args, self.state.max_steps)  # `logging_steps` may be another
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = Path(self._get_output_dir(trial), name)
-        if self.args.should_save:  # what is there was saved otherwise, or cannot be written over
-            shutil.rmtree(folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            save_neighbors(folder, self.model.loss_fn)
-            is_part = has_lora(self.model) or self.args.save == "trainable"
-            is_packed = quantization_method(self.model.config) is not None
-            if self._frozen is None and (is_part or not is_packed):
-                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
-            write_manifest(
-                folder,
-                rows_per_step=rows_per_step(self.args),
-                rows_at_once=rows_at_once(self.args),
-                frozen_sha256=self._frozen,
-                rows_sha256=self.rows_sha256,
-                eval_sha256=self.eval_sha256,
-            )
-            best = Path(self.state.best_model_checkpoint or folder)
-            rotate(folder.parent, keep=self._keep, protected=[folder, best])
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Note a new best; with `save_strategy="best"` also save what a callback asked for.
-
-        transformers would save the best alone, and lose the steps before a SIGTERM.
-        """
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -806,96 +524,6 @@ class HarmonicTrainer(Trainer):
             scores, dim=1, pad_index=cast("int", math.nan)
         )
         return self.accelerator.gather_for_metrics(padded)
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        """Load weights; of some checkpoints only those that train.
-
-        A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
-        """
-        if not load_part_(self.model, Path(resume_from_checkpoint)):
-            check_frozen(self.model, Path(resume_from_checkpoint))
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            self._load_missing(Path(resume_from_checkpoint))
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Note what was not loaded; a tied weight is in the checkpoint under its other name."""
-        tied = self.model.all_tied_weights_keys
-        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
-        self._misses = bool(load_result.missing_keys)
-        if not self._misses:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_missing(self, folder: Path) -> None:
-        """Load a checkpoint in which transformers has saved experts under the names of its files.
-
-        Only `from_pretrained` knows them. The trainers of transformers 5.23 would leave such
-        weights as they are, with a warning.
-        """
-        if self._misses:
-            model_class, config = type(self.model), HarmonicConfig.from_pretrained(folder)
-            whole = load_checked(model_class, str(folder), config, dtype="auto")
-            self.model.load_state_dict(whole.state_dict())
-            self._misses = False
-
-    def _load_best_model(self) -> None:
-        """Load the best checkpoint's exponent with its weights: they belong together."""
-        assert self.state.best_model_checkpoint is not None, "the callers look"
-        folder = Path(self.state.best_model_checkpoint)
-        check_whole(folder, is_best=True)
-        if not load_part_(self.model, folder):
-            super()._load_best_model()
-            self._load_missing(folder)
-        if self._head_callback.h_exp is not None:
-            best = HarmonicConfig.from_pretrained(folder)
-            assert best.h_exp is not None, "it is annealed"
-            self.model.h_exp = best.h_exp
-
-    def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
-        """Whether a checkpoint is the last one of these arguments."""
-        if self.args.max_steps > 0:
-            return state.global_step >= self.args.max_steps
-        # The epochs of a run in another folder may be others.
-        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
-        return is_own and state.global_step >= state.max_steps
-
-    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
-        """Load a checkpoint after whose step nothing is left to train."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = state
-        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as training begins
-            align_special_tokens(self.model, self.processing_class)
-        if self._head_callback.h_exp is not None:
-            self.model.h_exp = self._head_callback.h_exp.end
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, whole; in a checkpoint only what trains, if `save` says so."""
-        is_checkpoint = _internal_call and output_dir is not None
-        if not is_checkpoint or self.args.save == "full":
-            super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
-            save_trained(self.model, Path(output_dir))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save model and tokenizer as transformers does, without its training_args.bin.
-
-        A model with LoRA is saved merged, with what trains beside it in `adapter/`.
-        """
-        if not self.args.should_save:
-            return
-        folder = str(output_dir or self.args.output_dir)
-        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
-        if has_lora(self.model):
-            save_adapter(self.model, Path(folder))
-        self.model.save_pretrained(folder, state_dict=state_dict)
-        tokenizer = self.processing_class
-        if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
-            tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
 
     def push_to_hub(  # ty: ignore[incompatible-method-override]
         self,

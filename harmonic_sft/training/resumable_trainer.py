@@ -1,0 +1,440 @@
+"""A Trainer whose runs go on: whole checkpoints, the same rows, a folder that is one run's."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from accelerate import PartialState
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    HPSearchBackend,
+    TrainOutput,
+    align_special_tokens,
+    has_length,
+)
+
+from harmonic_sft.data.batches import EpochSampler, MaskedRows
+from harmonic_sft.data.row_maker import rows_digest
+from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
+from harmonic_sft.models.backbones import load_checked
+from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.partial_checkpoint import RESUME_FILE
+from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.callbacks import TERMINATED, StoppedError, TerminationCallback
+from harmonic_sft.training.checkpoints import (
+    all_checkpoints,
+    check_continues,
+    check_frozen,
+    check_whole,
+    find_checkpoint,
+    frozen_sha256,
+    load_neighbors_,
+    load_running_loss,
+    read_state,
+    rotate,
+    rows_at_once,
+    rows_per_step,
+    same_accumulation,
+    save_neighbors,
+    save_running_loss,
+    save_trained,
+    was_saved,
+    write_manifest,
+)
+from harmonic_sft.training.output_folder import (
+    RUN_FILE,
+    check_output_folder,
+    check_same,
+    check_settings,
+    check_shared,
+    claim_output_folder,
+    holds_a_run,
+    is_empty,
+    locked,
+)
+from harmonic_sft.training.peers import naming_silent_peers
+from harmonic_sft.training.preparation import Preparation
+from harmonic_sft.training.stream_place import StreamPlace
+
+logger = logging.getLogger(__name__)
+
+
+class ResumableTrainer(Trainer):
+    """transformers' Trainer whose runs can be killed at any moment and go on with the same bits.
+
+    A checkpoint is whole, by a manifest with checksums, or none at all. It holds what transformers'
+    does not: the losses since the last log, the places in streams, tables of neighbors. What a run
+    continues with has to be what it began with: settings, rows, frozen weights, rows per step. The
+    output folder belongs to one run. `training_args.bin` is never written: it is a pickle.
+
+    Args:
+        preparation: What the trainer was given; its model is built.
+        callbacks: Further callbacks.
+        kwargs: Of `transformers.Trainer`.
+    """
+
+    model: HarmonicHeadModel
+    args: HarmonicTrainingArguments
+    _best: str | None = None  # checkpoint of a resumed run
+    _misses = False  # weights of a checkpoint that was just loaded
+    _trained_in: Path | None = None  # by `train`
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        *,
+        args: HarmonicTrainingArguments,
+        train_dataset: Any,
+        callbacks: Sequence[TrainerCallback],
+        **kwargs: Any,
+    ):
+        self._preparation = preparation
+        self.run_config = preparation.config  # what a YAML file would say
+        self.stream_place: StreamPlace | None = None
+        if isinstance(train_dataset, StreamedRows):
+            self.stream_place = StreamPlace(train_dataset, args)
+        self._termination = TerminationCallback(is_alone=args.world_size == 1)
+        takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
+        callbacks = [self._termination, *callbacks]
+        super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
+        args.enable_jit_checkpoint = takes_sigterm
+        folder = Path(str(args.output_dir))
+        self.claimed: Path | None = None  # the output folder that is this run's
+        self._found_empty = folder if is_empty(folder) else None
+        self._keep: int | None = None  # how many checkpoints, while a training is on
+        self._frozen: str | None = None  # checksum of the frozen weights
+        self._made_with = args.to_dict()
+
+    def claim_output_folder(self, *, resume: bool = False) -> None:
+        """Write down what is trained, which makes the output folder this run's.
+
+        Raises:
+            ValueError: It holds something else, or another run; or nodes do not share it.
+        """
+        folder = Path(str(self.args.output_dir))
+        if self.claimed == folder:
+            return
+        if folder.expanduser() != self.run_config.output_dir:  # the arguments name another one now
+            self.run_config = self._preparation.configure_trial()
+        state = PartialState()
+        if state.is_main_process:
+            config = replace(self.run_config, resume=resume)
+            # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
+            if self._found_empty != folder or (folder / RUN_FILE).exists():
+                check_output_folder(config)
+            claim_output_folder(config)
+        state.wait_for_everyone()
+        if state.num_processes > 1:
+            check_shared(folder)
+        self.claimed = folder
+
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """Keep others out of the output folder and name silent processes.
+
+        Raises:
+            ValueError: Another process trains in the folder.
+            StoppedError: Another process of this run does not answer.
+        """
+        is_main = PartialState().is_main_process  # which writes, and locks the folder for all
+        lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
+        with lock, naming_silent_peers(self.args):
+            yield
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, or continue a run; see `transformers.Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: A folder, or True for the newest whole checkpoint.
+            trial: Of a hyper-parameter search.
+            ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
+
+        Raises:
+            ValueError: The output folder holds another run, no whole checkpoint, or one of steps
+                with another number of rows; or another process trains in it.
+            StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
+                another process does not answer.
+            SystemExit: A SIGTERM came; the step at work was saved.
+        """
+        folder = Path(str(self.args.output_dir))
+        checkpoint = find_checkpoint(resume_from_checkpoint, folder)
+        if checkpoint is not None:
+            check_settings(checkpoint, self.run_config)
+        if trial is None:
+            if self.model_init is not None:  # a search has changed the arguments
+                self.run_config = self._preparation.configure_trial()
+            else:
+                check_same(self._made_with, self.args.to_dict())
+            if (
+                checkpoint is None
+                and self._trained_in == folder
+                and any(map(was_saved, all_checkpoints(folder)))
+            ):
+                raise holds_a_run(folder)
+            self.claim_output_folder(resume=checkpoint is not None)
+            self._trained_in = folder
+        try:
+            with self.at_work():
+                return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        except StoppedError as error:
+            if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
+                raise
+            import optuna
+
+            raise optuna.TrialPruned(str(error)) from error  # the others are to go on
+
+    def train_from(
+        self,
+        checkpoint: Path | None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as `train` does, from a whole checkpoint or the start, in a folder that is claimed.
+
+        The caller is `at_work`.
+        """
+        accumulation = self.args.gradient_accumulation_steps
+        if self.stream_place is not None:
+            self.stream_place.load(checkpoint)
+        if checkpoint is not None:
+            self.check_continues(checkpoint)
+            state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
+            if self._is_done(checkpoint, state):  # transformers would train one more step
+                logger.warning("Finished: nothing is left to train after %s.", checkpoint)
+                self.load_finished(checkpoint, state)
+                return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+            if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
+                logger.warning(
+                    "An IterableDataset of your own is read from its start, and the batches of all "
+                    "steps taken are left out: the same rows only if none came twice."
+                )
+            self._best = state.best_model_checkpoint
+            self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
+            load_neighbors_(checkpoint, self.model.loss_fn)
+        evaluates = self.args.eval_on_start  # once, and early stopping would count it again
+        self.args.eval_on_start = evaluates and checkpoint is None
+        # A stream knows itself where it stood.
+        self.args.ignore_data_skip = self.stream_place is not None
+        # transformers would delete by the clock, before there is a manifest, and of two checkpoints
+        # at the end the last one.
+        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
+                resumed = str(checkpoint) if checkpoint else None
+                output = super().train(resumed, trial, ignore_keys_for_eval)
+        finally:
+            self.args.eval_on_start, self.args.ignore_data_skip = evaluates, False
+            self.args.save_total_limit = self._keep
+            self.args.gradient_accumulation_steps = accumulation
+        if self._termination.agreed:
+            raise SystemExit(TERMINATED)
+        return output
+
+    def check_continues(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint of other classes, rows, or of another commit of the base."""
+        rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
+        check_continues(checkpoint, self.model.config, **rows)
+
+    @cached_property
+    def rows_sha256(self) -> str | None:
+        """The checksum of the training rows, of a stream that of the tokenizer's vocabulary.
+
+        Of rows of the user their number, if they have one.
+        """
+        rows = self.train_dataset
+        if isinstance(rows, MaskedRows):
+            return rows_digest(rows.rows)
+        if isinstance(rows, StreamedRows):
+            tokenizer = cast(PreTrainedTokenizerBase, self.processing_class)
+            vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
+            return hashlib.sha256(vocab.encode()).hexdigest()
+        return f"{len(rows)} rows" if has_length(rows) else None
+
+    @cached_property
+    def eval_sha256(self) -> str | None:
+        """The checksum of the evaluation sets that are tables of ours; None if there is none."""
+        given = self.eval_dataset
+        sets = given.values() if isinstance(given, dict) else [given]
+        found = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
+        return " ".join(sorted(found)) or None
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
+        if isinstance(self.train_dataset, MaskedRows):
+            return EpochSampler(self.train_dataset, seed=self.args.seed)
+        return super()._get_train_sampler(train_dataset)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Read a stream's own share of it; accelerate would read all of it in every process."""
+        if self.stream_place is None:
+            return super().get_train_dataloader()
+        loader = self.stream_place.loader(self.data_collator, self._train_batch_size)
+        return self._termination.keep_workers_(loader)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save with it the losses since the last log and where the streams stand.
+
+        Every process knows its own.
+        """
+        super()._save_rng_state(output_dir)
+        loss = self._tr_loss.item()
+        last = self._globalstep_last_logged
+        save_running_loss(Path(output_dir), self.args.process_index, loss, last)
+        if self.stream_place is not None:
+            self.stream_place.save(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Continue with the losses since the last log, too."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            loss, last = load_running_loss(Path(checkpoint), self.args)
+            self._tr_loss += loss
+            self._total_loss_scalar -= loss  # which is of this session alone
+            if last is not None:
+                self._globalstep_last_logged = last
+
+    def _load_callback_state(self) -> None:
+        """Set what callbacks had counted, and the best checkpoint, wherever the run was once."""
+        super()._load_callback_state()
+        for callback in self.callback_handler.callbacks:
+            state = cast(dict, self.state.stateful_callbacks).get(type(callback).__name__)
+            if isinstance(state, dict):  # a list is of several of one kind
+                vars(callback).update(state.get("attributes", {}))
+        if self._best is not None and self.state.best_model_checkpoint is None:
+            logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
+        self.state.best_model_checkpoint = self._best
+        self.state.compute_steps(self.args, self.state.max_steps)  # `logging_steps` may be another
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial), name)
+        if self.args.should_save:  # what is there was saved otherwise, or cannot be written over
+            shutil.rmtree(folder, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            save_neighbors(folder, self.model.loss_fn)
+            is_part = has_lora(self.model) or self.args.save == "trainable"
+            is_packed = quantization_method(self.model.config) is not None
+            if self._frozen is None and (is_part or not is_packed):
+                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
+            write_manifest(
+                folder,
+                rows_per_step=rows_per_step(self.args),
+                rows_at_once=rows_at_once(self.args),
+                frozen_sha256=self._frozen,
+                rows_sha256=self.rows_sha256,
+                eval_sha256=self.eval_sha256,
+            )
+            best = Path(self.state.best_model_checkpoint or folder)
+            rotate(folder.parent, keep=self._keep, protected=[folder, best])
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Note a new best; with `save_strategy="best"` also save what a callback asked for.
+
+        transformers would save the best alone, and lose the steps before a SIGTERM.
+        """
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load weights; of some checkpoints only those that train.
+
+        A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
+        """
+        if not load_part_(self.model, Path(resume_from_checkpoint)):
+            check_frozen(self.model, Path(resume_from_checkpoint))
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self._load_missing(Path(resume_from_checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Note what was not loaded; a tied weight is in the checkpoint under its other name."""
+        tied = self.model.all_tied_weights_keys
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        self._misses = bool(load_result.missing_keys)
+        if not self._misses:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_missing(self, folder: Path) -> None:
+        """Load a checkpoint in which transformers has saved experts under the names of its files.
+
+        Only `from_pretrained` knows them. The trainers of transformers 5.23 would leave such
+        weights as they are, with a warning.
+        """
+        if self._misses:
+            model_class, config = type(self.model), HarmonicConfig.from_pretrained(folder)
+            whole = load_checked(model_class, str(folder), config, dtype="auto")
+            self.model.load_state_dict(whole.state_dict())
+            self._misses = False
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint, if it is whole, though it may hold only what trains."""
+        assert self.state.best_model_checkpoint is not None, "the callers look"
+        folder = Path(self.state.best_model_checkpoint)
+        check_whole(folder, is_best=True)
+        if not load_part_(self.model, folder):
+            super()._load_best_model()
+            self._load_missing(folder)
+
+    def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
+        """Whether a checkpoint is the last one of these arguments."""
+        if self.args.max_steps > 0:
+            return state.global_step >= self.args.max_steps
+        # The epochs of a run in another folder may be others.
+        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
+        return is_own and state.global_step >= state.max_steps
+
+    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
+        """Load a checkpoint after whose step nothing is left to train."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = state
+        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as training begins
+            align_special_tokens(self.model, self.processing_class)
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, whole; in a checkpoint only what trains, if `save` says so."""
+        is_checkpoint = _internal_call and output_dir is not None
+        if not is_checkpoint or self.args.save == "full":
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            save_trained(self.model, Path(output_dir))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save model and tokenizer as transformers does, without its training_args.bin.
+
+        A model with LoRA is saved merged, with what trains beside it in `adapter/`.
+        """
+        if not self.args.should_save:
+            return
+        folder = str(output_dir or self.args.output_dir)
+        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
+        if has_lora(self.model):
+            save_adapter(self.model, Path(folder))
+        self.model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer = self.processing_class
+        if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
+            tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
