@@ -9,9 +9,8 @@ from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments, Results, kept_dtype
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry
+from harmonic_sft.ops.geometry import Geometry, GradientProducts, add_rows_
 from harmonic_sft.ops.options import TokenMetrics
-from harmonic_sft.ops.products import GradientProducts, add_rows_
 from harmonic_sft.ops.stages import STAGES, CrossEntropyStage
 from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers

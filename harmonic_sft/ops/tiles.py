@@ -9,8 +9,7 @@ from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry
-from harmonic_sft.ops.products import GradientProducts
+from harmonic_sft.ops.geometry import Geometry, GradientProducts
 from harmonic_sft.ops.stages import CrossEntropyStage
 from harmonic_sft.ops.workers import Workers
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harmonic_sft.ops import distance_cross_entropy, distance_cross_entropy_with_metrics
-from harmonic_sft.ops.products import GradientProducts
+from harmonic_sft.ops.geometry import GradientProducts
 from tests.ops.baselines import harmonic_float64, harmonic_full_logits, regime
 from tests.ops.fused import KINDS, with_metrics_of
 
