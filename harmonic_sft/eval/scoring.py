@@ -20,7 +20,7 @@ from harmonic_sft.eval.calibration import (
 )
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.objective import IGNORE_INDEX
-from harmonic_sft.ops.chunks import chunk_rows
+from harmonic_sft.ops.dense_chunks import chunk_rows
 from harmonic_sft.ops.tiles import LOWEST
 
 CACHED_ROWS = 8

@@ -15,7 +15,7 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import by_chunks, chunked_loss
-from harmonic_sft.ops.chunks import chunk_rows
+from harmonic_sft.ops.dense_chunks import chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,6 +1,5 @@
 """Fused losses: the same numbers as the heads give, without the [N, V] matrix of logits."""
 
-from harmonic_sft.ops.chunks import by_chunks
 from harmonic_sft.ops.cross_entropy import (
     chunked_loss,
     distance_cross_entropy,
@@ -8,6 +7,7 @@ from harmonic_sft.ops.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.ops.engine import workspace_bytes
 from harmonic_sft.ops.options import Impl, LossOptions, Reduction, TokenMetrics
 

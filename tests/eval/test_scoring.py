@@ -69,7 +69,7 @@ def test_logits_of_a_few_tokens_at_a_time_give_the_same_scores(monkeypatch):
     head, seen = DistLayer(D, V), []
     whole = score(model_of(head), [(states, labels)])
     head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape))
-    monkeypatch.setattr("harmonic_sft.ops.chunks.CPU_BYTES", 3 * 4 * V)
+    monkeypatch.setattr("harmonic_sft.ops.dense_chunks.CPU_BYTES", 3 * 4 * V)
     found = score(model_of(head), [(states, labels)])
     assert set(seen) == {(3, V), (len(found.labels) % 3 or 3, V)}
     for one, other in zip(found[:-1], whole[:-1], strict=True):

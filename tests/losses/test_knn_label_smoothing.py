@@ -38,7 +38,7 @@ def table_by_loops(prototypes, num_neighbors, scale):
 
 
 def test_the_table_is_that_of_plain_loops(monkeypatch):
-    monkeypatch.setattr("harmonic_sft.ops.chunks.CPU_BYTES", 7 * 4 * V)
+    monkeypatch.setattr("harmonic_sft.ops.dense_chunks.CPU_BYTES", 7 * 4 * V)
     torch.manual_seed(0)
     prototypes = torch.randn(V, D) * torch.rand(V, 1)
     table = find_neighbors(prototypes, 4, scale=5.0)

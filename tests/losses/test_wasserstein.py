@@ -113,7 +113,7 @@ def test_rounding_pushes_no_cost_below_zero(name):
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
     rows, vocab_size = 8, 2000
-    monkeypatch.setattr("harmonic_sft.ops.chunks.CPU_BYTES", rows * 4 * vocab_size)
+    monkeypatch.setattr("harmonic_sft.ops.dense_chunks.CPU_BYTES", rows * 4 * vocab_size)
     head = build_head({"name": "linear"}, hidden_size=8, vocab_size=vocab_size)
     states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
     loss = WassersteinLoss(top_k=top_k).prepare(head)

@@ -3,7 +3,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harmonic_sft.models import LinearHead
-from harmonic_sft.ops.chunks import by_chunks
+from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.training.memory import LiveBytes
 
 V, D = 12, 6
