@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harmonic_sft.losses.w2_penalty import w2_penalty
+from harmonic_sft.losses.wasserstein import w2_penalty
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import CACHE
 from harmonic_sft.results import show_table

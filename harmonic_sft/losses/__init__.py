@@ -1,11 +1,9 @@
 """Training losses: frozen values, called with a head, hidden states and labels."""
 
-from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
+from harmonic_sft.losses.cosines import ArcFaceLoss, CosFaceLoss, InfoNCELoss
 from harmonic_sft.losses.distill import Distillation, DistillLoss
-from harmonic_sft.losses.harmonic import HarmonicLoss
-from harmonic_sft.losses.info_nce import InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss
-from harmonic_sft.losses.margins import ArcFaceLoss, CosFaceLoss
+from harmonic_sft.losses.loss import CrossEntropyLoss, HarmonicLoss
 from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 

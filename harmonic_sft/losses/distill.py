@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.losses.loss import Loss
+from harmonic_sft.losses.loss import CrossEntropyLoss, Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import by_chunks, chunked_loss

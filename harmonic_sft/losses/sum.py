@@ -11,12 +11,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from harmonic_sft.config import STRICT
-from harmonic_sft.losses.cross_entropy import CrossEntropyLoss
-from harmonic_sft.losses.harmonic import HarmonicLoss
-from harmonic_sft.losses.info_nce import InfoNCELoss
+from harmonic_sft.losses.cosines import ArcFaceLoss, CosFaceLoss, InfoNCELoss
 from harmonic_sft.losses.knn_label_smoothing import KNNLabelSmoothingLoss, NeighborSmoothing
-from harmonic_sft.losses.loss import Loss
-from harmonic_sft.losses.margins import ArcFaceLoss, CosFaceLoss
+from harmonic_sft.losses.loss import CrossEntropyLoss, HarmonicLoss, Loss
 from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LossFunction
 

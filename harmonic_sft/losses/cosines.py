@@ -1,4 +1,4 @@
-"""ArcFace and CosFace: cross-entropy of cosines with a margin on the label."""
+"""Losses of cosines: ArcFace and CosFace, a margin on the label, and InfoNCE."""
 
 import math
 from abc import abstractmethod
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.loss import Loss
-from harmonic_sft.models import CosineHead, Head
-from harmonic_sft.models.head import label_nll
-from harmonic_sft.ops import by_chunks
+from harmonic_sft.models import AffineLogits, CosineHead, DistanceLogits, Head
+from harmonic_sft.models.head import at_least_float32, label_nll, unit_rows
+from harmonic_sft.ops import by_chunks, linear_cross_entropy
+from harmonic_sft.ops.options import check_labels
 
 MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
 
@@ -88,3 +89,54 @@ class CosFaceLoss(_MarginLoss):
 
     def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
         return logits - scale * self.margin
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InfoNCELoss(Loss):
+    """Negative log of the label's share of exp(scale * cos) among the labels of the batch.
+
+    The positive is the label's prototype, the negatives are the prototypes of the batch's other
+    labels, each of them once. No other prototype enters the loss or gets a gradient, so that the
+    probabilities of the head over all V classes are not trained; and since the negatives are those
+    of one micro-batch, accumulated batches do not equal a big one. The head's own scale, exponent
+    and bias take no part.
+
+    Source:
+        van den Oord et al. 2018, Contrastive Predictive Coding, arXiv:1807.03748, Eq. 4, whose
+        negatives are other encodings; a label that occurs twice counts twice there.
+    """
+
+    name: Literal["info_nce"] = "info_nce"
+    scale: float = Field(
+        20.0, gt=0, allow_inf_nan=False, description="Multiplies the cosines: 1 / temperature"
+    )
+
+    def check(self, head: Head) -> None:
+        """Refuse a head that does not compare one vector with one prototype for each class.
+
+        Raises:
+            ValueError: Its logits are neither dot products nor Euclidean distances.
+        """
+        with torch.no_grad():  # the head may be on the meta device
+            lazy = head.lazy_logits(head.weight.new_empty(1, head.weight.shape[1]))
+        if not isinstance(lazy, AffineLogits | DistanceLogits):
+            raise ValueError(
+                "loss info_nce: expected a head of dot products, cosines or Euclidean distances, "
+                f"got {head.settings()}"
+            )
+
+    def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per token, without a matrix of all pairs at once."""
+        lazy = head.lazy_logits(hidden_states)
+        assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
+        check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
+        candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            states = unit_rows(at_least_float32(lazy.hidden_states))
+            # Gradients of zeros for what takes no part: processes wait for one another's.
+            idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
+            nothing = sum(p.flatten()[:0].sum() for p in idle if p.requires_grad)
+            if not len(labels):
+                return states.sum(-1) + nothing  # empty: the fused loss wants at least one class
+            points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]
+            return linear_cross_entropy(self.scale * states, points, targets) + nothing
