@@ -36,7 +36,7 @@ MODULES = (  # where TRL defines it, and who imports it from there
 )
 
 
-def patch() -> Callable[[], None]:
+def patch() -> None:
     """Let TRL's SFT, DPO, KTO, GRPO and RLOO trainers work on models with a `dist_head`.
 
     They multiply hidden states by the weight of `get_output_embeddings()`, which a harmonic model
@@ -44,17 +44,14 @@ def patch() -> Callable[[], None]:
     `add_fused_lm_head`, for harmonic models alone; all others are treated as before. Before TRL
     1.15 it is the SFT trainer alone that needs help.
 
-    Returns:
-        A function that gives TRL its own back. Since TRL 1.15 trainers made in between keep
-        working; before it, call the function after training.
-
     Raises:
         ValueError: TRL is not installed, or its version is not among the tested ones.
     """
     check_version()
     modules = [import_module(name) for name in MODULES]
     if HOOK not in vars(modules[0]):
-        return _patch_older(modules[1])
+        _patch_older(modules[1])
+        return
     original = vars(modules[0])[HOOK]
     output_class = vars(modules[0])["FusedCausalLMOutput"]
 
@@ -70,10 +67,11 @@ def patch() -> Callable[[], None]:
         else:
             original(model, temperature, cast_lm_head_to_fp32, outputs)
 
-    return _replace([(module, HOOK, add_head) for module in modules])
+    for module in modules:
+        setattr(module, HOOK, add_head)
 
 
-def _patch_older(sft: types.ModuleType) -> Callable[[], None]:
+def _patch_older(sft: types.ModuleType) -> None:
     """Patch a TRL before 1.15. Only its SFT scores labels otherwise than by the model's logits."""
     trainer, chunked = sft.SFTTrainer, vars(sft).get(CHUNKED)
     compute_loss = trainer.compute_loss
@@ -90,27 +88,10 @@ def _patch_older(sft: types.ModuleType) -> Callable[[], None]:
         else:
             cast(Callable[..., None], chunked)(model, *args, **kw)
 
-    return _replace(
-        [
-            (trainer, "compute_loss", compute_loss_with_logits),
-            (sft, CHUNKED, add_head),
-            # Before 1.7 TRL looks for the class of a name there.
-            (transformers, HarmonicForCausalLM.__name__, HarmonicForCausalLM),
-        ]
-    )
-
-
-def _replace(changes: Sequence[tuple[Any, str, Any]]) -> Callable[[], None]:
-    """Set attributes of modules and classes, and return what undoes it."""
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-
-    def restore() -> None:
-        for owner, name, value in before:
-            delattr(owner, name) if value is None else setattr(owner, name, value)
-
-    return restore
+    trainer.compute_loss = compute_loss_with_logits
+    setattr(sft, CHUNKED, add_head)
+    # Before 1.7 TRL looks for the class of a name there.
+    setattr(transformers, HarmonicForCausalLM.__name__, HarmonicForCausalLM)
 
 
 def check_version() -> None:
