@@ -20,7 +20,7 @@ from harmonic_sft.models import (
     Head,
     LazyLogits,
 )
-from harmonic_sft.models.objective import IGNORE_INDEX, fetched
+from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import LossOptions, by_chunks, chunked_loss
 
 TESTED = ("1.0", "1.16")  # with all patch releases
@@ -145,15 +145,14 @@ def add_harmonic_head_(
             hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
         mask = shift_labels != IGNORE_INDEX  # [B, T]
         hidden_states = hidden_states[mask.to(hidden_states.device)]
-        with fetched(self.dist_head):
-            device = self.dist_head.weight.device
-            found = token_fields(
-                self.dist_head,
-                hidden_states.to(device),
-                shift_labels[mask].to(device),
-                temperature=temperature,
-                outputs=outputs,
-            )
+        device = self.dist_head.weight.device
+        found = token_fields(
+            self.dist_head,
+            hidden_states.to(device),
+            shift_labels[mask].to(device),
+            temperature=temperature,
+            outputs=outputs,
+        )
         # Attached to the graph also where no label is left.
         fields = {
             name: value.new_zeros(mask.shape).masked_scatter(mask.to(value.device), value)

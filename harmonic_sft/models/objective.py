@@ -1,8 +1,6 @@
 """The objective: from hidden states and labels with ignored positions to one number."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,25 +49,6 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
                 f"got {int(found.min())} to {int(found.max())}"
             )
     return positions
-
-
-@contextmanager
-def fetched(head: Head) -> Generator[None]:
-    """Hold the weights of a head that accelerate keeps elsewhere and fetches in `forward` alone."""
-    offloaded: list[tuple[Any, Any]] = []
-    for module in head.modules():
-        found = getattr(module, "_hf_hook", None)
-        hooks = getattr(found, "hooks", (found,))  # several in a row, or one
-        offloaded += [(module, hook) for hook in hooks if getattr(hook, "offload", False)]
-    for module, hook in offloaded:
-        hook.pre_forward(module)
-        hook.offload = False  # a `forward` in between is not to take them away again
-    try:
-        yield
-    finally:
-        for module, hook in offloaded:
-            hook.offload = True
-            hook.post_forward(module, None)
 
 
 def mean_token_loss(
@@ -129,9 +108,8 @@ def mean_token_loss(
     labels = labels.flatten()[label_positions].long()  # [N]
     seen_from = (label_positions - 1 if causal else label_positions).to(hidden_states.device)
     hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
-    with fetched(head):
-        device = head.weight.device
-        losses = loss_fn(head, hidden_states.to(device), labels.to(device))  # [N]
+    device = head.weight.device
+    losses = loss_fn(head, hidden_states.to(device), labels.to(device))  # [N]
     if label_weights is not None:
         losses = losses * label_weights.flatten()[label_positions].to(losses.device)
     total = losses.sum()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload
 
 from harmonic_sft.integrations import trl
 from harmonic_sft.models import HarmonicForCausalLM, build_head
@@ -141,22 +140,6 @@ def test_without_the_flag_the_model_is_as_before(model):
     assert torch.equal(patched(ids, labels=ids).loss, plain(ids, labels=ids).loss)
     words = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     assert torch.equal(patched.generate(ids, **words), plain.generate(ids, **words))
-
-
-def test_an_offloaded_head_is_fetched(model):
-    patched, offloaded = copy.deepcopy(model[1]), copy.deepcopy(model[1])
-    for one in (patched, offloaded):
-        trl.add_harmonic_head_(
-            one, SimpleNamespace, temperature=1.0, outputs=("log_probs", "mean_logits")
-        )
-    ids = torch.arange(3, 9).view(1, 6)
-    cpu_offload(offloaded, execution_device=torch.device("cpu"))
-    with torch.no_grad():
-        found = offloaded(input_ids=ids, labels=ids, fused_lm_head=True)
-        expected = patched(input_ids=ids, labels=ids, fused_lm_head=True)
-    assert offloaded.dist_head.weight.is_meta
-    assert torch.equal(found.log_probs, expected.log_probs)
-    assert torch.equal(found.mean_logits, expected.mean_logits)
 
 
 def test_the_sums_of_a_chunked_loss_are_those_of_the_logits(model):

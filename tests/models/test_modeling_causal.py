@@ -270,24 +270,16 @@ def test_nobody_takes_the_head_for_a_linear_softmax(bases):
     assert "weight" in dict(model.dist_head.named_parameters())
 
 
-@pytest.mark.parametrize("inner", [{"name": "dist"}, {"name": "cosine"}])
-def test_an_offloaded_head_gives_the_same_loss(bases, tmp_path, inner):
-    model = make(bases, head={"name": "rotation", "inner": inner})
+def test_an_offloaded_head_gives_the_same_logits_and_no_loss(bases, tmp_path):
+    model = make(bases)
     model.save_pretrained(tmp_path)
     places = {"model": "cpu", "dist_head": "disk"}
     offloaded = HarmonicForCausalLM.from_pretrained(
         tmp_path, device_map=places, offload_folder=tmp_path / "offloaded"
     )
-
-    def loss_fn(head, hidden_states, labels):
-        return head(hidden_states).sum(-1) + head.nll(hidden_states, labels)
-
-    model.loss_fn = offloaded.loss_fn = loss_fn
-    for _ in range(2):
-        expected, found = model(ROWS, labels=ROWS), offloaded(ROWS, labels=ROWS)
-        assert torch.equal(found.loss, expected.loss)
-        assert torch.equal(found.logits, expected.logits)
-        assert all(weight.is_meta for weight in offloaded.dist_head.parameters())
+    assert torch.equal(offloaded(ROWS).logits, model(ROWS).logits)
+    with pytest.raises(ValueError, match="dist_head: expected its weights on a device for a loss"):
+        offloaded(ROWS, labels=ROWS)
 
 
 def test_labels_that_are_shifted_already_are_not_shifted_again(bases):
