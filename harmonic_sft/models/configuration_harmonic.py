@@ -10,6 +10,15 @@ from transformers import __version__ as transformers_version
 from .configuration_neobert import NeoBERTConfig
 
 
+def _of_body(name: str) -> property:
+    """Return a field of the backbone's configuration."""
+
+    def write(config: Any, value: Any) -> None:
+        setattr(config.text_config, name, value)
+
+    return property(lambda config: getattr(config.text_config, name), write)
+
+
 class HarmonicConfig(PreTrainedConfig):
     """Configuration of `HarmonicModel` and the models with a head around it.
 
@@ -60,6 +69,13 @@ class HarmonicConfig(PreTrainedConfig):
     logit_shift: float = 0.0
     base_vocab_size: int | None = None
 
+    # The body's sizes, where others look for them: transformers sets the first where a decoder
+    # drafts with its first layers, PEFT saves embeddings with an adapter where the second is not
+    # the base's, sentence-transformers reads the third.
+    num_hidden_layers = _of_body("num_hidden_layers")
+    vocab_size = _of_body("vocab_size")
+    max_position_embeddings = _of_body("max_position_embeddings")
+
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):
             fields = dict(self.text_config or {"model_type": "neobert"})
@@ -86,33 +102,6 @@ class HarmonicConfig(PreTrainedConfig):
             table = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
             table.setdefault(self.model_type, "all-linear")
         return super().to_dict()
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """The backbone's; set by transformers where a decoder drafts with its first layers."""
-        return self.text_config.num_hidden_layers
-
-    @num_hidden_layers.setter
-    def num_hidden_layers(self, value: int) -> None:
-        self.text_config.num_hidden_layers = value
-
-    @property
-    def vocab_size(self) -> int:
-        """The backbone's: PEFT saves embeddings with an adapter where it is not the base's."""
-        return self.text_config.vocab_size
-
-    @vocab_size.setter
-    def vocab_size(self, value: int) -> None:
-        self.text_config.vocab_size = value
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The backbone's, which sentence-transformers looks for here; none where it has none."""
-        return self.text_config.max_position_embeddings
-
-    @max_position_embeddings.setter
-    def max_position_embeddings(self, value: int) -> None:
-        self.text_config.max_position_embeddings = value
 
     @property
     def h_exp(self) -> float | None:
