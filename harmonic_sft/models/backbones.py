@@ -344,15 +344,12 @@ def copy_head_(head: Head, base: Base) -> None:
     """
     own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
-    if own.get("name") != expected["name"] or weights.keys() != head.state_dict().keys():
-        got = [f"{key} {own[key]!r}" for key in own if own[key] != expected.get(key)]
+    is_same = all(own.get(key) == expected.get(key) for key in ("name", "softcap"))
+    if not is_same or weights.keys() != head.state_dict().keys():
         raise ValueError(
-            f"init base_head: expected base {base.name} to have a {expected['name']} head with the "
-            f"same fields, got {', '.join(got) or 'none'}"
+            f"init base_head: expected base {base.name} to have a head like {expected}, "
+            f"got {own or 'none'}"
         )
-    old_cap, cap = own.get("softcap"), expected.get("softcap")
-    if old_cap != cap:
-        raise ValueError(f"head.softcap: expected that of base {base.name}, {old_cap}, got {cap}")
     head.load_state_dict(weights)
 
 

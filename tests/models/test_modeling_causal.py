@@ -341,11 +341,11 @@ def test_the_old_head_stays_with_base_head(bases):
         torch.testing.assert_close(model(input_ids=ROWS).logits, native(input_ids=ROWS).logits)
         loss = native(input_ids=ROWS, labels=ROWS).loss
         torch.testing.assert_close(model(input_ids=ROWS, labels=ROWS).loss, loss)
-    with pytest.raises(ValueError, match=r"head.softcap: expected that of base .*, 2.0, got None"):
+    with pytest.raises(ValueError, match=r"a head like .*False}, got .*'softcap': 2.0"):
         make(bases, "gemma2", head={"name": "linear", "bias": False}, init="base_head")
-    with pytest.raises(ValueError, match=r"to have a linear head with .*, got bias False, softcap"):
+    with pytest.raises(ValueError, match=r"a head like .*True}, got .*'softcap': 2.0"):
         make(bases, "gemma2", head={"name": "linear"}, init="base_head")
-    with pytest.raises(ValueError, match=r"expected base .* to have a dist head"):
+    with pytest.raises(ValueError, match=r"expected base .* to have a head like .*'dist'"):
         make(bases, "gemma2", init="base_head")
 
 

@@ -211,9 +211,13 @@ def test_a_masked_model_of_ours_is_a_base_and_a_classifier_keeps_its_head(base, 
             HarmonicForSequenceClassification.from_base(
                 str(tmp_path / "classifier"), labels=labels, head=HEADS["dist"], init="base_head"
             )
-    with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a linear head"):
+    with pytest.raises(
+        ValueError, match=r"init base_head: expected base .* to have a head like .*'linear'"
+    ):
         make(str(tmp_path / "classifier"), head="linear", init="base_head")
-    with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a dist head"):
+    with pytest.raises(
+        ValueError, match=r"init base_head: expected base .* to have a head like .*'dist'"
+    ):
         make(base, init="base_head")
 
 
