@@ -47,7 +47,7 @@ class HarmonicConfig(PreTrainedConfig):
         base_vocab_size: Rows of the base's token embeddings, where they were resized since.
 
     Raises:
-        ValueError: Another pooling, or a backbone that this version of transformers has not.
+        ValueError: A backbone that this version of transformers has not.
     """
 
     model_type = "harmonic"
@@ -88,7 +88,6 @@ class HarmonicConfig(PreTrainedConfig):
             # NeoBERT is ours: transformers knows it only where this package is installed.
             config_class = NeoBERTConfig if name == "neobert" else CONFIG_MAPPING[name]
             self.text_config = config_class.from_dict(fields)
-        check_pooling(self.pooling)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,16 +109,6 @@ class HarmonicConfig(PreTrainedConfig):
         while "inner" in head:  # a head around another one
             head = head["inner"]
         return head.get("h_exp")
-
-
-def check_pooling(pooling: str) -> None:
-    """Refuse another pooling than those of `HarmonicConfig`.
-
-    Raises:
-        ValueError: It is neither `mean` nor `cls`.
-    """
-    if pooling not in ("mean", "cls"):
-        raise ValueError(f"pooling: expected 'mean' or 'cls', got {pooling!r}")
 
 
 def quantization_method(config: PreTrainedConfig) -> str | None:

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 from .backbones import CACHE, Base, load_base, take_cache
-from .configuration_harmonic import HarmonicConfig, check_pooling
+from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
 from .modeling_backbone import HarmonicHeadModel
 from .objective import IGNORE_INDEX
@@ -348,7 +348,7 @@ class HarmonicClassifier(HarmonicHeadModel):
 
     Raises:
         ValueError: One of those problems with another head, whose logits make one probability over
-            all classes.
+            all classes; or another pooling.
     """
 
     _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
@@ -370,7 +370,8 @@ class HarmonicClassifier(HarmonicHeadModel):
                 "probability over all classes: take a linear one, of a loaded classifier with "
                 'head={"name": "linear"}, ignore_mismatched_sizes=True'
             )
-        check_pooling(config.pooling)  # which `from_pretrained` may have been given
+        if config.pooling not in ("mean", "cls"):
+            raise ValueError(f"pooling: expected 'mean' or 'cls', got {config.pooling!r}")
         super().__init__(config)
         self._drawn: Tensor | None = None  # random weights that were never trained
 
