@@ -116,8 +116,7 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     fields = quantization_fields(config)
     if not fields:
         return None
-    packed = fields.get("load_in_4bit") or fields.get("load_in_8bit")  # before methods had names
-    method = fields.get("quant_method", "bitsandbytes" if packed else "an unknown method")
+    method = fields.get("quant_method", "an unknown method")
     return str(getattr(method, "value", method))
 
 

@@ -28,7 +28,6 @@ from harmonic_sft.models import (
     find_blocks,
     max_positions,
 )
-from harmonic_sft.models.configuration_harmonic import quantization_method
 from tests.encoders import FAMILIES, SIZES, V, save_bert_tokenizer
 from tests.saved_models import change_weights
 
@@ -456,8 +455,3 @@ def test_a_backbone_that_transformers_lacks_is_named(bases, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"has, got 'next_year'\. Update transformers"):
         HarmonicConfig.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_bitsandbytes_before_methods_had_names(bits):
-    assert quantization_method(BertConfig(quantization_config={bits: True})) == "bitsandbytes"
