@@ -115,11 +115,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         if fields is None:
             fields, _ = PreTrainedConfig.get_config_dict(config or name, **where)
         if (kind := fields.get("model_type")) != "harmonic":
-            mend = f"Put a head on it: {cls.__name__}.from_base"
-            if kind is None:
-                mend = "AutoModelFor... puts an adapter on its base"
             raise ValueError(
-                f"{name}: expected one of our models, got one of type {kind!r}. {mend}"
+                f"{name}: expected one of our models, got one of type {kind!r}. Put a head on it "
+                f"with {cls.__name__}.from_base; an adapter is put on its model by AutoModelFor..."
             )
         is_trained = cls._is_trained(fields.get("architectures"))
         is_partial = is_trained and fields.get("partial", False)
@@ -211,6 +209,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             "AutoModel": "modeling_backbone.HarmonicModel",
             **self._auto_map,
         }
+        vars(self.config).pop("use_cache", None)  # off in training, which is not to be kept
         if quantization_method(self.config) is not None:  # packed weights have no original form
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)

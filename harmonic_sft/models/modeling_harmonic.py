@@ -1,7 +1,6 @@
 """Harmonic models for every task: masked and next tokens, classes of texts and tokens, answers."""
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -219,11 +218,6 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
     def targets(self, labels: Tensor) -> Tensor:
         """Return the labels `[B, T - 1]` of what `select` leaves: the next tokens."""
         return labels[:, 1:]
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save as the other models are; a trainer turns the cache off, which is not to be kept."""
-        vars(self.config).pop("use_cache", None)
-        super().save_pretrained(save_directory, *args, **kwargs)
 
     def prepare_inputs_for_generation(  # ty: ignore[incompatible-method-override]
         self,

@@ -546,7 +546,7 @@ def test_a_trained_head_of_an_adapter_is_loaded_again(published, tmp_path, monke
     model.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     torch.testing.assert_close(again(**batch()).logits, model.eval()(**batch()).logits)
-    with pytest.raises(ValueError, match=r"AutoModelFor\.\.\. puts an adapter on its base"):
+    with pytest.raises(ValueError, match=r"got one of type None.* an adapter .* AutoModelFor"):
         sequence.from_pretrained(tmp_path)
 
 
