@@ -38,7 +38,8 @@ def run_command(options: argparse.Namespace) -> int:
     """Run the command that `harmonic_sft_cli` has read.
 
     Returns:
-        The exit status: 0, or 1 after an error that was printed in one line.
+        The exit status: 0, or 1 after an error that was printed in one line, or with --debug as
+        a traceback.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = os.environ.get("RANK", "0")
@@ -47,15 +48,16 @@ def run_command(options: argparse.Namespace) -> int:
     try:
         _run(options)
     except Exception as error:
+        from harmonic_sft.results import without_secrets
+
         if options.debug:
-            raise
+            sys.stderr.write(without_secrets(traceback.format_exc()))
+            return 1
         where = f" in process {rank}" if rank != "0" else ""
         try:
             message = _message(error, options, rank)
         except Exception:  # torch says from a signal handler, anywhere, that a worker died
             message = _message(error, options, rank)
-        from harmonic_sft.results import without_secrets
-
         sys.stdout.flush()  # tables that were printed before stand before the error
         sys.stderr.write(f"error{where}: {without_secrets(message)}\n")
         return 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_token
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,8 @@ SEARCHED = (1 / 16, 16.0)  # factors on the logits, among which evaluations look
 BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+LEAST_TOKEN = 8  # characters; what is shorter is none and may stand in any text
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
 
 
@@ -60,10 +63,12 @@ def environment() -> dict[str, Any]:
 def without_secrets(value: Any) -> Any:
     """Return a JSON value whose web addresses have lost user, password, query and fragment.
 
-    An address that is signed opens its file to everybody who reads it.
+    An address that is signed opens its file to everybody who reads it. Tokens of the Hub, which it
+    may repeat where it refuses one, are lost too.
     """
     if isinstance(value, str):
-        return ADDRESS.sub(r"\1\2", value)
+        words, token = TOKEN.sub("hf_...", ADDRESS.sub(r"\1\2", value)), get_token() or ""
+        return words.replace(token, "hf_...") if len(token) >= LEAST_TOKEN else words
     if isinstance(value, dict):
         return {key: without_secrets(entry) for key, entry in value.items()}
     return [without_secrets(entry) for entry in value] if isinstance(value, list) else value

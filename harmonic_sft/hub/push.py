@@ -40,6 +40,7 @@ from harmonic_sft.hub.staging import (
     stage,
 )
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
+from harmonic_sft.results import without_secrets
 
 logger = logging.getLogger(__name__)
 MAX_WORDS = 200  # characters of what the Hub says
@@ -138,7 +139,7 @@ def check_destination(to: Destination) -> None:
             raise ValueError(
                 f"token: expected a valid one, got one refused. {REASONS[401]}"
             ) from None
-        raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
+        raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from None
 
 
 def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> None:
@@ -162,7 +163,7 @@ def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> N
     except ForeignRepoError:
         raise
     except NO_ANSWER as error:
-        raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from error
+        raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from None
 
 
 def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
@@ -196,7 +197,7 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
         raise PushError(
             f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} {known} "
             f"Try again: {to.command(trained.path)}"
-        ) from error
+        ) from None
     if "README.md" in _names(info):
         old = f"{info.sha} of {to.repo_id}"
         logger.info("README.md was replaced by the new card; the old one is in commit %s.", old)
@@ -320,7 +321,7 @@ def _reason(error: BaseException) -> str:
     if status is None and isinstance(error, HTTPError):
         return f"The connection failed ({type(error).__name__}). Check the network."
     if status is None:
-        return f"{str(error).strip().rstrip('.')}."
+        return without_secrets(f"{str(error).strip().rstrip('.')}.")
     advice = REASONS.get(status, "The Hub has a problem" if status >= 500 else "It was refused")
     return f"{advice} (HTTP {status}{_said(error)})."
 

@@ -47,7 +47,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.models.partial_checkpoint import BACKBONE, complete_state_dict, hub_base
-from harmonic_sft.results import read_results, reading
+from harmonic_sft.results import read_results, reading, without_secrets
 
 FIGURE, LICENSE = "training.png", "LICENSE"
 TOKENIZER = (
@@ -74,7 +74,10 @@ SECRET = re.compile(  # in a card or JSON
 
 
 class PushError(RuntimeError):
-    """The Hub did not answer, or did not take it; the run is as it was."""
+    """The Hub did not answer, or did not take it; the run is as it was.
+
+    It has no cause, which Python would print: the Hub may repeat a token, the client a signature.
+    """
 
 
 def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
@@ -184,7 +187,7 @@ def check_completed(trained: TrainedFolder, staged: Path) -> None:
         completed = complete_state_dict(str(staged), trained.config, {"revision": None})
     except (OSError, ValueError) as error:
         reason = str(error).replace(str(staged), "--form head").rstrip(".")
-        raise PushError(f"{reason}.") from error
+        raise PushError(without_secrets(f"{reason}.")) from None
     for name, saved in read_tensors(trained.path, (BACKBONE,)):
         if not torch.equal(completed.get(name, saved).to(saved.dtype), saved):
             raise ValueError(
@@ -237,7 +240,7 @@ def base_license(config: HarmonicConfig) -> dict[str, Any]:
         raise PushError(
             f"license: expected the card of {base}, got {type(error).__name__}. Check the network "
             "and your access to it, or say the license: --license, in a run's file hub.license."
-        ) from error
+        ) from None
     return license_in(Path(card))
 
 

@@ -482,6 +482,23 @@ def test_a_trainer_made_in_python_pushes_what_loads_elsewhere(
     assert len(hub.commits("alice/python")) > 2  # also in mid-training
 
 
+def test_python_prints_no_token_below_a_failed_push(hub, client, pushed, monkeypatch):
+    """As causes of the error, in which a Hub may repeat the token."""
+    monkeypatch.setattr("tests.hub_server.BAD_TOKEN", f"Not valid: {next(iter(hub.users))}")
+    code = "from harmonic_sft.hub import Destination, push\n"
+    code += f"push(__import__('pathlib').Path({str(pushed)!r}), Destination(repo_id='alice/told'))"
+    for method, path_part, status in (
+        ("GET", "/api/whoami", 401),
+        ("GET", "/api/models/alice/told", 401),
+        ("POST", "/preupload/", 401),
+    ):
+        hub.fail(method, path_part, status=status)
+        done = client.send(code)
+        hub.faults.clear()
+        assert "Error: " in done["err"]
+        assert "hf_test_token_alice" not in done["err"]
+
+
 def test_a_trainer_without_a_repo_or_a_token_says_so(client, tmp_path, text_file):
     fields = {"folder": str(tmp_path / "run"), "text": str(text_file), "quiet": QUIET}
     code = PYTHON.format(hub="seed=1", rest="trainer.push_to_hub()", **fields)
