@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -72,6 +73,8 @@ def _run(options: argparse.Namespace) -> None:
             f"{options.command}: expected one process, got {processes}. Start it without torchrun "
             "and accelerate launch"
         )
+    if options.command in ALONE:  # their temporary folders go as after Ctrl-C
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         COMMANDS[options.command](options)
     finally:

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from harmonic_sft.hub.push import _reason
 from harmonic_sft.hub.staging import license_of_code
 from harmonic_sft.models import HarmonicForMaskedLM
 
+ROOT = Path(__file__).parents[2]
 TEXT = "aa ab [MASK] ad ba"
 FORMAT = {"format": "pt"}
 
@@ -285,6 +289,24 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     assert "model.safetensors" not in hub.files("alice/bumpy")
     client.succeeds("train", tmp_path / "bumpy.yaml", "resume=true")
     assert "model.safetensors" in hub.files("alice/bumpy")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_an_interrupted_push_leaves_no_copy(hub, pushed, tmp_path, monkeypatch, number, status):
+    def interrupt(method, target):
+        if "/preupload/" in target:
+            process.send_signal(number)
+
+    monkeypatch.setattr(hub, "next_fault", interrupt)
+    environment = hub.environment(tmp_path / "home") | {"TMPDIR": str(tmp_path)}
+    words = ["push", pushed, "--repo-id", "alice/interrupted", "--license", "mit"]
+    command = [sys.executable, "-m", "harmonic_sft", *words]
+    with subprocess.Popen(command, env=environment | {"PYTHONPATH": str(ROOT)}) as process:
+        process.wait()
+    assert process.returncode == status
+    assert not [*tmp_path.glob("harmonic-sft-push-*")]
 
 
 def test_a_base_that_does_not_complete_the_head_is_refused(hub, client, pushed, tmp_path):
