@@ -108,7 +108,8 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     text = str(error).strip() or "no message"
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
     if any(word in text for word in DISK_FULL):
-        parts.append("The disk may be full.")
+        temporary = tempfile.gettempdir()
+        parts.append(f"The disk may be full, or {temporary}, which TMPDIR chooses.")
     if any(word in text for word in PEER_ENDED):
         parts.append("Another process ended; its own error says why.")
     folder = Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")

@@ -6,6 +6,7 @@ import logging
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -387,7 +388,9 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert line.startswith(f"error: {type(error).__name__}: ")
-    assert ("The disk may be full." in line) == is_full
+    assert (
+        f"The disk may be full, or {tempfile.gettempdir()}, which TMPDIR chooses." in line
+    ) == is_full
     assert "Checkpoints that were saved are whole; add resume=true to continue." in line
     assert line.endswith(f"The traceback is in {folder / 'error.txt'}\n")
     assert "in broken" in (folder / "error.txt").read_text()
@@ -404,6 +407,17 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     assert main(["train", "x.yaml"]) == 1
     assert capsys.readouterr().err.endswith("--debug shows where it comes from\n")
+
+
+def test_a_full_disk_is_named_before_libraries_miss_a_temporary_folder(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "full")])
+    assert main(["data", str(DEMO)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: TMPDIR: expected a folder with room for a file, got none of ")
+    assert line.endswith("/full']. The disk may be full\n")
 
 
 def test_an_error_while_an_error_is_told_is_left_out(monkeypatch, capsys):
