@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from harmonic_sft.hub import Destination, PushError, push, read_trained, stage, upload
+from harmonic_sft.hub import Destination, push, read_trained, stage, upload
 from harmonic_sft.hub.staging import check_completed
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 
@@ -78,7 +78,7 @@ class PushCallback(TrainerCallback):
             if self.to.form == "head" and not self._is_checked:
                 check_completed(trained, Path(staged.name))
                 self._is_checked = True
-        except (OSError, ValueError, PushError) as error:
+        except Exception as error:  # safetensors has one of its own for a full disk
             staged.cleanup()
             self._warn(folder, error)
             return
@@ -87,7 +87,7 @@ class PushCallback(TrainerCallback):
             with staged:
                 try:
                     upload(Path(staged.name), trained, self.to)
-                except (OSError, ValueError, PushError) as error:
+                except Exception as error:
                     self._warn(folder, error)
 
         self._pushing = Thread(target=send, name="push")

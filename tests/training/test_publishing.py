@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 from transformers import TrainerState
 
 from harmonic_sft.hub import Destination, check_destination
@@ -41,9 +42,10 @@ def pushed_run(make_yaml, monkeypatch):
     return load_run_config(make_yaml(hub=hub))
 
 
-def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch, caplog, kind):
     def full(*_, **__):
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     monkeypatch.setattr(publishing, "stage", full)
     assert train(pushed_run)["steps"] == 6
