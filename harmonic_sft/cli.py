@@ -112,14 +112,14 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
         parts.append(f"The disk may be full, or {temporary}, which TMPDIR chooses.")
     if any(word in text for word in PEER_ENDED):
         parts.append("Another process ended; its own error says why.")
-    folder = Path(tempfile.gettempdir(), f"harmonic-sft-{os.getpid()}")
+    folder = None
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
         if options.command == "train":
             parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
-    path = folder / ("error.txt" if rank == "0" else f"error-{rank}.txt")
     try:
-        folder.mkdir(exist_ok=True)
+        folder = folder or Path(tempfile.mkdtemp(prefix="harmonic-sft-"))
+        path = folder / ("error.txt" if rank == "0" else f"error-{rank}.txt")
         path.write_text(without_secrets("".join(traceback.format_exception(error))))
     except OSError:
         parts.append("--debug shows where it comes from")

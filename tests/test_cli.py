@@ -401,6 +401,7 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["train", "x.yaml"]) == 1
     (found,) = tmp_path.glob("harmonic-sft-*/error.txt")
+    assert found.parent.stat().st_mode & 0o777 == 0o700  # nobody else can put a link there before
     line = capsys.readouterr().err
     assert line.endswith(f"The traceback is in {found}\n")
     assert "resume=true" not in line  # there is no run
