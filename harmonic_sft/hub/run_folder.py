@@ -150,7 +150,8 @@ def weight_files(folder: Path) -> list[Path]:
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         with reading(index):
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            paths = json.loads(index.read_text())["weight_map"].values()
+            names = sorted({Path(path).name for path in paths})  # none leaves the folder
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"RUN: expected a whole model in {str(folder)!r}, got no {name}")

@@ -72,6 +72,15 @@ def test_missing_weights_are_named(run_copy):
         read_trained(run_copy)
 
 
+def test_weights_outside_of_the_folder_are_none_of_its_own(run_copy):
+    (run_copy / "model.safetensors").rename(run_copy.parent / "outside.safetensors")
+    for name in ("../outside.safetensors", str(run_copy.parent / "outside.safetensors")):
+        index = {"weight_map": {"a": name}}
+        (run_copy / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="got no outside.safetensors"):
+            read_trained(run_copy)
+
+
 def test_another_model_is_refused(run_copy):
     (run_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="expected a harmonic model, got a bert"):
