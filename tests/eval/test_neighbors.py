@@ -7,6 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from harmonic_sft.eval import explain, nearest_prototypes
+from harmonic_sft.eval.neighbors import _texts
 from harmonic_sft.models import DistLayer, HarmonicForCausalLM, HarmonicForMaskedLM
 from tests.decoders import save_decoder
 
@@ -99,6 +100,11 @@ def test_tokens_of_bytes_are_shown_as_text(byte_level):
     last = tokenizer.convert_ids_to_tokens(vocab["Ġs"] - 1)  # a byte that is no character
     found = nearest_prototypes(head, tokenizer, [" s"], num_neighbors=2)
     assert set(found[" s"]) == {"st", last}
+
+
+def test_what_a_terminal_would_obey_is_spelled_out(byte_level):
+    ids = [byte_level.get_vocab()[token] for token in ("ě", "a", "Ġ")]  # ě: the byte 0x1b, escape
+    assert _texts(byte_level, ids) == [r"\x1b", "a", "Ġ"]
 
 
 def test_words_that_the_tokenizer_does_not_know_are_left_out(tokenizer):
