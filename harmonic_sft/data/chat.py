@@ -1,6 +1,5 @@
 """Conversations as pieces of text, with the characters that may be scored."""
 
-import itertools
 import json
 import re
 import signal
@@ -21,9 +20,6 @@ from harmonic_sft.data.sections import LossOn
 MAX_SECONDS = 20  # for one text of a chat template
 ROLES = ("system", "user", "assistant", "tool")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A noncharacter of Unicode: it never stands in exchanged text, and here keeps what a message
-# spells apart from what the chat template writes.
-BREAK = "\ufdd0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +74,7 @@ class ConversationWriter:
     A chat template's text is tokenized as a whole. Scored is what it marks by `{% generation %}`;
     without that, what an assistant turn adds to the text before it and its header. A token across
     an edge counts as the turn's, and so does the special token that ends the turn, but not
-    whitespace after it. A special token that a message spells is tokenized as text.
+    whitespace after it. A message that spells a special token makes the row a bad one.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -90,29 +86,27 @@ class ConversationWriter:
         self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, is_causal: bool = False
     ):
         self.tokenizer, self.loss_on, self.is_causal = tokenizer, loss_on, is_causal
-        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        added.sort(key=lambda token: (-len(token.content), token.content))  # longest first
-        # A special token, unless it was broken by `_broken`; (?!) never matches.
-        texts = [f"{re.escape(token.content)}(?!{BREAK})" for token in added]
-        self._special = re.compile("|".join(texts) or "(?!)")
-        # The same with the whitespace that the token takes from its neighbors.
-        wide = [
-            r"(?:(?<!\s)\s+)?" * token.lstrip + text + r"\s*" * token.rstrip
-            for token, text in zip(added, texts, strict=True)
+        added = [
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         ]
-        self._cuts = re.compile("|".join(wide) or "(?!)")
+        longest_first = sorted(added, key=lambda content: (-len(content), content))
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # never
 
     def __call__(self, conversation: Conversation) -> list[Piece]:
         """Write one conversation.
 
         Raises:
-            BadRow: There is no turn to score, or the template does not take the turns.
+            BadRow: There is no turn to score, the template does not take the turns, or one of them
+                spells a special token.
             ValueError: The tokenizer has no token for the end of a turn, or its chat template gives
                 no way to tell the assistant's turns from the others.
         """
         turns = [] if self.loss_on == "all" else self._scored_turns(conversation)
         if self.tokenizer.chat_template is None:
             return self._plain_pieces(conversation, turns)
+        spelled = [conversation.messages, conversation.tools]
+        if found := self._special.search(json.dumps(spelled, ensure_ascii=False, default=str)):
+            raise BadRow(f"messages: expected text without special tokens, got {found[0]!r}")
         return self._template_pieces(conversation, turns)
 
     def _scored_turns(self, conversation: Conversation) -> list[int]:
@@ -160,8 +154,7 @@ class ConversationWriter:
 
     def _template_pieces(self, conversation: Conversation, turns: Sequence[int]) -> list[Piece]:
         """Write the turns by the chat template, and find the characters of those to score."""
-        messages = self._broken(conversation.messages)
-        tools = self._broken(conversation.tools) or None
+        messages, tools = conversation.messages, conversation.tools or None
         text, marks = self._render(messages, tools)
         spans = []
         if marks is not None and turns:
@@ -185,11 +178,10 @@ class ConversationWriter:
             for call in messages[turn].get("tool_calls") or []:
                 if (name := call["function"]["name"]) not in text[start:end]:
                     raise BadRow(f"chat template: expected to write the call of {name!r}, got none")
-        spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
-        pieces = self._cut(text, spans)
         if self.loss_on == "all":
-            return [piece._replace(scored=True) for piece in pieces]
-        return pieces
+            return [Piece(text, True, True)]
+        spans = [(start, self._turn_end(text, end, is_marked)) for start, end in spans]
+        return [Piece(text, True, spans)]
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Any, *, header: bool = False
@@ -226,35 +218,6 @@ class ConversationWriter:
             return last
         following = self._special.match(text, end) if is_marked else None
         return following.end() if following else end
-
-    def _broken(self, value: Any) -> Any:
-        """Put a break after every character of a special token that a message spells."""
-        if isinstance(value, str):
-            value = value.replace(BREAK, "")
-            return self._special.sub(lambda match: "".join(c + BREAK for c in match[0]), value)
-        if isinstance(value, dict):
-            return {self._broken(key): self._broken(entry) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [self._broken(entry) for entry in value]
-        return value
-
-    def _cut(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
-        """Keep the text whole, or cut it at the template's special tokens if messages spell any."""
-        if BREAK not in text:
-            return [Piece(text, True, list(spans))]
-        matches = self._cuts.finditer(text)
-        edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
-        pieces = []
-        for index, (start, end) in enumerate(itertools.pairwise(edges)):
-            clipped = [(max(first, start), min(last, end)) for first, last in spans]
-            local = [
-                (len(_unbroken(text[start:first])), len(_unbroken(text[start:last])))
-                for first, last in clipped
-                if first < last
-            ]
-            plain = _unbroken(text[start:end])
-            pieces.append(Piece(plain, index % 2 == 1, local, follows=start > 0))
-        return pieces
 
 
 @contextmanager
@@ -295,7 +258,3 @@ def _no_masks(found: str) -> ValueError:
         "as the beginning of the whole, or one that puts {% generation %} around each turn of the "
         f"assistant, got {found}. Add the marks, or use loss_on: all."
     )
-
-
-def _unbroken(text: str) -> str:
-    return text.replace(BREAK, "")

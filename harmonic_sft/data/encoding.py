@@ -1,9 +1,8 @@
 """Text as tokens: what the formats of data have in common."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +31,6 @@ class Piece(NamedTuple):
     spells: bool  # whether a special token in the text is a token (else it is text)
     scored: bool | list[tuple[int, int]]  # the whole piece, or spans of its characters
     label: str | None = None
-    follows: bool = False  # a special token of the same text, so no space is put before it
 
 
 @dataclass(frozen=True)
@@ -83,19 +81,16 @@ def encode_pieces(
             "tokenizer: expected a fast tokenizer for masks of turns or whole words, "
             f"got {type(tokenizer).__name__}. Use one that has a tokenizer.json."
         )
-    found: dict[tuple[str, bool, bool], Tokens] = {}
-    for spells, follows in itertools.product((False, True), repeat=2):
-        kind = (spells, follows)
-        texts = dict.fromkeys(one.text for one in pieces if (one.spells, one.follows) == kind)
+    found: dict[tuple[str, bool], Tokens] = {}
+    for spells in (False, True):
+        texts = dict.fromkeys(one.text for one in pieces if one.spells == spells)
         for group in batches_of(texts, len, size=BATCH_CHARACTERS, count=BATCH_TEXTS):
-            tokens = _tokenize(group, tokenizer, *kind, offsets=offsets, word_ids=word_ids)
-            found |= {(text, *kind): entry for text, entry in zip(group, tokens, strict=True)}
+            tokens = _tokenize(group, tokenizer, spells, offsets=offsets, word_ids=word_ids)
+            found |= {(text, spells): entry for text, entry in zip(group, tokens, strict=True)}
     return [
         document
         if isinstance(document, Encoded)
-        else _join(
-            [(found[one.text, one.spells, one.follows], one) for one in document], list(prefix)
-        )
+        else _join([(found[one.text, one.spells], one) for one in document], list(prefix))
         for document in documents
     ]
 
@@ -120,30 +115,20 @@ def _tokenize(
     texts: list[str],
     tokenizer: PreTrainedTokenizerBase,
     spells: bool,
-    follows: bool,
     *,
     offsets: bool,
     word_ids: bool,
 ) -> Iterator[Tokens]:
-    # Metaspace of the scheme "first" (Llama 2) puts a space before the start of a text alone.
-    splitter: Any = tokenizer.backend_tokenizer.pre_tokenizer if tokenizer.is_fast else None
-    is_first = follows and getattr(splitter, "prepend_scheme", None) == "first"
-    if is_first:
-        splitter.prepend_scheme = "never"
-    try:
-        encoded = tokenizer(
-            texts,
-            add_special_tokens=False,
-            # Slow ones would split their ordinary added tokens too, which may be all they have.
-            split_special_tokens=not spells and tokenizer.is_fast,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=offsets,
-            verbose=False,  # no warning about documents longer than the model
-        )
-    finally:
-        if is_first:
-            splitter.prepend_scheme = "first"
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        # Slow ones would split their ordinary added tokens too, which may be all they have.
+        split_special_tokens=not spells and tokenizer.is_fast,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        return_offsets_mapping=offsets,
+        verbose=False,  # no warning about documents longer than the model
+    )
     # Only a special token that was spelled is no word; an unknown word is one.
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id} if spells else set()
     for index, input_ids in enumerate(encoded["input_ids"]):

@@ -107,7 +107,7 @@ class Reader:
 
     `text`, `tokens` and the labeled formats are taken as they are, every other one becomes a
     conversation, see `ConversationWriter`. Text that spells a special token, such as `[MASK]`, is
-    tokenized as text, unless it is labeled.
+    tokenized as text, unless it is labeled; for a chat template it is a bad row.
 
     Raises:
         ValueError: The settings fit no document of the format.

@@ -1,11 +1,10 @@
 import copy
 import re
 import signal
-import string
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data import chat
@@ -213,31 +212,17 @@ def test_token_across_the_start_of_a_turn_is_scored(merges):
 
 
 @pytest.mark.parametrize(
-    ("template", "spelled"),
+    "turn",
     [
-        (MARKED, "<|im_end|><|im_start|>"),
-        (CHATML, "\u00e9<s>\u4e2d"),
+        {"role": "user", "content": "\u00e9<s>\u4e2d"},
+        {"role": "assistant", "content": "", "tool_calls": [call("a", **{"<|im_end|>": 1})]},
     ],
 )
-def test_special_tokens_that_messages_spell_are_text(merges, template, spelled):
-    tokenizer = with_template(merges, template)
-    chat = [{"role": "user", "content": spelled}, {"role": "assistant", "content": spelled}]
-    encoded = encode_one(tokenizer, chat, "assistant")
-    assert bracketed(tokenizer, encoded) == (
-        f"<|im_start|>user\n{spelled}<|im_end|>\n<|im_start|>assistant\n[[{spelled}<|im_end|>]]\n"
-    )
-    specials = [token for token in encoded.input_ids if token in tokenizer.all_special_ids]
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert specials == [start, end, start, end]
-
-
-def test_special_tokens_in_names_of_arguments_are_text(merges):
-    tokenizer = with_template(merges, CHATML)
-    spelled = {"role": "assistant", "content": "", "tool_calls": [call("a", **{"<|im_end|>": 1})]}
-    encoded = encode_one(tokenizer, [CHAT[0], spelled], "assistant")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert encoded.input_ids.count(end) == 2
-    assert '{"<|im_end|>": 1}' in tokenizer.decode(encoded.input_ids)
+def test_a_special_token_that_a_message_spells_for_a_template_makes_a_bad_row(merges, turn):
+    found = encode_one(with_template(merges, CHATML), [CHAT[0], turn], "all")
+    spelled = "<s>" if turn["content"] else "<|im_end|>"
+    assert found == f"messages: expected text without special tokens, got {spelled!r}"
+    assert isinstance(encode_one(with_template(merges, CHATML), CHAT, "all", tools=[TOOL]), Encoded)
 
 
 def test_a_template_that_leaves_out_calls_of_tools_is_refused(merges):
@@ -249,25 +234,6 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(merges):
     )
     found = encode_one(with_template(merges, behind), CHAT, "assistant")
     assert tokenizer.decode(found.input_ids).endswith("it is 2<|im_end|>\n")
-
-
-@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
-def test_what_messages_spell_changes_no_other_token(strips):
-    vocab = {one: index for index, one in enumerate(sorted({*string.printable, "\u2581"}))}
-    backend = Tokenizer(models.BPE(vocab, []))  # of characters
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    names = ("<|im_start|>", "<|im_end|>")
-    marks = [AddedToken(name, special=True, normalized=False, **strips) for name in names]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", additional_special_tokens=marks
-    )
-    tokenizer.chat_template = "a " + CHATML
-    chat = [CHAT[0], {"role": "assistant", "content": "a Q b  "}, *CHAT[2:]]
-    spelled = [*chat[:1], {"role": "assistant", "content": "a <s> b  "}, *CHAT[2:]]
-    expected = starred(tokenizer, encode_one(tokenizer, chat, "assistant"))
-    found = starred(tokenizer, encode_one(tokenizer, spelled, "assistant"))
-    assert found == expected.replace("*Q", "*< *s *>")
-    assert tokenizer.backend_tokenizer.pre_tokenizer.prepend_scheme == "first"
 
 
 def test_own_form_takes_special_tokens_in_a_message_as_text(bert):
