@@ -304,17 +304,10 @@ def _push(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from harmonic_sft.hub import export_linear
-    from harmonic_sft.hub.linear_export import LINEAR_HEAD_FILE
 
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
-    target = export_linear(folder, target)
-    sys.stdout.write(f"{target}\n")
-    loader, more = "AutoModelForCausalLM", ""
-    if (target / LINEAR_HEAD_FILE).is_file():  # an encoder, which keeps our code
-        loader, more = "AutoModelForMaskedLM", ", trust_remote_code=True"
-    model = f"{loader}.from_pretrained({str(target)!r}{more})"
-    logger.info("Load:      from transformers import %s; model = %s", loader, model)
+    sys.stdout.write(f"{export_linear(folder, target)}\n")
 
 
 COMMANDS = {

@@ -15,15 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from harmonic_sft.config import read_yaml
 from harmonic_sft.data.heldout import run_home
 from harmonic_sft.hub.model_card import CARD_TASKS
-from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.hub.staging import (
-    LICENSE,
     NAMES_CODE,
     PushError,
     base_license,
     copy_tokenizer,
     license_in,
-    license_of_code,
 )
 from harmonic_sft.models import (
     AffineLogits,
@@ -51,10 +48,6 @@ In its place stands a linear head, for software that knows no other. **Only the 
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
 the order alone. A softmax over these logits does not give the probabilities of the trained model,
 so sampling, beam search and perplexity differ."""
-UNCAPPED = """The head of this model was linear already, with a soft cap of {softcap} on its logits,
-which a `{architecture}` does not have. **Only the order of the tokens is kept**, not their
-probabilities."""
-CAPPED = "The model then caps them: `{softcap} * torch.tanh(logits / {softcap})`.\n"
 ROUNDED = "The head is rounded to {dtype}: tokens with almost the same logit may change places."
 NATIVE = """This is an ordinary checkpoint of `{architecture}`, without code of its own:
 
@@ -65,15 +58,13 @@ model = AutoModelForCausalLM.from_pretrained("./")
 tokenizer = AutoTokenizer.from_pretrained("./")
 ```
 """
-WITH_HEAD = """`{head_file}` holds the head alone, in float32: {tensors}.
-The other files are a complete model with this head. To load both, in this folder:
+ALONE = """`{head_file}` holds the head alone, in float32: {tensors}.
+The encoder below it is that of the trained model, unchanged. In this folder:
 
 ```python
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM
 
 head = load_file("{head_file}")
-model = AutoModelForMaskedLM.from_pretrained("./", trust_remote_code=True)
 ```
 
 The logits of hidden states `[N, D]` are `hidden_states @ head["weight"].T{bias}`.
@@ -84,7 +75,7 @@ def export_linear(folder: Path, target: Path) -> Path:
     """Write a model with a linear head that ranks all tokens as the model in `folder` does.
 
     A decoder becomes an ordinary checkpoint of transformers' own class, which engines that know
-    that class load. An encoder keeps our code, and its head is also written alone.
+    that class load. Of an encoder the head is written alone.
 
     Off the sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order is
     that of the cosine. What a head does to hidden states before goes into the rows. Rounding may
@@ -92,9 +83,9 @@ def export_linear(folder: Path, target: Path) -> Path:
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
-        target: The new folder; must not exist, or be empty. It then holds a whole model, a
-            README.md, and of an encoder `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]`
-            if there is one).
+        target: The new folder; must not exist, or be empty. It then holds a tokenizer, a README.md
+            and a whole decoder, or `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]` if
+            there is one).
 
     Returns:
         `target`.
@@ -120,17 +111,16 @@ def export_linear(folder: Path, target: Path) -> Path:
     for problem in check_prototypes(model.dist_head, is_tied=model.config.tie_word_embeddings):
         raise ValueError(f"export: expected a head that predicts, got one of which {problem}")
     head = linear_head(model.dist_head)
-    is_decoder = isinstance(model, HarmonicForCausalLM)
-    exported = _native(model, head) if is_decoder else _with_head(model, head)
+    native = _native(model, head) if isinstance(model, HarmonicForCausalLM) else None
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as temporary:
         draft = Path(temporary) / "draft"
         draft.mkdir()
-        exported.save_pretrained(draft)
-        if not is_decoder:
+        if native is None:
             save_file(head.state_dict(), draft / LINEAR_HEAD_FILE, metadata={"format": "pt"})
-            (draft / LICENSE).write_text(license_of_code())
-        card = _metadata(folder, model.config) + _readme(model, head, exported)
+        else:
+            native.save_pretrained(draft)
+        card = _metadata(folder, model.config) + _readme(model, head, native)
         (draft / "README.md").write_text(card)
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
@@ -243,25 +233,6 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     return native.eval()
 
 
-def _with_head(model: HarmonicHeadModel, head: LinearHead) -> HarmonicForMaskedLM:
-    """Return a model with the same body, not copied, and another head."""
-    config = copy.deepcopy(model.config)
-    for name in NAMES_CODE:
-        vars(config.text_config).pop(name, None)
-    config.base_model = public_base(config)
-    config.head = head.settings()
-    config.tie_word_embeddings = False  # the rows are scaled, and a body may be in 16 bits
-    if config.trained_parameters is not None:
-        own = [f"dist_head.{name}" for name, _ in head.named_parameters()]
-        config.trained_parameters = sorted({*config.trained_parameters, *own})
-    with torch.device("meta"):
-        exported = HarmonicForMaskedLM(config)
-    # A table that was tied is in float32, which a body of 16 bits takes from no other table.
-    exported.model = model.model.float() if model.config.tie_word_embeddings else model.model
-    exported.dist_head = head
-    return exported
-
-
 def _metadata(folder: Path, config: HarmonicConfig) -> str:
     """Return the metadata of the card: the base, and the license of a download, run or base."""
     license = license_in(folder / "README.md")
@@ -282,36 +253,20 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
     return f"---\n{metadata.to_yaml()}\n---\n\n"
 
 
-def _readme(
-    model: HarmonicHeadModel, head: LinearHead, exported: PreTrainedModel | HarmonicHeadModel
-) -> str:
-    ranks = exported.get_output_embeddings() or head  # the former of a decoder
-    dtype = ranks.get_parameter("weight").dtype
-    settings = json.dumps(model.dist_head.settings())
-    was_linear = type(model.dist_head) is LinearHead
-    softcap = model.dist_head.settings().get("softcap")
-    is_decoder, architecture = isinstance(model, HarmonicForCausalLM), type(exported).__name__
-    is_kept = was_linear and (not is_decoder or not softcap or hasattr(exported.config, SOFTCAP))
-    if is_kept:
-        text = "The head of this model was linear already."
-    elif was_linear:
-        text = UNCAPPED.format(softcap=softcap, architecture=architecture)
-    else:
-        text = REPLACED.replace("{settings}", settings)
-    if is_kept and dtype == torch.float32:
-        text += " Weights and logits are unchanged."
-    elif dtype != torch.float32 or not was_linear:
-        name = str(dtype).removeprefix("torch.")
-        text += "\n\n" + ROUNDED.format(dtype=name)
-    if is_decoder:
-        files = NATIVE.format(architecture=architecture)
-    else:
-        num_classes, hidden_size = head.weight.shape
-        tensors = f"`weight` [{num_classes}, {hidden_size}]"
-        bias = ""
-        if head.bias is not None:
-            tensors += f" and `bias` [{num_classes}]"
-            bias = ' + head["bias"]'
-        files = WITH_HEAD.format(head_file=LINEAR_HEAD_FILE, tensors=tensors, bias=bias)
-        files += CAPPED.format(softcap=softcap) if softcap else ""
-    return f"# A {architecture} with a linear head\n\n{text}\n\n{files}"
+def _readme(model: HarmonicHeadModel, head: LinearHead, native: PreTrainedModel | None) -> str:
+    settings = model.dist_head.settings()
+    softcap, place = settings.get("softcap"), None if native is None else native.config
+    is_kept = type(model.dist_head) is LinearHead and (not softcap or hasattr(place, SOFTCAP))
+    text = "The head of this model was linear already."
+    if not is_kept:
+        text = REPLACED.replace("{settings}", json.dumps(settings))
+    dtype = torch.float32 if native is None else native.get_output_embeddings().weight.dtype
+    if not is_kept or dtype != torch.float32:
+        text += "\n\n" + ROUNDED.format(dtype=str(dtype).removeprefix("torch."))
+    if native is not None:
+        name = type(native).__name__
+        return f"# A {name} with a linear head\n\n{text}\n\n{NATIVE.format(architecture=name)}"
+    tensors = " and ".join(f"`{k}` {list(v.shape)}" for k, v in head.state_dict().items())
+    bias = "" if head.bias is None else ' + head["bias"]'
+    files = ALONE.format(head_file=LINEAR_HEAD_FILE, tensors=tensors, bias=bias)
+    return f"# A linear head\n\n{text}\n\n{files}"

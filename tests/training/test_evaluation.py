@@ -433,13 +433,10 @@ def test_a_damaged_file_is_an_error_with_its_place(run_copy, tmp_path, name, con
         assert re.search(r": expected (it as it was saved|JSON|a JSON object), got \w+", error)
 
 
-def test_an_export_says_how_it_is_loaded(run_copy, tmp_path, capsys, caplog):
+def test_an_export_says_where_it_is(run_copy, tmp_path, capsys):
     target = tmp_path / "linear"
     assert main(["export", str(run_copy), "--output", str(target)]) == 0
     assert capsys.readouterr().out == f"{target}\n"
-    call = f"AutoModelForMaskedLM.from_pretrained({str(target)!r}, trust_remote_code=True)"
-    said = f"Load:      from transformers import AutoModelForMaskedLM; model = {call}"
-    assert caplog.messages[-1] == said
 
 
 def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys):
