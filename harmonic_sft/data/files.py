@@ -207,8 +207,7 @@ def _json_rows(file: str) -> Iterator[Row]:
                 content += stream.read(MAX_LIST)
                 if len(content) > MAX_LIST:
                     raise BadRow(f"expected at most {MAX_LIST >> 20} MiB in a list, got more")
-                # What is no JSON becomes bytes, which no JSON has.
-                rows = json.loads(content.decode().rstrip(), parse_constant=str.encode)
+                rows = json.loads(content.decode().rstrip())
     except READ_ERRORS as error:
         yield _bad_row(shown(file), error)
         return
@@ -216,7 +215,7 @@ def _json_rows(file: str) -> Iterator[Row]:
         yield from _line_rows(file, _parse_object, keep_blank=False)
         return
     for number, row in enumerate(rows, 1):
-        yield _row(f"{shown(file)}, row {number}", _check_listed, row)
+        yield _row(f"{shown(file)}, row {number}", _check_object, row)
 
 
 def _parquet_rows(shard: Shard) -> Iterator[Row]:
@@ -318,27 +317,13 @@ def _record(names: Sequence[str], values: Sequence[str]) -> Row:
 
 
 def _parse_object(line: bytes) -> Row:
-    """Parse JSON, refusing what is none and what no tokenizer takes."""
-    value = json.loads(_text(line).rstrip(), parse_constant=_refuse_constant)
-    if b"\\ud" in line.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-    return _check_object(value)
+    return _check_object(json.loads(_text(line).rstrip()))
 
 
 def _check_object(value: Any) -> Row:
     if not isinstance(value, dict):
         raise BadRow(f"expected an object, got {type(value).__name__}")
     return value
-
-
-def _check_listed(value: Any) -> Row:
-    """Refuse what `_parse_object` refuses in one row of a list."""
-    json.dumps(value, ensure_ascii=False, default=_refuse_constant).encode()
-    return _check_object(value)
-
-
-def _refuse_constant(text: str | bytes) -> None:
-    raise BadRow(f"expected JSON, got {text.decode() if isinstance(text, bytes) else text}")
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:

@@ -128,8 +128,6 @@ def test_kind_goes_by_the_ending(path, kind):
         (b'{"text": "tw', r"expected JSON, got: Unterminated string"),
         (b'{"text": "\xff\xfe"}', r"expected UTF-8, got b'\\xff'"),
         (b'["two"]', "expected an object, got list"),
-        (b'{"text": NaN}', "expected JSON, got NaN"),
-        (b'{"text": "\\ud83d"}', r"expected UTF-8, got '\\ud83d'"),
         (b"[" * 100_000, "expected JSON, got: "),
     ],
 )
@@ -139,17 +137,18 @@ def test_bad_line_of_json_is_named(tmp_path, line, reason):
     assert rows == [{"text": "one"}, {"text": "three"}]
 
 
-LISTED = b'[{"text": "1"}, {"x": %s}, {"text": "3"}]'
-
-
 @pytest.mark.parametrize(
     ("name", "content", "where", "reason", "texts"),
     [
         ("a.txt", b"1\ncaf\xe9\n3\n", "line 2", r"expected UTF-8, got b'\\xe9'", ["1", "3"]),
         ("a.json", b'[{"text": "one"}, 2]', "row 2", "expected an object, got int", ["one"]),
-        ("a.json", LISTED % b'"\\ud800"', "row 2", r"expected UTF-8, got '\\ud800'", ["1", "3"]),
-        ("a.json", LISTED % b"NaN", "row 2", "expected JSON, got NaN", ["1", "3"]),
-        ("a.json.gz", compress(LISTED, ".gz")[:12], "", "expected readable content, got: ", []),
+        (
+            "a.json.gz",
+            compress(b'[{"text": "1"}, {"text": "3"}]', ".gz")[:12],
+            "",
+            "expected readable content, got: ",
+            [],
+        ),
         ("a.json", b'[{"text": "one"}, {"te', "", "expected JSON, got", []),
         ("a.json", b'[{"text": "\xff"}]', "", "expected UTF-8, got", []),
         ("a.csv", b"text,b\n1,2\n1,2,3\n3,4\n", "line 3", "expected 2 columns, got 3", ["1", "3"]),

@@ -103,6 +103,7 @@ def test_text_is_tokenized_without_the_wrapping_and_without_special_tokens(token
         ({"text": "\x00"}, NOTHING),  # BERT drops control characters
         ({"text": None}, "text: expected text, got NoneType None"),
         ({"text": 5}, "text: expected text, got int 5"),
+        ({"text": float("nan")}, "text: expected text, got float nan"),
         ({"text": [10] * 1000}, f"text: expected text, got list [{'10, ' * 19}..."),
         ({"other": "a"}, "text: expected a column of that name, got ['other']"),
         ({"text": "a\ud83d"}, "expected text, got a surrogate, which is no character"),
