@@ -16,8 +16,6 @@ Answer = TypeVar("Answer")
 
 TIMEOUT = 30  # seconds without a byte
 PAUSES = (0, 1, 5, 30)  # seconds before the connection is opened again
-# Of a HEAD, as an address answers it that is signed for GET alone, or a server without HEAD.
-NO_HEAD = {HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
 
 
 class RemoteFile(io.RawIOBase):
@@ -27,18 +25,22 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, url: str):
-        """Ask the server for the size, which fails with OSError where there is no such file."""
+        """Ask the server for the file, which fails with OSError where there is none.
+
+        By GET, since an address may be signed for nothing else.
+        """
         super().__init__()
         self.url = url
         self._position = 0
+        self._state: str | None = None  # of the file whose bytes were read
         self._response: HTTPResponse | None = None
         # Of what fails at the start, a busy server alone is asked again: other names are mistyped.
-        headers = self._ask_again(self._headers, urllib.error.HTTPError)
+        self._response = self._ask_again(self._connect, urllib.error.HTTPError)
+        headers = self._response.headers
         self.size = int(headers.get("Content-Length", -1))
         # What changes when the file does; always another where the server does not say.
         marks = [headers.get("ETag"), headers.get("Last-Modified")]
         self.version = f"{marks if any(marks) else uuid.uuid4()} {self.size}"
-        self._state: str | None = None  # of the file whose bytes were read
 
     def readable(self) -> bool:
         """Return True."""
@@ -82,17 +84,6 @@ class RemoteFile(io.RawIOBase):
                 if not pauses or not _may_pass(error):
                     raise
                 time.sleep(pauses.pop(0))
-
-    def _headers(self) -> Message:
-        request = urllib.request.Request(self.url, method="HEAD")
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-                return response.headers
-        except urllib.error.HTTPError as error:
-            if error.code not in NO_HEAD:
-                raise
-        with urllib.request.urlopen(self.url, timeout=TIMEOUT) as response:
-            return response.headers
 
     def _read(self, buffer) -> int:
         if self._response is None:
