@@ -127,38 +127,24 @@ def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
     """
     if form == "full":
         return
-    method = quantization_method(config)
+    vocab_size, trained = config.text_config.vocab_size, config.trained_parameters
+    method, base = quantization_method(config), config.base_model
     if method is not None and form == "head":
-        raise ValueError(
-            f"--form {form}: expected a base in a floating dtype, got one quantized by {method}. "
-            "Use --form full"
-        )
-    if config.base_vocab_size is not None:
-        raise ValueError(
-            f"--form {form}: expected the base's vocabulary, got {config.text_config.vocab_size} "
-            f"tokens instead of {config.base_vocab_size}. Use --form full"
-        )
-    if form == "peft" and not has_adapter:
-        raise ValueError(
-            "--form peft: expected a run with LoRA (`peft:` in its file), got one that trained the "
-            "head or whole blocks, which PEFT drops without a word on any other model. Use --form "
-            "head"
-        )
-    if form == "peft" and config.tie_word_embeddings:
-        raise ValueError(
-            "--form peft: expected a head of its own, got one tied to the embeddings, which an "
-            "adapter cannot hold. Use --form full"
-        )
-    if config.trained_parameters is None:
-        raise ValueError(
-            f"--form {form}: expected a run that says what it trained, got one of an earlier "
-            "version. Use --form full"
-        )
-    if form == "head" and hub_base(config) is None:
-        raise ValueError(
-            f"--form head: expected a base on the Hub at a commit, got {config.base_model!r}, "
-            "which nobody else could fetch. Use --form full, or push the base, and train from it"
-        )
+        expected, got = "a base in a floating dtype", f"one quantized by {method}"
+    elif config.base_vocab_size is not None:
+        expected = "the base's vocabulary"
+        got = f"{vocab_size} tokens instead of {config.base_vocab_size}"
+    elif form == "peft" and not has_adapter:
+        expected, got = "a run with LoRA (`peft:` in its file)", "one that PEFT would load in part"
+    elif form == "peft" and config.tie_word_embeddings:
+        expected, got = "a head of its own", "one tied to the embeddings, which no adapter holds"
+    elif trained is None:
+        expected, got = "a run that says what it trained", "one of an earlier version"
+    elif form == "head" and hub_base(config) is None:
+        expected, got = "a base on the Hub at a commit", f"{base!r}, which nobody else could fetch"
+    else:
+        return
+    raise ValueError(f"--form {form}: expected {expected}, got {got}. Use --form full")
 
 
 def check_adapter(config: HarmonicConfig, adapter: Path) -> None:
