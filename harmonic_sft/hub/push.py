@@ -36,7 +36,6 @@ from harmonic_sft.hub.staging import (
     base_license,
     check_completed,
     check_form,
-    license_of_code,
     stage,
 )
 from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objective
@@ -215,11 +214,8 @@ def _operations(
     added = {path.relative_to(staged).as_posix(): path for path in paths}
     patterns = (*OURS, *FOREIGN) if to.force else OURS
     stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
-    if LICENSE in _names(info):  # the owner's own stays; ours leaves with our code
+    if LICENSE in _names(info):  # it may be the owner's own
         added.pop(LICENSE, None)
-        leaves = any(name in CODE for name in stale) and not any(name in CODE for name in added)
-        if leaves and _download(info, LICENSE).read_bytes() == license_of_code().encode():
-            stale.append(LICENSE)
     return [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in stale),
@@ -277,14 +273,10 @@ def _matches(name: str, pattern: str) -> bool:
 def _read(info: ModelInfo, name: str) -> dict[str, Any]:
     """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
     try:
-        content = json.loads(_download(info, name).read_text())
+        content = json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
     except ValueError:
         content = None
     return content if isinstance(content, dict) else {}
-
-
-def _download(info: ModelInfo, name: str) -> Path:
-    return Path(hf_hub_download(info.id, name, revision=info.sha))
 
 
 def _status(error: BaseException) -> int | None:

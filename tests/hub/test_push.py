@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 
 from harmonic_sft.hub import Destination, PushError, push
 from harmonic_sft.hub.push import _reason
-from harmonic_sft.hub.staging import license_of_code
 from harmonic_sft.models import HarmonicForMaskedLM
 
 ROOT = Path(__file__).parents[2]
@@ -371,19 +370,6 @@ def test_a_tokenizer_whose_base_names_code_loads_without_it(
     client.succeeds("train", tmp_path / "run.yaml")
     folder = tmp_path / "run"
     elsewhere(LOAD_TOKENIZERS, folder, folder / "checkpoint-3", "alice/no-code")
-
-
-def test_an_adapter_needs_no_license_of_code(hub, client, pushed):
-    client("push", pushed, "--repo-id", "alice/forms")
-    assert "LICENSE" in hub.files("alice/forms")
-    client.succeeds("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
-    assert "LICENSE" not in hub.files("alice/forms")
-    hub.add_repo("alice/forms", {**hub.files("alice/forms"), "LICENSE": b"\xffmine"})
-    client("push", pushed, "--repo-id", "alice/forms", "--form", "peft")
-    assert hub.files("alice/forms")["LICENSE"] == b"\xffmine"
-    hub.add_repo("alice/own", {"LICENSE": license_of_code().encode()})  # of the owner's notes
-    client("push", pushed, "--repo-id", "alice/own", "--form", "peft")
-    assert "LICENSE" in hub.files("alice/own")
 
 
 def test_the_push_says_where_the_card_is_that_it_replaced(hub, client, pushed):
