@@ -45,7 +45,7 @@ EXAMPLES = {
     """,
     "data": """
         harmonic-sft data my.yaml
-        harmonic-sft data my.yaml data.packing=true --row 3
+        harmonic-sft data my.yaml data.packing=true
     """,
     "eval": """
         harmonic-sft eval runs/mine
@@ -296,7 +296,6 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "data", "show the data of a run without loading its model")
     _add_config(command)
-    command.add_argument("--row", type=int, default=0, help="which row to print; default: 0")
 
     command = _command(commands, "eval", "evaluate a trained model")
     command.add_argument("folder", type=Path, help="the output folder of a run, or a download")

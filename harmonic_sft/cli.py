@@ -230,7 +230,7 @@ def _data(options: argparse.Namespace) -> None:
     run = load_run_config(options.config, options.overrides)
     from harmonic_sft.training.preview import show_data
 
-    show_data(run, row=options.row)
+    show_data(run)
 
 
 def _verify(options: argparse.Namespace) -> None:

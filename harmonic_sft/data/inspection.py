@@ -36,9 +36,8 @@ def inspect_data(
     tokenizer: PreTrainedTokenizerBase,
     rows_per_step: int,
     batch_size: int,
-    seed_row: int = 0,
 ) -> None:
-    """Print what a run trains on, and one row as it is masked in the first epoch.
+    """Print what a run trains on, and its first row as it is masked in the first epoch.
 
     Of a stream only the first `STREAM_ITEMS` items are read, and every title says so.
 
@@ -47,17 +46,8 @@ def inspect_data(
         tokenizer: The model's tokenizer.
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
         batch_size: Rows, or packs, that are padded together.
-        seed_row: Number of the row, or pack, that is shown.
-
-    Raises:
-        ValueError: There is no row of this number.
     """
     is_stream = not isinstance(data.train, MaskedRows)
-    num_items = STREAM_ITEMS if is_stream else len(data.train)
-    if not 0 <= seed_row < num_items:
-        raise ValueError(
-            f"--row: expected the number of a row, from 0 to {num_items - 1}, got {seed_row}."
-        )
     rows, packs, epochs, windows = _items(data)
     is_packed = any(len(pack) > 1 for pack in packs)
     kind = "packs" if is_packed else "rows"
@@ -78,10 +68,9 @@ def inspect_data(
         packed = np.array([lengths[pack].sum() for pack in packs])
         sizes = {"rows, if not packed": lengths, "packs": packed}
     _show_sizes(title, sizes, data, rows_per_step, batch_size)
-    pack = packs[seed_row]
-    what = "Row" if len(pack) == 1 else f"Pack of {len(pack)} rows, number"
-    console.print(f"{what} {seed_row} in the first epoch\n{LEGEND}")
-    for index in pack:
+    what = "row" if len(packs[0]) == 1 else f"pack of {len(packs[0])} rows"
+    console.print(f"The first {what}, in the first epoch\n{LEGEND}")
+    for index in packs[0]:
         row = rows[int(index)]
         name = ", ".join(f"{key} {int(row[key])}" for key in ("source", "document", "chunk"))
         console.print(f"\n-- {name}: {len(row['input_ids'])} tokens --")

@@ -56,11 +56,11 @@ def _base_config(run: RunConfig) -> PreTrainedConfig:
         return NeoBERTConfig()
 
 
-def show_data(run: RunConfig, *, row: int = 0) -> None:
+def show_data(run: RunConfig) -> None:
     """Load the data of a run and print counts, lengths, fill rate, one row, and steps.
 
     Raises:
-        ValueError: Bad data, or no row of this number.
+        ValueError: Bad data.
     """
     tokenizer, data = load_run_data(run)
     if data.labels is not None:
@@ -72,5 +72,4 @@ def show_data(run: RunConfig, *, row: int = 0) -> None:
         tokenizer=tokenizer,
         rows_per_step=rows_per_step(args),
         batch_size=args.per_device_train_batch_size,
-        seed_row=row,
     )

@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import json
 import re
 import statistics
@@ -12,10 +11,8 @@ from harmonic_sft.data import MaskConfig
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.batches import (
     EpochSampler,
-    MaskedRows,
     PaddingCollator,
     collate_padding_free,
-    pack,
 )
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker, special_tokens
@@ -158,35 +155,24 @@ def test_spaces_stand_where_the_tokens_have_them_and_nothing_is_obeyed(byte_toke
     assert text == "<<s>>a[b][  -> a]c(d\\x1b[31m\\nna\u00efve)<</s>>"
 
 
-def test_the_row_that_is_shown_can_be_chosen(data, tokenizer, capsys):
-    output = show(data, tokenizer, capsys, seed_row=5)
-    row = data.train.rows[5]
-    name = f"-- source 0, document {row['document']}, chunk {row['chunk']}: "
-    assert name in output
+def test_the_first_row_is_shown_without_colors_for_a_file(data, tokenizer, capsys):
+    output, row = show(data, tokenizer, capsys), data.train.rows[0]
+    assert f"-- source 0, document {row['document']}, chunk {row['chunk']}: " in output
     expected = sample_text(row, 0, masker=data.train.masker, tokenizer=tokenizer)
     assert output.strip().endswith(expected)
-    assert "\x1b" not in output  # a file gets no colors
-    settings = {"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8}
-    packs = pack(np.array([len(row) for row in data.train.rows["input_ids"]]), 16)
-    for train in (data.train, MaskedRows(data.train.rows, data.train.masker, packs=packs)):
-        count = len(train)
-        message = rf"--row: expected the number of a row, from 0 to {count - 1}, got {count}\."
-        with pytest.raises(ValueError, match=message):
-            inspect_data(dataclasses.replace(data, train=train), seed_row=count, **settings)
-    with pytest.raises(ValueError, match=r"--row: .*got -1\."):
-        inspect_data(data, seed_row=-1, **settings)
+    assert "\x1b" not in output
 
 
 def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, tokenizer, capsys):
     data = make_stream(4 * STREAM_ITEMS)
     assert len(data.train.streams) == 2
-    output = show(data, tokenizer, capsys, seed_row=2)
+    output = show(data, tokenizer, capsys)
     title = f"first {STREAM_ITEMS} rows of a stream"
     assert cells(output, title)[1:] == ["1,000", "1,000", "3,000", "1,000"]
     assert f"Batches of 8, 8 in a step: {title}" in " ".join(output.split())
     assert cells(output, "rows ")[6:] == ["24", "-"]  # how many steps an epoch has is not known
-    third = list(itertools.islice(data.train, 3))[2]
-    (_, word, _), (_, label, _) = third["input_ids"], third["labels"]
+    first = next(iter(data.train))
+    (_, word, _), (_, label, _) = first["input_ids"], first["labels"]
     expected = f"word{word - 5}" if label == IGNORE_INDEX else f"[word{label - 5}]"
     assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
 
@@ -210,4 +196,4 @@ def test_packs_of_a_stream_are_shown(make_stream, tokenizer, capsys):
     title = f"first {STREAM_ITEMS} packs of a stream"
     assert cells(output, title)[2:4] == ["4,000", "12,000"]
     assert cells(output, "packs ")[4:] == ["12", "100.0 %", "96", "-"]
-    assert "Pack of 4 rows, number 0" in output
+    assert "The first pack of 4 rows, in the first epoch" in output
