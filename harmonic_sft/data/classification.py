@@ -85,18 +85,14 @@ def _labels(rows: datasets.Dataset) -> set[str | int]:
     return {json.loads(label) for label in _count_labels(rows)}
 
 
-def _are_integers(labels: set[str | int]) -> bool:
-    """Whether labels are integers, which a CSV file writes as strings."""
-    return all(str(label).removeprefix("-").isdecimal() for label in labels)
-
-
 def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[str]:
     if len({isinstance(label, str) for label in labels}) > 1:
         raise ValueError(
             "data.label_column: expected strings or integers, got both. Write all of one kind"
         )
     ordered = sorted(labels) if order is None else [name for name in order if name in labels]
-    if order is None and _are_integers(labels):
+    # A CSV file writes integers as strings.
+    if order is None and all(str(label).removeprefix("-").isdecimal() for label in labels):
         ordered = sorted(ordered, key=int)
     names = [str(label) for label in ordered]
     if len(names) < 2:

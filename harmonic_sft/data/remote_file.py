@@ -6,7 +6,6 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable
-from email.message import Message
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
@@ -81,7 +80,11 @@ class RemoteFile(io.RawIOBase):
                 return ask_fn()
             except errors as error:
                 self._disconnect()
-                if not pauses or not _may_pass(error):
+                # Failures of the connection may pass, and those of a busy server.
+                stays = isinstance(error, urllib.error.HTTPError) and not (
+                    error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
+                )
+                if stays or not pauses:
                     raise
                 time.sleep(pauses.pop(0))
 
@@ -98,7 +101,8 @@ class RemoteFile(io.RawIOBase):
         headers = {"Range": f"bytes={self._position}-"} if self._position else {}
         request = urllib.request.Request(self.url, headers=headers)
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
-        state, problem = _state(response.headers), None
+        state = response.headers.get("Last-Modified") or response.headers.get("ETag")
+        problem = None
         if self._position and response.status != HTTPStatus.PARTIAL_CONTENT:
             problem = "the server sends no parts of files"
         elif None not in (state, self._state) and state != self._state:
@@ -113,15 +117,3 @@ class RemoteFile(io.RawIOBase):
         if self._response is not None:
             self._response.close()
             self._response = None
-
-
-def _state(headers: Message) -> str | None:
-    """Return what an answer says of the state of a file, None if it does not."""
-    return headers.get("Last-Modified") or headers.get("ETag")
-
-
-def _may_pass(error: Exception) -> bool:
-    """Tell failures of the connection, or of a busy server, from answers that stay the same."""
-    if not isinstance(error, urllib.error.HTTPError):
-        return True
-    return error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500

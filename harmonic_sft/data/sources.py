@@ -24,6 +24,7 @@ from datasets import (
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
+from huggingface_hub import metadata_load
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -299,14 +300,6 @@ def _names(files: Sequence[str]) -> str:
     return ", ".join(names) + (f" and {more} more" if more else "")
 
 
-def _card_chooses(path: Path) -> bool:
-    """Whether a folder has a card that says which files are data."""
-    card = path / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    metadata = text.split("\n---")[0] if text.startswith("---") else ""
-    return re.search(r"^configs:", metadata, re.MULTILINE) is not None
-
-
 def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) -> None:
     """Refuse a folder of which datasets would leave files out.
 
@@ -352,7 +345,9 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
             )
         found = builder.config.data_files or {}
         splits = {str(split): [str(file) for file in found[split]] for split in found}
-        if source.data_files is None and not _card_chooses(path):
+        card = path / "README.md"
+        is_chosen = card.is_file() and "configs" in (metadata_load(card) or {})
+        if source.data_files is None and not is_chosen:
             _check_folder(path, splits, name)
         return splits
     if is_url(source.path):

@@ -72,8 +72,8 @@ class SourceReader:
         start: Mapping[str, Any] | None,
     ):
         self._fresh, self._name, self._stream = documents, name, stream
-        self._start = start or {"epoch": 0, "number": 0, "documents": None}
-        self.load(self._start)
+        self.start = start or {"epoch": 0, "number": 0, "documents": None}
+        self.load(self.start)
 
     def state(self) -> dict[str, Any]:
         """Return where it stands."""
@@ -94,12 +94,7 @@ class SourceReader:
 
     def restart(self) -> None:
         """Begin the next pass, after the documents kept for evaluation."""
-        self.load({**self._start, "epoch": self.epoch + 1})
-
-    @property
-    def at_start(self) -> bool:
-        """Whether this pass has given no document."""
-        return self.number == self._start["number"]
+        self.load({**self.start, "epoch": self.epoch + 1})
 
     def next(self) -> tuple[list[Row], bool]:
         """Read up to the next document, which has a number.
@@ -266,7 +261,8 @@ class LogicalStream:
                 if is_document:
                     break
                 ended.add(source)
-                if self.weights is None or reader.at_start:
+                gave_none = reader.number == reader.start["number"]
+                if self.weights is None or gave_none:
                     waiting.remove(source)
                     break
                 reader.restart()  # the turn is still this source's

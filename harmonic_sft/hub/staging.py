@@ -49,6 +49,7 @@ from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.models.partial_checkpoint import BACKBONE, complete_state_dict, hub_base
 from harmonic_sft.results import read_results, reading, without_secrets
 
+FORMAT = {"format": "pt"}  # of safetensors: transformers asks for it
 FIGURE, LICENSE = "training.png", "LICENSE"
 TOKENIZER = (
     "tokenizer*.json",
@@ -102,7 +103,10 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
             weights = [path.name for path in weight_files(trained.path)]
             _copy(trained.path, target, (*weights, SAFE_WEIGHTS_INDEX_NAME))
         else:
-            _write_trained(trained, target)
+            head = dict(read_tensors(trained.path, ("dist_head.",)))
+            save_file(head, target / HEAD_FILE, FORMAT)
+            if blocks := _trained_blocks(trained):
+                save_file(blocks, target / BLOCKS_FILE, FORMAT)
         _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         (target / LICENSE).write_text(license_of_code())
@@ -288,14 +292,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             )
     fields.pop("name_or_path", None)
     _write_json(path, fields)
-
-
-def _write_trained(trained: TrainedFolder, target: Path) -> None:
-    metadata = {"format": "pt"}  # transformers asks for it
-    head = dict(read_tensors(trained.path, ("dist_head.",)))
-    save_file(head, target / HEAD_FILE, metadata)
-    if blocks := _trained_blocks(trained):
-        save_file(blocks, target / BLOCKS_FILE, metadata)
 
 
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
