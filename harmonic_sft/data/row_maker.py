@@ -90,11 +90,7 @@ def check_tokenizer(
 
 
 def check_length(context_length: int, *, max_positions: int, pad_to_multiple_of: int = 1) -> None:
-    """Refuse rows that are longer than the model takes, padding included.
-
-    Raises:
-        ValueError: They are.
-    """
+    """Raise a ValueError for rows that are longer than the model takes, padding included."""
     longest = -(-context_length // pad_to_multiple_of) * pad_to_multiple_of
     if longest > max_positions:
         rounded = f", which data.pad_to_multiple_of makes {longest}" * (longest > context_length)

@@ -94,11 +94,7 @@ def word_ids(tokenizer: Any, word: str) -> list[int]:
 
 
 def check_length(model: HarmonicLanguageModel, length: int) -> None:
-    """Refuse a text with more tokens than the model has positions.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Raise a ValueError for a text with more tokens than the model has positions."""
     longest = max_positions(model.config.get_text_config())
     if length > longest:
         raise ValueError(f"text: expected at most {longest:,} tokens, got {length:,}. Shorten it")

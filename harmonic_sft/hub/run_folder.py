@@ -99,10 +99,9 @@ def read_trained(folder: Path) -> TrainedFolder:
                 "folder. Replace it by what may be published, or delete it"
             )
     if not (folder / "config.json").is_file():
-        names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in home.iterdir()]
-        last = max((name for name in names if name), key=lambda name: int(name[1]), default=None)
-        hint = f" Give its last checkpoint, {home / last[0]}" if last else ""
-        raise ValueError(f"RUN: expected a finished run, got no model in {str(folder)!r}.{hint}")
+        raise ValueError(
+            f"RUN: expected a finished run or a checkpoint, got no model in {str(folder)!r}"
+        )
     if folder != home and not (folder / "trainer_state.json").is_file():
         raise ValueError(f"RUN: expected a whole checkpoint, got {str(folder)!r}, half written")
     fields = read_results(folder / "config.json")
@@ -136,11 +135,7 @@ def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
 
 
 def check_saved(folder: Path) -> None:
-    """Refuse a saved model whose weights are missing or cut.
-
-    Raises:
-        ValueError: They are.
-    """
+    """Raise a ValueError for a saved model whose weights are missing or cut."""
     check_whole(weight_files(folder))
 
 

@@ -1,7 +1,6 @@
 """What counts as a run that can be published."""
 
 import json
-import os
 import re
 
 import pytest
@@ -31,11 +30,9 @@ def test_a_checkpoint_is_read_without_the_results_of_the_end(finished_run):
     assert trained.figure is None
 
 
-def test_an_unfinished_run_names_its_last_checkpoint(run_copy):
+def test_an_unfinished_run_is_refused(run_copy):
     (run_copy / "config.json").unlink()
-    (run_copy / "checkpoint-7-copy").mkdir()
-    os.utime(run_copy / "checkpoint-6", (0, 0))
-    with pytest.raises(ValueError, match=r"expected a finished run, got no model .*checkpoint-6$"):
+    with pytest.raises(ValueError, match=r"expected a finished run or a checkpoint, got no model"):
         read_trained(run_copy)
 
 
