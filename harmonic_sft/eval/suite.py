@@ -123,18 +123,15 @@ def _tried(group: str, name: str, rows: Rows) -> Rows:
         yield from rows
     except Unmeasured as error:
         yield _missing(group, name, str(error))
-    except KeyError as error:
-        yield _missing(group, name, f"a column {error} in --data")
-    except ValueError as error:
-        yield _missing(group, name, f"other data: {error}")
     except OSError as error:
         needed = f"a file that can be read: {error}"
         if isinstance(error, FileNotFoundError | NotADirectoryError) and error.filename:
             path = Path(error.filename)
             needed = f"{path.parent.name}/{path.name} in --data"
         yield _missing(group, name, needed)
-    except (TypeError, AttributeError, csv.Error) as error:  # a missing cell, JSON of another form
-        yield _missing(group, name, f"rows of another form: {error}")
+    # A value, column or cell that is missing or of another form.
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        yield _missing(group, name, f"other data: {type(error).__name__}: {error}")
 
 
 def join_rows(measured: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

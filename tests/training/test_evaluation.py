@@ -245,7 +245,7 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
     rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
     missing = {row["set"]: row["missing"] for row in rows if "missing" in row}
     for name in ("banking77", "sst2", "antonym", "list"):
-        assert missing[name].startswith("rows of another form: "), name
+        assert missing[name].startswith("other data: "), name
     assert missing["STS"].endswith("expected at least 2 finite rows, got 1")
     assert missing["folder"].startswith("a file that can be read: ")
     assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
@@ -275,12 +275,12 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplo
         (sets / name).write_text(text)
     results = evaluate_suite([run_copy], [CPU], sets=sets)
     missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}
-    assert missing["empty"] == "other data: empty.txt: expected at least 2 lines, got 0"
+    assert missing["empty"] == "other data: ValueError: empty.txt: expected at least 2 lines, got 0"
     assert missing["line"].endswith("expected at least 2 lines, got 1")
     assert "text: expected at most 64 tokens, got 72" in missing["long"]
     assert "bad.tsv" in missing["bad"]
     assert "Expecting property name" in missing["antonym"]
-    assert missing["STS"] == "a column 'score' in --data"
+    assert missing["STS"] == "other data: KeyError: 'score'"
     assert missing["banking77"].startswith("test rows of classes that stand in training")
     assert missing["drift from the base"].startswith("a head that started from the base's input")
     measured = {(row["set"], row["metric"]) for row in results["rows"] if "missing" not in row}
