@@ -250,7 +250,8 @@ def tokenize_table(
     if isinstance(documents, datasets.IterableDataset):  # it may have others next time
         source = numbered = list(numbered)
     elif isinstance(documents, datasets.Dataset):
-        source = documents._fingerprint
+        made = documents.format["type"] == "custom"  # by a transform, which is known by name alone
+        source = rows_sha256(documents) if made else documents._fingerprint
     key = Hasher.hash([code, versions, maker, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"

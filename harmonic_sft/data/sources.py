@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 from datasets import (
     ClassLabel,
     Dataset,
@@ -49,6 +50,7 @@ from harmonic_sft.data.sections import Source
 from harmonic_sft.results import without_secrets
 
 DOCSTRINGS = "python:docstrings"
+COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 # Of files of a folder that may hold rows, and of compressed ones.
@@ -127,16 +129,8 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
 
 
 def unformatted(documents: Any) -> Any:
-    """Let a data set give plain values, whatever its format.
-
-    Raises:
-        ValueError: It has a transform, which the library knows by name alone.
-    """
-    if isinstance(documents, Dataset) and documents.format["type"] == "custom":
-        raise ValueError(
-            "dataset: expected one without set_transform, got one with it. Give dataset.map(...)"
-        )
-    if isinstance(documents, Dataset) and documents.format["type"] is not None:
+    """Let a data set give plain values, whatever its format; a transform of the user's stays."""
+    if isinstance(documents, Dataset) and documents.format["type"] not in (None, "custom"):
         columns, everything = documents.format["columns"], documents.format["output_all_columns"]
         columns = None if columns == documents.column_names else columns
         return documents.with_format(None, columns=columns, output_all_columns=everything)
@@ -230,6 +224,11 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
+    if isinstance(documents, Dataset) and documents.format["type"] == "custom" and column:
+        some = slice(None, None, -(-len(documents) // COMPARED))
+        made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
+        if made is None or [np.asarray(one).tolist() for one in made] != stored:
+            return None  # a transform makes other labels
     tables = documents.each_features() if isinstance(documents, FileRows) else [documents.features]
     found = {_names_of_classes((features or {}).get(column or "")) for features in tables}
     if len(found) > 1:

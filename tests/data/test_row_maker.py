@@ -1,6 +1,8 @@
 import json
 import os
 import re
+import sys
+import types
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -63,6 +65,19 @@ def make_table(maker, documents, skip=False, num_proc=None):
 
 def texts_table(texts):
     return Dataset.from_dict({"text": texts})
+
+
+def test_what_a_transform_makes_is_found_by_its_content(tokenizer, monkeypatch):
+    # As after an edit of its module: the library knows a function by its name.
+    ending = types.ModuleType("ending")
+    exec("def add(rows):\n    return {'text': [text + END for text in rows['text']]}", vars(ending))
+    monkeypatch.setitem(sys.modules, "ending", ending)
+    found = []
+    for ending.END in (" word1", " word2", " word1"):
+        texts = texts_table(["word9"]).with_transform(ending.add)
+        table, _ = make_table(row_maker(tokenizer), texts)
+        found.append(tokenizer.decode(table[0]["input_ids"], skip_special_tokens=True))
+    assert found == ["word9 word1", "word9 word2", "word9 word1"]
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_unknown_keys_and_weights_that_are_no_share_are_refused(key):
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
-def test_the_format_of_a_data_set_does_not_matter_but_a_transform_is_refused(form):
+def test_the_format_of_a_data_set_does_not_matter_and_a_transform_stays(form):
     data = Dataset.from_dict({"input_ids": [[1, 2]], "other": [3]})
 
     def rows(documents):
@@ -341,8 +341,15 @@ def test_the_format_of_a_data_set_does_not_matter_but_a_transform_is_refused(for
     assert rows(data.with_format(form, columns=["input_ids"])) == [{"input_ids": [1, 2]}]
     if form in ("torch", "numpy"):
         assert rows(data.to_iterable_dataset().with_format(form)) == list(data)
-    with pytest.raises(ValueError, match="expected one without set_transform, got one with it"):
-        rows(data.with_transform(lambda batch: {"text": [form]}))
+    assert rows(data.with_transform(lambda batch: {"text": [form]})) == [{"text": form}]
+
+
+def test_the_columns_are_those_that_a_transform_makes():
+    data = Dataset.from_dict({"other": [3]}).with_transform(lambda batch: {"text": ["aa"]})
+    _, first = load_documents(GivenSource(path="x", documents=data), name="x", skip=False)
+    check_column(first, "text", name="x.column", is_text=True)
+    with pytest.raises(ValueError, match=r"x\.column: expected one of \['text'\], got 'other'"):
+        check_column(first, "other", name="x.column")
 
 
 def test_files_that_number_their_classes_differently_are_refused(tmp_path):
@@ -355,3 +362,13 @@ def test_files_that_number_their_classes_differently_are_refused(tmp_path):
     assert names_of_classes(alike, "label") == ("no", "yes")
     with pytest.raises(ValueError, match=r"data\.label_column: expected files whose numbers stand"):
         names_of_classes(load(path=str(tmp_path / "*.parquet")), "label")
+
+
+def test_a_transform_may_give_the_numbers_of_labels_another_meaning():
+    features = Features({"label": ClassLabel(names=["1 star", "2 stars", "3 stars"])})
+    data = Dataset.from_dict({"label": [0, 2]}, features=features)
+    assert names_of_classes(data, "label") == ("1 star", "2 stars", "3 stars")
+    other = data.with_transform(lambda batch: {"label": [label > 1 for label in batch["label"]]})
+    assert names_of_classes(other, "label") is None
+    same = data.with_transform(lambda batch: {"text": ["aa"] * len(batch["label"]), **batch})
+    assert names_of_classes(same, "label") == ("1 star", "2 stars", "3 stars")
