@@ -173,7 +173,7 @@ def test_a_table_is_wider_than_a_narrow_terminal_rather_than_folding_numbers(cap
     columns = ["run", *(f"a long head {number}" for number in range(6))]
     show_table("Losses", columns, [["a_name_of_one_word", *["1,234,567.8"] * 6]])
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
-    assert any(line.split() == ["a_name_of_one_wo", *["1,234,567.8"] * 6] for line in lines)
+    assert any(line.split() == ["a_name_of_one_word", *["1,234,567.8"] * 6] for line in lines)
 
 
 def test_peak_memory_is_in_bytes():
