@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import UNDECIDED, holm, show_interval, t_interval, verdict
-from harmonic_sft.hub.staging import check_form
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
@@ -162,22 +159,15 @@ def show_closing_table(results: dict[str, Any]) -> None:
 def show_next_steps(folder: Path, task: str) -> None:
     """Say what to type to load, evaluate and publish a finished run."""
     model_class = MODELS[task].__name__
-    form = " --form head"
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        check_form(config, "head", has_adapter=False)
-    except (OSError, ValueError):  # then only the whole model can be pushed
-        form = ""
     logger.info(
         "Load:      from harmonic_sft import %s; model = %s.from_pretrained(%r)\n"
         "Evaluate:  harmonic-sft eval %s data=FILE\n"
-        "Publish:   harmonic-sft push %s --repo-id OWNER/NAME%s",
+        "Publish:   harmonic-sft push %s --repo-id OWNER/NAME",
         model_class,
         model_class,
         str(folder),
         folder,
         folder,
-        form,
     )
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.results import write_results
 from harmonic_sft.training.memory import GIB
-from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics, show_next_steps
+from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics
 from harmonic_sft_cli import main
 
 
@@ -144,19 +143,6 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
     final = {**METRICS, **more, "ece_floor": 0.01, "ece_debiased": 0.04}
     show_metrics("run", {"final": final, "documents": 10})
     assert "Scored: 7 documents, 50 masked tokens." in caplog.text
-
-
-@pytest.mark.parametrize("revision", [None, "5424c8efeea6491b151d62dee55a752165407430"])
-def test_the_next_steps_name_the_form_head_where_it_can_be_pushed(
-    revision, tiny_base, tmp_path, caplog
-):
-    config = HarmonicForMaskedLM.from_base(str(tiny_base)).config
-    config.base_model, config.base_revision = "owner/base", revision
-    config.trained_parameters = ["dist_head.weight"]
-    config.save_pretrained(tmp_path)
-    show_next_steps(tmp_path, "masked_lm")
-    assert f"harmonic-sft push {tmp_path} --repo-id OWNER/NAME" in caplog.text
-    assert ("--form head" in caplog.text) == (revision is not None)
 
 
 @pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
