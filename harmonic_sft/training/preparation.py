@@ -280,20 +280,16 @@ class Preparation:
         """Whether rows are made of a data set; refuse what then has no columns."""
         if not self._makes_rows:
             return False
-        if isinstance(data, str | os.PathLike):
-            how = f'load_dataset("text", data_files={os.fspath(data)!r}, split="train")'
-        elif isinstance(data, pd.DataFrame):
-            how = "Dataset.from_pandas(...)"
-        elif isinstance(data, Sequence) or (isinstance(data, dict) and not data):
-            how = 'Dataset.from_dict({"text": [...]})'
-        elif isinstance(data, Subset) and isinstance(data.dataset, datasets.Dataset):
-            how = "dataset.select(indices)"
-        else:
-            return isinstance(data, datasets.Dataset | datasets.IterableDataset)
-        raise ValueError(
-            f"{name}: expected a data set of the datasets library, got a {type(data).__name__}. "
-            f"Make one: {how}"
-        )
+        if isinstance(data, datasets.Dataset | datasets.IterableDataset):
+            return True
+        is_subset = isinstance(data, Subset) and isinstance(data.dataset, datasets.Dataset)
+        is_nothing = isinstance(data, dict) and not data
+        if is_subset or is_nothing or isinstance(data, pd.DataFrame | Sequence | os.PathLike):
+            raise ValueError(
+                f"{name}: expected a data set of the datasets library, got a "
+                f"{type(data).__name__}. Make one with load_dataset or Dataset.from_dict"
+            )
+        return False
 
     def _loaded(
         self,

@@ -645,8 +645,8 @@ REFUSED = {  # arguments, and what else the trainer is given
     "train_dataset: expected a data set of the datasets library, got a Column. Make one": {
         "train_dataset": TEXT["text"]
     },
-    r"got a Subset. Make one: dataset.select\(indices\)": {"train_dataset": Subset(TEXT, [0])},
-    r"got a DataFrame. Make one: Dataset.from_pandas\(": {"train_dataset": TEXT.to_pandas()},
+    "of the datasets library, got a Subset": {"train_dataset": Subset(TEXT, [0])},
+    "of the datasets library, got a DataFrame": {"train_dataset": TEXT.to_pandas()},
     r"processing_class: expected a tokenizer, got 'x'. Load it: AutoTokenizer.from_pr": {
         "processing_class": "x"
     },
@@ -672,10 +672,8 @@ REFUSED = {  # arguments, and what else the trainer is given
     "model: expected a name, a folder or a model of transformers, got BertForMaskedLM": {
         "model": BertForMaskedLM
     },
-    r"train_dataset: expected a data set of the datasets library, got a str. Make one: "
-    r"load_dataset\(\"text\", data_files='my.txt'": {"train_dataset": "my.txt"},
-    "train_dataset: expected a data set of the datasets library, got a list. Make one: "
-    "Dataset.from_dict": {"train_dataset": ["aa ab"]},
+    "of the datasets library, got a str. Make one with": {"train_dataset": "my.txt"},
+    "of the datasets library, got a list": {"train_dataset": ["aa ab"]},
     "eval_dataset: expected a data set of the datasets library, got a dict": {"eval_dataset": {}},
     "train_dataset: expected one data set, got the splits": {
         "train_dataset": DatasetDict({"train": TEXT})
