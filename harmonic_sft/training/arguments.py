@@ -105,10 +105,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     unit sphere train, h_exp goes from -12 to -4, the learning rate of 2e-4 follows warmup, stable
     and decay, and Adam's betas are 0.95. Where a field has a section in the YAML file it takes what
     stands there: a name, a number, or a dictionary with the keys of the section; also as text, so
-    that `HfArgumentParser` can read it.
-
-    Raises:
-        ValueError: A value that the YAML file would not take either, by the name it has there.
+    that `HfArgumentParser` can read it. The trainer checks them, with the model at hand, and
+    refuses what the YAML file would not take either, by the name it has there.
     """
 
     learning_rate: float = _theirs("learning_rate", f"Peak learning rate. {RECIPE}")
@@ -203,7 +201,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     hub_license: str | None = _ours("hub_license")
 
     def __post_init__(self) -> None:
-        """Let transformers settle its fields; then check ours."""
+        """Let transformers settle its fields."""
         self._settle_types()
         raw = {name: getattr(self, name) for name in their_names()}
         for name in SECTIONS:
@@ -228,7 +226,6 @@ class HarmonicTrainingArguments(TrainingArguments):
             for name, value in raw.items()
             if getattr(self, name) is not value
         }
-        self._check_ours()
 
     def _settle_types(self) -> None:
         """Take numbers of NumPy, and what transformers writes into JSON."""
@@ -251,22 +248,6 @@ class HarmonicTrainingArguments(TrainingArguments):
             )
         if isinstance(self.loss, Loss):
             self.loss = to_plain(self.loss)
-
-    def _check_ours(self) -> None:
-        """Check the arguments for the task; where the model will say it, for any."""
-        tasks = ["masked_lm", "causal_lm", "sequence_classification"]
-        if self.task is not None or self.label_column is not None:
-            tasks = [self.task or "sequence_classification"]
-        errors = {}
-        for task in tasks:
-            try:
-                self.config_for("model", task=task)
-                return
-            except ValueError as error:
-                errors[task] = error
-        # One about the task itself is no news: which it is, the model will say.
-        others = [error for task, error in errors.items() if task not in str(error)]
-        raise (others or list(errors.values()))[0]
 
     def _check_theirs(self) -> None:
         """Settle or refuse what transformers would end at in a traceback, or let pass."""

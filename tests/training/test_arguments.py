@@ -101,7 +101,7 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             "hub_strategy: expected 'every_save' or 'end', got 'checkpoint'",
         ),
         (
-            {"loss": "distill", "head": {"name": "dist", "tie": True}},
+            {"head": {"name": "dist", "tie": True}},
             "head.tie: expected false with model.unfreeze.last_blocks, got true",
         ),
         # What transformers would take, or end at in a traceback.
@@ -118,22 +118,9 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_at_once(fields, message):
+def test_what_cannot_be_honoured_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        arguments_with(**fields)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"loss": "distill"}, {"pooling": "cls"}, {"head": {"init": "class_means"}}]
-)
-def test_what_one_task_takes_waits_for_the_model(fields):
-    if "head" in fields:
-        fields = {"head": {"name": "dist", **fields["head"]}}
-    arguments_with(**fields)
-    with pytest.raises(ValueError, match="for masked_lm, got"):
-        arguments_with(**fields, task="masked_lm")
-    with pytest.raises(ValueError, match=r"data.context_length: expected .*, got 0"):
-        arguments_with(**fields, context_length=0)
+        config_of(**fields)
 
 
 def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
