@@ -436,31 +436,19 @@ def _check_processes(args: HarmonicTrainingArguments) -> None:
             "reads its own rows"
         )
     section = "training.accelerator_config"
-    needed = {  # the value, and why
-        "data.padding_free": (
-            args.padding_free,
-            False,
-            "They could not leave out the rows that fill up their last batches. Use data.packing",
-        ),
-        f"{section}.split_batches": (
-            accelerator_config.split_batches,
-            False,
-            "The rows of a step would be others",
-        ),
-        f"{section}.even_batches": (
-            accelerator_config.even_batches,
-            True,
-            "Those with a batch more would wait for the others",
-        ),
-        "training.average_tokens_across_devices": (
-            args.average_tokens_across_devices,
-            True,
-            "A token would weigh more where a process has fewer of them",
-        ),
+    needed = {
+        # They could not leave out the rows that fill up their last batches.
+        "data.padding_free": (args.padding_free, False),
+        # The rows of a step would be others.
+        f"{section}.split_batches": (accelerator_config.split_batches, False),
+        # Those with a batch more would wait for the others.
+        f"{section}.even_batches": (accelerator_config.even_batches, True),
+        # A token would weigh more where a process has fewer of them.
+        "training.average_tokens_across_devices": (args.average_tokens_across_devices, True),
     }
-    for name, (value, expected, reason) in needed.items():
+    for name, (value, expected) in needed.items():
         if args.world_size > 1 and value != expected:
             raise ValueError(
                 f"{name}: expected {str(expected).lower()} with {args.world_size} processes, got "
-                f"{str(value).lower()}. {reason}"
+                f"{str(value).lower()}"
             )

@@ -71,7 +71,6 @@ from harmonic_sft.training.output_folder import RUN_FILE, read_run
 from harmonic_sft.training.report import names_of, show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
-USED = {"data", "training"}
 READ = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
 TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
 NUM_BATCHES = 50  # whose hidden states are compared with the prototypes of their labels
@@ -492,12 +491,11 @@ def _settings(
 ) -> tuple[DataConfig, dict[str, Any]]:
     """Return the sections data and training of the folder's run with these overrides."""
     keys = {override.split("=")[0] for override in overrides}
-    unused = {key.split(".")[0] for key in keys} - USED
+    unused = {key for key in keys if key.split(".")[0] != "data"} - READ
     if unused:
-        raise ValueError(f"eval: expected overrides of {sorted(USED)}, got {sorted(unused)}")
-    unread = {key for key in keys if key.split(".")[0] == "training"} - READ
-    if unread:
-        raise ValueError(f"eval: expected overrides of {sorted(READ)}, got {sorted(unread)}")
+        raise ValueError(
+            f"eval: expected overrides of data or {sorted(READ)}, got {sorted(unused)}"
+        )
     saved = _saved(folder)
     sources = saved["data"]["sources"] if saved else []
     settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])

@@ -189,7 +189,7 @@ def test_a_plan_needs_no_data(make, capsys, caplog):
 def test_settings_that_do_not_fit_the_task_are_refused(make, make_yaml):
     for override, message in (
         ("head.init=input_embeddings", r"head.init: expected one of \['class_means', 'random'"),
-        ("head.tie=true", "head.tie: expected false for sequence_classification"),
+        ("head.tie=true", "head.tie: expected false, got true. .* it needs a language model"),
         ("data.label_column=null", "data.label_column: expected a column for classification"),
         ("data.packing=true", "data.packing: expected the default for classification"),
     ):

@@ -456,7 +456,7 @@ def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys)
     [
         (
             "training=3",
-            r"expected overrides of \['training.per_dev.*, got \['training'\]",
+            r"expected overrides of data or \['training.per_dev.*, got \['training'\]",
         ),
         ("training.bf16_full_eval=true", r"got \['training.bf16_full_eval'\]"),
         ("training.per_device_eval_batch_size=0", "expected a number above 0, got 0"),
