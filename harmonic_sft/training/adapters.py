@@ -1,6 +1,5 @@
 """LoRA on frozen layers of the backbone: put in, merged into copies, saved and loaded."""
 
-import difflib
 import os
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -242,11 +241,9 @@ def _matches(target: str, names: list[str]) -> list[str]:
     """Return the names that are `target` or end with it, as PEFT matches."""
     found = [name for name in names if f".{name}".endswith(f".{target}")]
     if not found:
-        endings = {name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)}
-        near = difflib.get_close_matches(target, sorted(endings), n=3, cutoff=0)
         raise ValueError(
-            f"peft.target_modules: expected names of linear layers such as {near}, "
-            f"got {target!r}, which matches none in these blocks"
+            f"peft.target_modules: expected names of linear layers such as {names[-1:]}, or their "
+            f"ends, got {target!r}, which matches none in these blocks"
         )
     return found
 
