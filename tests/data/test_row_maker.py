@@ -23,6 +23,7 @@ from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.data.row_maker import (
     RowMaker,
     check_tokenizer,
+    document_names,
     rows_digest,
     tokenize_table,
     unigram_counts,
@@ -283,6 +284,15 @@ def test_unigrams_are_counted_over_all_rows_where_they_are_predicted():
     np.testing.assert_array_equal(unigram_counts(rows, masker), [0, 2, 2, 0, 0, 1, 0])
     rows = rows.add_column("scored", [[False, True], [True, True, False]])
     np.testing.assert_array_equal(unigram_counts(rows, masker), [0, 2, 1, 0, 0, 0, 0])
+
+
+def test_columns_of_chosen_rows_are_cut_in_runs_and_not_row_by_row(monkeypatch):
+    places = np.delete(np.arange(25_000), [0, 7, 12_000, 24_999])
+    places[:2] = places[1::-1]
+    rows = Dataset.from_dict({"source": np.zeros(25_000, int), "document": np.arange(25_000)})
+    rows = rows.select(places)
+    monkeypatch.delattr("datasets.table.IndexedTableMixin.fast_gather")
+    np.testing.assert_array_equal(document_names(rows), [np.zeros(len(places)), places])
 
 
 def check(tokenizer, **settings):
