@@ -92,6 +92,13 @@ def test_workers_that_outlive_an_epoch_and_other_batches_change_no_mask(
     assert epochs(MaskedRows(table, masker), **settings) == expected
 
 
+def test_rows_are_read_without_the_slow_formats_of_the_library(
+    expected, table, masker, monkeypatch
+):
+    monkeypatch.delattr("datasets.formatting.NumpyFormatter.format_row")
+    assert epochs(MaskedRows(table, masker)) == expected
+
+
 def test_evaluation_masks_stay_whatever_epoch_is_set(table, masker):
     rows = MaskedRows(table, masker, fixed_epoch=EVAL_EPOCH)
     loader = prepare_data_loader(
