@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,8 @@ DISK_FULL = (
 ALONE = ("eval", "verify", "explain", "push", "export")  # commands for one process
 PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
 NUM_HELD_OUT = 64  # documents of a run without a file
+
+gc.freeze()  # what is imported, which the collector would search again and again
 
 
 def run_command(options: argparse.Namespace) -> int:

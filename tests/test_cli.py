@@ -37,7 +37,7 @@ finally:
     sys.stderr.write(" ".join({"torch", "transformers", "yaml", "harmonic_sft"} & set(sys.modules)))
 """
 MISTYPED = """
-import sys, time
+import gc, sys, time
 import harmonic_sft
 begin = time.process_time()
 from harmonic_sft_cli import main
@@ -45,6 +45,7 @@ for override in ("modle.base=x", "data.mask.probabilty=0.1", "head.epss=1", "los
     assert main(["train", sys.argv[1], override]) == 1
 print(time.process_time() - begin)
 print([name for name in sys.argv[2:] if name in sys.modules])
+print(gc.get_freeze_count() > 100_000)
 """
 BROKEN_PIPE = """
 import os, sys
@@ -239,8 +240,9 @@ def test_a_mistyped_key_of_ours_costs_less_than_a_second_and_no_heavy_import():
     places = ["modle", "data.mask.probabilty", "head.epss", "loss.impll"]
     starts = [line.split(" one of the known")[0] for line in done.stderr.splitlines()]
     assert starts == [f"error: {place}: expected" for place in places]
-    seconds, imported = done.stdout.splitlines()
+    seconds, imported, are_out_of_collections = done.stdout.splitlines()
     assert imported == "[]"
+    assert are_out_of_collections == "True"
     assert float(seconds) < 1
 
 
