@@ -35,8 +35,6 @@ ALONE = ("eval", "verify", "explain", "push", "export")  # commands for one proc
 PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
 NUM_HELD_OUT = 64  # documents of a run without a file
 
-gc.freeze()  # what is imported, which the collector would search again and again
-
 
 def run_command(options: argparse.Namespace) -> int:
     """Run the command that `harmonic_sft_cli` has read.
@@ -45,6 +43,8 @@ def run_command(options: argparse.Namespace) -> int:
         The exit status: 0, or 1 after an error that was printed in one line, or with --debug as
         a traceback.
     """
+    if not gc.get_freeze_count():
+        gc.freeze()  # what is imported, which the collector would search again and again
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = os.environ.get("RANK", "0")
     logging.getLogger("harmonic_sft").setLevel(logging.INFO if rank == "0" else logging.WARNING)
