@@ -108,6 +108,7 @@ class HarmonicTrainer(ResumableTrainer):
         ValueError: The model, the data and the arguments do not go together.
     """
 
+    _initial_global_step = 0  # transformers from 5.19 takes the loss of a training from it on
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -457,9 +458,10 @@ class HarmonicTrainer(ResumableTrainer):
         )
         self._num_bad_steps += 1
         model.zero_grad()  # optimizers leave alone what has no gradient
-        # The loss that is logged next is a mean over the steps that were taken.
+        # The losses logged next and of the training are means over the steps that were taken.
         self._tr_loss -= torch.stack(self._losses).nan_to_num(0, 0, 0).sum()
         self._globalstep_last_logged += 1
+        self._initial_global_step += 1
         return torch.zeros_like(norm)
 
     def evaluation_loop(
