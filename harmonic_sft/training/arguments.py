@@ -251,7 +251,8 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def _check_theirs(self) -> None:
         """Settle or refuse what transformers would end at in a traceback, or let pass."""
-        check_refused({"deepspeed": self.deepspeed})  # transformers would ask for the package
+        # transformers would ask for the package; a seed of 0 looks like none further on.
+        check_refused({"deepspeed": self.deepspeed, "data_seed": self.data_seed})
         self.report_to = "none" if self.report_to is None else self.report_to
         for name in ("log_level", "log_level_replica"):
             if (level := getattr(self, name)) not in trainer_log_levels:

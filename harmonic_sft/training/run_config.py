@@ -616,7 +616,7 @@ def check_refused(training: Mapping[str, Any]) -> None:
     """
     for instead, keys in REFUSED.items():
         for key in keys:
-            if training.get(key):
+            if training.get(key) or (key == "data_seed" and training.get(key) == 0):
                 got = "a secret" if key == "hub_token" else " ".join(repr(training[key]).split())
                 raise ValueError(f"training.{key}: expected nothing, got {got}; {instead}")
 

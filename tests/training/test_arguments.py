@@ -116,6 +116,7 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             {"deepspeed": {"x": 1}},
             "training.deepspeed: expected nothing, .* would lose norm 1; use",
         ),
+        ({"data_seed": 0}, "training.data_seed: expected nothing, got 0; training.seed decides"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields, message):
