@@ -355,6 +355,14 @@ class HarmonicClassifier(HarmonicHeadModel):
             config.tie_word_embeddings = False
             trained = config.trained_parameters or []  # the backbone keeps what was trained in it
             config.trained_parameters = [n for n in trained if n.startswith("model.")] or None
+        elif (asked := config.classifier_head) and asked["name"] != config.head["name"]:
+            logger.warning(
+                "classifier_head: %s is not used: the checkpoint has a trained %s head. "
+                "%s.from_base puts a new one on its backbone",
+                asked["name"],
+                config.head["name"],
+                type(self).__name__,
+            )
         problem = config.problem_type or "single_label_classification"
         is_single = problem == "single_label_classification" and self.num_classes(config) > 1
         if not is_single and config.head["name"] != "linear":

@@ -327,6 +327,16 @@ for job in sys.argv[2:]:
 """
 
 
+def test_a_classifier_keeps_its_own_head_and_says_so(base, tmp_path, caplog):
+    HarmonicForSequenceClassification.from_base(base, labels=["a", "b"]).save_pretrained(tmp_path)
+    load = AutoModelForSequenceClassification.from_pretrained
+    with caplog.at_level("WARNING"):
+        assert load(tmp_path, classifier_head={"name": "dist"}).dist_head.h_exp is not None
+        assert "classifier_head" not in caplog.text
+        load(tmp_path, classifier_head={"name": "linear"})
+    assert "classifier_head: linear is not used: the checkpoint has a trained dist" in caplog.text
+
+
 def test_language_models_are_bases_for_every_task_where_this_package_is_not(
     base, causal, tmp_path, elsewhere, cache_repo
 ):
