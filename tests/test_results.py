@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from harmonic_sft.results import (
     peak_memory_bytes,
     read_results,
     show_table,
+    without_secrets,
     write_results,
 )
 
@@ -190,6 +192,13 @@ def test_peak_memory_on_a_gpu_is_that_of_the_gpu():
     torch.cuda.reset_peak_memory_stats()
     tensor = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     assert tensor.numel() <= peak_memory_bytes() == torch.cuda.max_memory_allocated()
+
+
+def test_a_long_word_in_a_message_takes_no_time():
+    """It took half a minute: an address was looked for at every letter."""
+    word, start = "a" * 100_000, time.process_time()
+    assert without_secrets(f"expected words, got {word}") == f"expected words, got {word}"
+    assert time.process_time() - start < 5
 
 
 def test_no_signature_is_in_a_results_file(tmp_path):
