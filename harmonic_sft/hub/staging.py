@@ -77,7 +77,7 @@ SECRET = re.compile(  # in a card or JSON
 class PushError(RuntimeError):
     """The Hub did not answer, or did not take it; the run is as it was.
 
-    It has no cause, which Python would print: the Hub may repeat a token, the client a signature.
+    The client's error is not its cause, which Python would print: there the Hub may repeat a token.
     """
 
 
