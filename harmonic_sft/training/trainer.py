@@ -109,6 +109,7 @@ class HarmonicTrainer(ResumableTrainer):
     """
 
     _initial_global_step = 0  # transformers from 5.19 takes the loss of a training from it on
+
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
