@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from harmonic_sft.training import run
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
-from tests.elsewhere import run_python
+from tests.elsewhere import ROOT, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +68,20 @@ def weights_in(folder):
 # Imports once, then forks the processes of one job after the other.
 SCRIPT = """
 import gc, json, os, signal, sys
+from functools import partial
 from harmonic_sft.training import run
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
+from tests.training import python_session
 from tests.training.processes import fork
 
 gc.freeze()
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # where runs print
 run.plot_run = lambda results, path: path
 training_step = HarmonicTrainer.training_step
-for words, processes, kill_at, *number in json.loads(sys.argv[1]):
-    number = number[0] if number else signal.SIGKILL
 
+def train(words, kill_at, number, rank):
     def killed(self, *arguments):
         loss = training_step(self, *arguments)
         is_meant = number == signal.SIGKILL or self.args.process_index == 0
@@ -84,29 +89,37 @@ for words, processes, kill_at, *number in json.loads(sys.argv[1]):
             os.kill(os.getpid(), number)
         return loss
 
-    def work(rank):
-        HarmonicTrainer.training_step = killed
-        run.train(load_run_config(words[0], words[1:]))
+    HarmonicTrainer.training_step = killed
+    run.train(load_run_config(words[0], words[1:]))
 
+for line in sys.stdin:
+    words, processes, kill_at, number = json.loads(line)
+    work = partial(train, words, kill_at, number)
+    if not words[0].endswith(".yaml"):
+        work = partial(python_session.write, words)
     children = fork(processes, work)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ended = 143 if number == signal.SIGTERM else -number
-    if codes != [0 if kill_at is None else ended] * processes:
-        sys.exit(f"{words} ended with {codes}")
+    answers.write(json.dumps(codes == [0 if kill_at is None else ended] * processes) + "\\n")
+    answers.flush()
 """
 
 
 @pytest.fixture(scope="session")
 def launch():
-    """Return a function that runs jobs: words of a run, its processes, and the step to kill it in.
+    """Return a function that runs a job: words of a run, its processes, the step to kill it in.
 
-    Every process is a fresh one. A fourth item is another signal, which the first process gets.
+    Every process is a fresh one. `number` is another signal, which the first process gets. Words
+    that begin with no YAML file are those of `python_session.write`.
     """
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    worker = Worker([sys.executable, "-c", SCRIPT], {**os.environ, **variables})
 
-    def start(*jobs):
-        run_python("-c", SCRIPT, json.dumps(jobs, default=str), OMP_NUM_THREADS="1")
+    def start(words, processes, kill_at=None, number=signal.SIGKILL):
+        assert worker.send([[*map(str, words)], processes, kill_at, number]), words
 
-    return start
+    yield start
+    worker.close()
 
 
 @pytest.fixture

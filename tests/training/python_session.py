@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +18,6 @@ from harmonic_sft import (
     HarmonicTrainer,
     HarmonicTrainingArguments,
 )
-from tests.training.processes import fork
 
 ROWS = 12  # of a step; an epoch has 17
 
@@ -107,11 +104,7 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
     return found
 
 
-def write(base: Path, text_file: Path, folder: Path, rank: int) -> None:
-    """Train in one of two processes."""
+def write(words: list[str], rank: int) -> None:
+    """Train in one of two processes, on a base and a text, and leave in a folder what is found."""
+    base, text_file, folder = map(Path, words)
     (folder / f"{rank}.json").write_text(json.dumps(train(base, text_file, folder, 2)))
-
-
-if __name__ == "__main__":  # imports once, then forks
-    children = fork(2, partial(write, *map(Path, sys.argv[1:])))
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))

@@ -34,7 +34,8 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
     for command in commands(1):
         start(path, *command)
-    launch(*(([path, *command], 2, None) for command in commands(2)))
+    for command in commands(2):
+        launch([path, *command], 2)
     base = load_file(tiny_base / "model.safetensors")
     for name, tolerance in (("float32", 1e-5), ("bfloat16", 1e-2)):
         folders = [tmp_path / f"{name}{processes}" for processes in (1, 2)]
@@ -52,13 +53,12 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
             assert (second[key] - first[key]).float().norm() < 2 * tolerance * moved, key
 
 
-def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file):
+def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launch):
     """After an evaluation of the logits, on rows with a collator of the user, and on numbers."""
     one = python_session.train(tiny_base, text_file, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()
-    words = ("-m", "tests.training.python_session", tiny_base, text_file, folder)
-    run_python(*words, OMP_NUM_THREADS="1")
+    launch([tiny_base, text_file, folder], 2)
     two, other = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name, expected in one.items():
         assert two[name]["weights"] == other[name]["weights"], name
@@ -78,7 +78,7 @@ def test_a_sigterm_to_one_of_two_processes_ends_both_and_one_continues(
     )
     alone = ["training.per_device_train_batch_size=8", f"training.output_dir={tmp_path / 'alone'}"]
     whole = start(path, *alone)
-    launch(([path], 2, 2, signal.SIGTERM))
+    launch([path], 2, 2, signal.SIGTERM)
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     again = start(path, "resume=true")
     assert "1 processes with 4 rows each accumulate over 2 micro-batches" in caplog.text

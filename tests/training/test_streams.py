@@ -72,7 +72,8 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
     workers = ["training.dataloader_num_workers=2"]
     half = ["training.per_device_train_batch_size=4"]
     words = {name: [path, f"training.output_dir={folder}"] for name, folder in folders.items()}
-    launch(([*words["alone"], *workers], 1, 7), ([*words["shared"], *half], 2, 7))
+    launch([*words["alone"], *workers], 1, 7)
+    launch([*words["shared"], *half], 2, 7)
     with one_thread():  # as in the others
         start(path, *words["whole"][1:])
         start(path, *words["alone"][1:], "resume=true")
