@@ -147,7 +147,8 @@ def interrupt(add_callbacks):
     """Return a function that starts a run, which Ctrl-C ends before a step."""
 
     def until(step, path, *overrides):
-        ctrl_c = AtStep(step, lambda: signal.raise_signal(signal.SIGINT))
+        # As Python does; a shell in the background has it ignored.
+        ctrl_c = AtStep(step, lambda: signal.default_int_handler(signal.SIGINT, None))
         with add_callbacks(ctrl_c), pytest.raises(KeyboardInterrupt):
             start(path, *overrides)
 
