@@ -107,13 +107,6 @@ def test_the_number_of_threads_hardly_changes_results(kind, settings):
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_runs_are_equal_to_the_last_bit(kind, settings):
-    for first, second in zip(run(kind, **settings), run(kind, **settings), strict=True):
-        assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_the_same_where_no_gradient_is_wanted(kind, mode):

@@ -177,10 +177,12 @@ def test_arguments_are_replaced():
 
 
 def test_the_parser_of_transformers_and_reporters_read_them():
-    (arguments,) = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses(
-        ["--output_dir", "out", "--max_steps", "5", "--packing", "--use_cpu", "--head", "cosine"]
-    )
+    parse = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses
+    words = ["--output_dir", "out", "--max_steps", "5", "--packing", "--use_cpu"]
+    (arguments,) = parse([*words, "--head", "cosine"])
     assert (arguments.max_steps, arguments.packing, arguments.head) == (5, True, "cosine")
+    for text, value in (("2", 2), ("*", "*"), ("encoder.layer.1*", "encoder.layer.1*")):
+        assert parse([*words, "--unfreeze", text])[0].unfreeze == value
     plain = json.loads(arguments_with(loss=WassersteinLoss()).to_json_string())
     assert plain["loss"]["name"] == "wasserstein"
 

@@ -67,7 +67,9 @@ def test_an_annealed_run_is_said_to_have_another_loss(caplog):
 
 def test_runs_with_other_held_out_data_are_refused(capsys):
     compare_runs([run(f"run{i}", "a") for i in range(3)], None)
-    assert "run2, after 6 steps" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "run2, before" in printed
+    assert "run2, after 6 steps" in printed
     message = "expected runs with the held-out data of run0, got others in run1, run2. "
     with pytest.raises(ValueError, match=message):
         compare_runs([run("run0", "a"), run("run1", "b"), run("run2", None)], None)
@@ -149,10 +151,3 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
 def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
     show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 24 GiB")
-
-
-def test_a_comparison_shows_every_run_before_and_after(capsys):
-    compare_runs([run("one", "a")], None)
-    printed = capsys.readouterr().out
-    assert "one, before" in printed
-    assert "one, after" in printed

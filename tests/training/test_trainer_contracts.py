@@ -10,7 +10,7 @@ import optuna
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import HfArgumentParser, ProgressCallback, TrainerCallback, default_data_collator
+from transformers import ProgressCallback, TrainerCallback, default_data_collator
 
 from harmonic_sft import (
     HarmonicForCausalLM,
@@ -246,7 +246,9 @@ def test_what_scripts_say_for_a_card_is_named_and_a_token_refused(
     with caplog.at_level(logging.WARNING):
         assert trainer.push_to_hub("First", dataset_name="mine", finetuned_from="x") == "address"
     assert "without ['dataset_name', 'finetuned_from']" in caplog.text
-    assert pushed[0].message == "First"
+    trainer.push_to_hub(private=True)
+    assert (pushed[0].message, pushed[0].private) == ("First", False)
+    assert pushed[1].private
     with pytest.raises(ValueError, match="expected neither blocking=False nor a token") as error:
         trainer.push_to_hub(token="hf_secret")
     assert "hf_secret" not in str(error.value)
@@ -273,15 +275,6 @@ def test_a_timer_of_the_caller_runs_on():
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("2", 2), ("*", "*"), ("encoder.layer.1*", "encoder.layer.1*")]
-)
-def test_a_command_line_gives_blocks_or_patterns(tmp_path, text, value):
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "--unfreeze", text]
-    (found,) = HfArgumentParser(HarmonicTrainingArguments).parse_args_into_dataclasses(words)
-    assert found.unfreeze == value
 
 
 class WithPenalty(HarmonicTrainer):
@@ -336,15 +329,6 @@ def test_another_folder_is_looked_at_when_the_arguments_name_it(arguments, make,
     trainer.args.output_dir = str(tmp_path / "second")
     trainer.train()
     assert (tmp_path / "second" / "run.yaml").is_file()
-
-
-def test_a_push_is_private_if_its_call_says_so(arguments, make, monkeypatch):
-    seen = []
-    monkeypatch.setattr(trainer_module, "push", lambda folder, to: seen.append(to) or "address")
-    trainer = make(arguments(hub_model_id="me/mine"))
-    trainer.push_to_hub(private=True)
-    trainer.push_to_hub()
-    assert [to.private for to in seen] == [True, False]
 
 
 def test_arguments_survive_their_own_json_and_take_numpy_numbers(arguments):
