@@ -19,10 +19,12 @@ from harmonic_sft.training.trainer import HarmonicTrainer
 from tests.elsewhere import ROOT, Worker
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
-    """A third of a tiny run is its picture; `finished_run` has one."""
-    monkeypatch.setattr(run, "plot_run", lambda results, path: path)
+@pytest.fixture(autouse=True, scope="module")
+def undrawn(finished_run):
+    """A third of a tiny run is its picture; `finished_run`, which is made before, has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "plot_run", lambda results, path: path)
+        yield
 
 
 class AtStep(TrainerCallback):
