@@ -63,7 +63,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def unsynchronized():
-    """Wait for no disk, as every file of a tiny run would; test_results.py sees that it is asked."""
+    """Wait for no disk, as every file of a tiny run would; test_results.py sees who asks it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield

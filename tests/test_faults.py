@@ -17,11 +17,11 @@ def test_killed_runs_end_as_uninterrupted_ones(tmp_path):
 
 
 def test_damaged_inputs_are_fed_to_readers_that_take_them(tmp_path):
-    written = make_faults(tmp_path, kills=0, inputs=120)
+    written = make_faults(tmp_path, kills=0, inputs=60)
     assert "     0 tracebacks" in written
     taken = {line[7:].split(",")[0]: int(line.split()[-3]) for line in written.splitlines()[:6]}
     assert taken["archives"] > 0
-    assert taken["checkpoint folders"] == 20
+    assert taken["checkpoint folders"] == 10
 
 
 KILLED_AT_A_BAR = """

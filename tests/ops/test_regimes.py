@@ -72,8 +72,8 @@ def test_gradients_keep_their_digits(name, h_exp):
 @pytest.mark.parametrize("name", REGIMES)
 def test_errors_grow_no_faster_than_the_exponent(name):
     # Of 64 tokens eleven would be counted, whose median is another one with every torch.mm.
-    expected_loss, expected = truth(name, -200.0, num_tokens=512)
-    _, gradient = measured(name, -200.0, num_tokens=512)
+    expected_loss, expected = truth(name, -200.0, num_tokens=256)
+    _, gradient = measured(name, -200.0, num_tokens=256)
     counted = expected_loss > 1e-30  # of the others, the gradient is below float32
     assert gradient.isfinite().all()
     if counted.any():

@@ -448,23 +448,17 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make):
 
 
 def test_a_run_does_not_continue_on_other_rows(arguments, make, texts):
-    make(arguments("run", **SAVING)).train()
-    folder = arguments("run").output_dir
-    shutil.rmtree(f"{folder}/checkpoint-4")
-    again = make(arguments("run", **SAVING), train_dataset=texts.select(range(len(texts) - 1)))
-    with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
-        again.train(resume_from_checkpoint=True)
+    """On two evaluation sets the best checkpoint, and when to stop, would be chosen."""
 
-
-def test_a_run_does_not_continue_on_other_evaluation_rows(arguments, make, texts):
-    """The best checkpoint, and when to stop, would be chosen on two sets."""
-
-    def start(count, **options):
-        options = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, **options}
-        return make(arguments("run", **options), eval_dataset=texts.select(range(count)))
+    def start(count, train=texts, **options):
+        args = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, **options}
+        held_out = texts.select(range(count))
+        return make(arguments("run", **args), train_dataset=train, eval_dataset=held_out)
 
     start(10).train()
     shutil.rmtree(f"{arguments('run').output_dir}/checkpoint-4")
+    with pytest.raises(ValueError, match=r"resume: expected the training rows of .*checkpoint-2"):
+        start(10, texts.select(range(len(texts) - 1))).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match=r"resume: expected the evaluation rows of .*checkpoint-2"):
         start(11).train(resume_from_checkpoint=True)
     again = start(10, logging_steps=4)  # which may change
