@@ -1,6 +1,7 @@
 """Runs that several tests only read, and runs in processes of their own."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ def undrawn(finished_run):
     """A third of a tiny run is its picture; `finished_run`, which is made before, has one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "plot_run", lambda results, path: path)
+        gc.collect()
+        gc.freeze()  # what was imported since; every training collects
         yield
 
 
