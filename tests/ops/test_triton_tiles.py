@@ -225,7 +225,7 @@ def test_blocks_of_classes_change_no_loss(kind, h_exp, dtypes, monkeypatch):
     monkeypatch.setattr(triton_tiles, "SCORE_BYTES", 4 * N * 40)
     monkeypatch.setattr(triton_tiles, "TERM_BYTES", 4 * D * 40)
     monkeypatch.setattr(engine, "MIN_ROWS", 1)
-    monkeypatch.setattr(engine, "KEPT_BYTES", 4 * V * 20)
+    monkeypatch.setattr(engine, "KEPT_BYTES", 4 * V * 10)
     parts = run(kind, h_exp, settings, inputs, "triton", *dtypes)
     tolerance = 1e-5 if dtypes[0] == torch.float32 else 2**-6
     for found, wanted in zip(parts, expected, strict=True):
