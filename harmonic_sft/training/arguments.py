@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
@@ -364,6 +365,17 @@ class HarmonicTrainingArguments(TrainingArguments):
             "revision": self.hub_revision,
             "every_save": self.push_to_hub and strategy == "every_save",
         }
+
+
+@contextmanager
+def changed(args: TrainingArguments, **values: Any) -> Generator[None]:
+    """Hold other values of arguments where transformers reads them, and put the old ones back."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def their_names() -> list[str]:

@@ -31,7 +31,7 @@ from harmonic_sft.models.backbones import load_checked
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
-from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed
 from harmonic_sft.training.callbacks import TERMINATED, StoppedError, TerminationCallback
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
@@ -106,10 +106,9 @@ class ResumableTrainer(Trainer):
         if isinstance(train_dataset, StreamedRows):
             self.stream_place = StreamPlace(train_dataset, args)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
-        takes_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # ours does
         callbacks = [self._termination, *callbacks]
-        super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
-        args.enable_jit_checkpoint = takes_sigterm
+        with changed(args, enable_jit_checkpoint=False):  # ours takes the signal
+            super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
         folder = Path(str(args.output_dir))
         self.claimed: Path | None = None  # the output folder that is this run's
         self._found_empty = folder if is_empty(folder) else None
@@ -210,12 +209,12 @@ class ResumableTrainer(Trainer):
 
         The caller is `at_work`.
         """
-        accumulation = self.args.gradient_accumulation_steps
+        args, accumulation = self.args, self.args.gradient_accumulation_steps
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
             self.check_continues(checkpoint)
-            state = read_state(checkpoint, needs_best=self.args.load_best_model_at_end)
+            state = read_state(checkpoint, needs_best=args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
                 self.load_finished(checkpoint, state)
@@ -226,23 +225,24 @@ class ResumableTrainer(Trainer):
                     "steps taken are left out: the same rows only if none came twice."
                 )
             self._best = state.best_model_checkpoint
-            self.args.gradient_accumulation_steps = same_accumulation(checkpoint, self.args)
+            accumulation = same_accumulation(checkpoint, args)
             load_neighbors_(checkpoint, self.model.loss_fn)
-        evaluates = self.args.eval_on_start  # once, and early stopping would count it again
-        self.args.eval_on_start = evaluates and checkpoint is None
-        # A stream knows itself where it stood.
-        self.args.ignore_data_skip = self.stream_place is not None
         # transformers would delete by the clock, before there is a manifest, and of two checkpoints
         # at the end the last one.
-        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            with self._termination.listening(is_asked=self.args.enable_jit_checkpoint):
-                resumed = str(checkpoint) if checkpoint else None
-                output = super().train(resumed, trial, ignore_keys_for_eval)
-        finally:
-            self.args.eval_on_start, self.args.ignore_data_skip = evaluates, False
-            self.args.save_total_limit = self._keep
-            self.args.gradient_accumulation_steps = accumulation
+        self._keep = args.save_total_limit
+        with (
+            self._termination.listening(is_asked=args.enable_jit_checkpoint),
+            changed(
+                args,
+                # Once, and early stopping would count it again.
+                eval_on_start=args.eval_on_start and checkpoint is None,
+                ignore_data_skip=self.stream_place is not None,  # which knows where it stood
+                save_total_limit=None,
+                gradient_accumulation_steps=accumulation,
+            ),
+        ):
+            resumed = str(checkpoint) if checkpoint else None
+            output = super().train(resumed, trial, ignore_keys_for_eval)
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
         return output

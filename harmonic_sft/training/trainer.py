@@ -42,7 +42,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
-from harmonic_sft.training.arguments import HarmonicTrainingArguments, check_launch
+from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed, check_launch
 from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
@@ -52,11 +52,7 @@ from harmonic_sft.training.batches import (
     save_bad_step,
     take_out_repeated_,
 )
-from harmonic_sft.training.callbacks import (
-    HeadCallback,
-    label_bars_,
-    not_finite,
-)
+from harmonic_sft.training.callbacks import HeadCallback, label_bars_, not_finite
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
     average_gradients,
@@ -288,12 +284,9 @@ class HarmonicTrainer(ResumableTrainer):
             self.data_collator = replace(self.data_collator, collator=collator)
             if collator is collate_padding_free and not is_training:
                 kwargs["batch_size"] = 1
-        drop_last = self.args.dataloader_drop_last
-        self.args.dataloader_drop_last = drop_last and is_training
-        try:
+        drop_last = self.args.dataloader_drop_last and is_training
+        with changed(self.args, dataloader_drop_last=drop_last):
             loader = super()._get_dataloader(*args, is_training=is_training, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drop_last
         return self._termination.keep_workers_(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
