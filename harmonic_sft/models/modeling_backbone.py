@@ -407,9 +407,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         """
         return hidden_states
 
-    def attended(self, input_ids: Tensor) -> Tensor | None:
-        """Return what `select` takes for the attention mask `[B, T]` where there is none."""
-        return None
+    def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the attention mask `[B, T]` that `select` takes: the given one, by default."""
+        return attention_mask
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the labels of what `select` leaves: all, in their shape, by default."""

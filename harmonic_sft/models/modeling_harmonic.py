@@ -291,17 +291,15 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
-        if (
-            use_cache
-            and torch.compiler.is_compiling()
-            and past_key_values is None
-            and cache is None
-        ):
+        shifts = shift_labels is None
+        if not shifts:
+            labels, of_labels["label_positions"] = shift_labels, None  # positions of other labels
+        has_cache = cache is not None or past_key_values is not None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and labels is None
+        elif use_cache and not has_cache and torch.compiler.is_compiling():
             # Without one, positions of unknown values may be those of several documents.
             cache = DynamicCache(config=self.config.text_config)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-            use_cache = use_cache and labels is None and shift_labels is None
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -315,15 +313,9 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         # An integer is how many at the end, a tensor which.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        targets = labels if shift_labels is None else shift_labels
-        needs_logits = self._needs_logits(targets, output_logits)
-        if shift_labels is not None:
-            of_labels["label_positions"] = None  # they are those of `labels`
-        loss = self._loss(
-            hidden_states, targets, num_items_in_batch, shifts=shift_labels is None, **of_labels
-        )
+        needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=self._loss(hidden_states, labels, num_items_in_batch, shifts=shifts, **of_labels),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -383,12 +375,12 @@ class HarmonicClassifier(HarmonicHeadModel):
         Raises:
             ValueError: The head is random and frozen in training.
         """
-        learns = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if learns and self._drawn is not None:
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._check_trained()
         return super()._logits(hidden_states)
 
     def _check_trained(self) -> None:
+        """Refuse random weights that stay as they are; nothing is compared once they differ."""
         head, drawn = self.active_head, self._drawn
         if drawn is None or any(one.requires_grad for one in head.parameters()):
             return
@@ -540,9 +532,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             position_ids=position_ids,
             **kwargs,
         )
-        if attention_mask is None and input_ids is not None:
-            attention_mask = self.attended(input_ids)
-        states = self.select(outputs.last_hidden_state, attention_mask)  # [B, S, D]
+        attended = self.attended(input_ids, attention_mask)
+        states = self.select(outputs.last_hidden_state, attended)  # [B, S, D]
         logits = self._logits(states)
         loss = None
         if labels is not None and self.has_free_labels(labels):
@@ -597,10 +588,21 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
 
     _output_class = SequenceClassifierOutput
 
-    def attended(self, input_ids: Tensor) -> Tensor | None:
-        """Return which tokens `[B, T]` of a decoder are no padding, as transformers tells it."""
-        if not self.config.is_causal:
-            return None
+    def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the given mask `[B, T]`, or of a decoder which tokens are no padding.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend.
+
+        Returns:
+            None stands for all ones.
+
+        Raises:
+            ValueError: Several texts without a mask, and the configuration has no `pad_token_id`.
+        """
+        if attention_mask is not None or input_ids is None or not self.config.is_causal:
+            return attention_mask
         pad_token_id = getattr(self.config, "pad_token_id", None)
         if pad_token_id is None:
             pad_token_id = self.config.text_config.pad_token_id

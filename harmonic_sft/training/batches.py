@@ -94,9 +94,7 @@ def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor
     """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
     inputs = {key: value for key, value in batch.items() if key not in OF_LABELS}
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
-    mask = inputs.get("attention_mask")
-    if mask is None and "input_ids" in inputs:
-        mask = model.attended(inputs["input_ids"])
+    mask = model.attended(inputs.get("input_ids"), inputs.get("attention_mask"))
     states = model.select(hidden_states, mask)  # [B, S, D]
     return states, model.targets(batch["labels"]).reshape(states.shape[:2])
 
