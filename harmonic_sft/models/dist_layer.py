@@ -107,11 +107,10 @@ class DistLayer(SphereHead):
 
     def lazy_logits(self, hidden_states: Tensor) -> DistanceLogits:
         """Return what the logits are made of, for hidden states `[N, D]`."""
-        sphere, vectors = self.unit_sphere, [hidden_states, self.weight]
-        if self.diagonal is not None:
-            sphere, vectors = False, self._stretched(hidden_states)
-        exponent = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
-        return DistanceLogits(*vectors, exponent, sphere, self.eps)
+        h_exp = self._h_exp if self.log_steepness is None else -self.log_steepness.exp()
+        if self.diagonal is None:
+            return DistanceLogits(hidden_states, self.weight, h_exp, self.unit_sphere, self.eps)
+        return DistanceLogits(*self._stretched(hidden_states), h_exp, False, self.eps)
 
     def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return the harmonic loss `[N]` of each label, in nats; see `exact_nll`."""

@@ -119,20 +119,19 @@ class HarmonicPreTrainedModel(PreTrainedModel):
                 f"{name}: expected one of our models, got one of type {kind!r}. Put a head on it "
                 f"with {cls.__name__}.from_base; an adapter is put on its model by AutoModelFor..."
             )
-        is_trained = cls._is_trained(fields.get("architectures"))
-        is_partial = is_trained and fields.get("partial", False)
-        # transformers would put an adapter on what it loads, which lacks the head or is None here.
-        own = not is_trained or is_partial
-        options = dict(kwargs.pop("adapter_kwargs", None) or {}) if own else {}
-        adapter = options.pop("_adapter_model_path", None)  # of the folder that was asked for
-        if not is_trained:
-            bare = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
-            loaded = cls._with_new_head(bare)
-        elif is_partial:
-            loaded = cls._from_partial(str(name), where, *model_args, config=config, **kwargs)
-        else:
+        has_head, options = cls._has_own_head(fields.get("architectures")), {}
+        if has_head and not fields.get("partial", False):
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
+        else:
+            # transformers would put an adapter on what it loads here, without the head or a name.
+            options = dict(kwargs.pop("adapter_kwargs", None) or {})
+            if has_head:
+                loaded = cls._from_partial(str(name), where, *model_args, config=config, **kwargs)
+            else:
+                bare = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
+                loaded = cls._with_new_head(bare)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        adapter = options.pop("_adapter_model_path", None)  # of the folder that was asked for
         if adapter is not None:
             model.load_adapter(adapter, adapter_kwargs=options)
         settle_quantized_(model)
@@ -193,8 +192,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _is_trained(cls, architectures: list[str] | None) -> bool:
-        """Whether a checkpoint, whose class transformers writes, has all weights of this class."""
+    def _has_own_head(cls, architectures: list[str] | None) -> bool:
+        """Whether a checkpoint of these classes has the head of this one, if this one has any."""
         return True
 
     @classmethod
@@ -330,9 +329,10 @@ class HarmonicModel(HarmonicPreTrainedModel):
                 kwargs.setdefault(name, True)
         given = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
         kwargs |= {name: value for name, value in given.items() if value is not None}
+        kwargs["attention_mask"] = attention_mask
         is_causal = self.config.is_causal
         if is_causal:
-            kwargs = {"use_cache": False, **kwargs}
+            kwargs.setdefault("use_cache", False)
         if (cache := take_cache(kwargs)) is not None:
             # For the pages of continuous batching attention looks under this name.
             is_paged = not isinstance(cache, Cache | tuple)
@@ -345,14 +345,13 @@ class HarmonicModel(HarmonicPreTrainedModel):
             kwargs |= document_arguments(
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )
-            attention_mask = kwargs.pop("attention_mask")
         dtypes = {p.dtype for p in castable(self.backbone) if p.is_floating_point()}
         mixed = len(dtypes) > 1 and (  # packed layers cast by themselves, merged ones do not
             quantization_method(self.config) is None or bool(self.config.float32_modules)
         )
         autocast = torch.autocast(self.device.type, self.dtype) if mixed else nullcontext()
         with autocast:
-            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+            return self.backbone(input_ids=input_ids, **kwargs)
 
 
 class HarmonicHeadModel(HarmonicPreTrainedModel):

@@ -340,7 +340,7 @@ class HarmonicClassifier(HarmonicHeadModel):
     _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
 
     def __init__(self, config: HarmonicConfig):
-        if not self._is_trained(config.architectures):
+        if not self._has_own_head(config.architectures):
             config = copy.deepcopy(config)
             config.head = dict(config.classifier_head or {"name": "linear"})
             config.architectures = [type(self).__name__]
@@ -399,8 +399,8 @@ class HarmonicClassifier(HarmonicHeadModel):
         return self
 
     @classmethod
-    def _is_trained(cls, architectures: list[str] | None) -> bool:
-        """Whether the head of a checkpoint is one of this class: transformers writes whose."""
+    def _has_own_head(cls, architectures: list[str] | None) -> bool:
+        """Whether a checkpoint of these classes, which transformers writes, has such a head."""
         names = {base.__name__ for base in cls.__mro__}
         return not architectures or not names.isdisjoint(architectures)
 

@@ -87,22 +87,8 @@ def mean_token_loss(
         ValueError: A label is not a class of the head, or there is not one label, or weight if
             there are any, for each position.
     """
-    places = hidden_states.shape[:2]
-    if not torch.compiler.is_compiling() and (labels.is_floating_point() or labels.shape != places):
-        raise ValueError(
-            f"labels: expected one class number for each of {list(places)}, got "
-            f"{labels.dtype} of {list(labels.shape)}"
-        )
-    # Those of whole texts come as `[B]`, and places are `[B, 1]`.
-    if (
-        label_weights is not None
-        and not torch.compiler.is_compiling()
-        and (label_weights.shape[:1] != places[:1] or label_weights.numel() != labels.numel())
-    ):
-        raise ValueError(
-            f"label_weights: expected one for each of {list(places)}, "
-            f"got {list(label_weights.shape)}"
-        )
+    if not torch.compiler.is_compiling():
+        _check_labels(labels, label_weights, hidden_states.shape[:2])
     if label_positions is None:
         label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)
     labels = labels.flatten()[label_positions].long()  # [N]
@@ -118,3 +104,20 @@ def mean_token_loss(
     if isinstance(num_items_in_batch, Tensor):
         return total / num_items_in_batch.to(total.device).clamp_min(1)
     return total / max(num_items_in_batch, 1)
+
+
+def _check_labels(labels: Tensor, label_weights: Tensor | None, places: tuple[int, ...]) -> None:
+    """Refuse what is not one label, and one weight if there are any, for each place `[B, T]`."""
+    if labels.is_floating_point() or labels.shape != places:
+        raise ValueError(
+            f"labels: expected one class number for each of {list(places)}, got "
+            f"{labels.dtype} of {list(labels.shape)}"
+        )
+    if label_weights is None:
+        return
+    # Those of whole texts come as `[B]`, and places are `[B, 1]`.
+    if label_weights.shape[:1] != places[:1] or label_weights.numel() != labels.numel():
+        raise ValueError(
+            f"label_weights: expected one for each of {list(places)}, "
+            f"got {list(label_weights.shape)}"
+        )
