@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -221,15 +222,7 @@ def load_base(
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     is_ours = config.model_type == "harmonic"
     check_supported(name, config, is_causal=is_causal)
-    if is_ours and config.is_causal != is_causal:
-        kind = "a decoder" if is_causal else "an encoder"
-        raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
-    is_decoder = type(config) in AutoModelForCausalLM._model_mapping
-    if is_decoder and not is_causal and type(config) not in AutoModelForMaskedLM._model_mapping:
-        raise ValueError(
-            f"base {name}: expected an encoder, got a decoder ({config.model_type}). Decoders are "
-            "bases of HarmonicForCausalLM, model.task: causal_lm"
-        )
+    _check_kind(name, config, is_causal=is_causal)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
     # Beside packed weights, transformers casts some of the others and leaves some: later then.
@@ -244,11 +237,6 @@ def load_base(
         model = load_checked(NeoBERTForMaskedLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     elif is_causal and not is_ours:
-        if not is_decoder:
-            raise ValueError(
-                f"base {name}: expected a causal language model that transformers knows, got one "
-                f"of type {config.model_type!r}"
-            )
         model = load_checked(AutoModelForCausalLM, name, **source)
         base = base_of(model, dtype=dtype, is_causal=True, name=name)
     else:
@@ -404,6 +392,26 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
         raise ValueError(
             f"base {name}: expected package {method}, which its weights are quantized with, got "
             f"none. Install it: pip install {method}"
+        )
+
+
+def _check_kind(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
+    """Refuse an encoder in the place of a decoder, and the other way round."""
+    if config.model_type == "harmonic":
+        if config.is_causal != is_causal:
+            kind = "a decoder" if is_causal else "an encoder"
+            raise ValueError(f"base {name}: expected {kind}, got {config.architectures}")
+        return
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_causal and not is_decoder:
+        raise ValueError(
+            f"base {name}: expected a causal language model that transformers knows, got one of "
+            f"type {config.model_type!r}"
+        )
+    if is_decoder and not is_causal and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ValueError(
+            f"base {name}: expected an encoder, got a decoder ({config.model_type}). Decoders are "
+            "bases of HarmonicForCausalLM, model.task: causal_lm"
         )
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -232,59 +232,6 @@ def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         if has_values and not tensor.sum().isfinite() and not tensor.isfinite().all():
             return name
     return None
-
-
-class ScaledHead(SphereHead):
-    """A head whose logits are multiplied by a scale.
-
-    Args:
-        hidden_size: D.
-        vocab_size: V.
-        scale: Above 0, what the scale is or starts at.
-        learn_scale: Make it a parameter, `log_scale`.
-
-    Raises:
-        ValueError: The scale is not above 0.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(
-        self, hidden_size: int, vocab_size: int, *, scale: float = 20.0, learn_scale: bool = True
-    ):
-        super().__init__()
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale: expected a number above 0, got {scale}")
-        self._scale = float(scale)
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
-        self.log_scale = None
-        if learn_scale:
-            self.log_scale = nn.Parameter(torch.empty((), dtype=torch.float32))
-        self.reset_parameters()
-        self.renormalize_()
-
-    @property
-    def scale(self) -> Tensor | float:
-        """The scale now: a number, or a tensor with a gradient where it is learned."""
-        return self._scale if self.log_scale is None else self.log_scale.exp()
-
-    def reset_parameters(self) -> None:
-        """Draw prototypes of norm 1 on average; the scale is the one given."""
-        super().reset_parameters()
-        if self.log_scale is not None:
-            init.constant_(self.log_scale, math.log(self._scale))
-
-    def rounded_scale(self) -> float:
-        """Return the scale (of the classes, the geometric mean) as settings write it."""
-        if self.log_scale is None or self.log_scale.is_meta:
-            return self._scale
-        # Six digits: float32 returns 20 as 19.9999996, and the parameter itself is saved.
-        return float(f"{math.exp(self.log_scale.mean().item()):.6g}")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the name and the fields of this head, with the scale it has now."""
-        learned = self.log_scale is not None
-        return {"name": self.name, "scale": self.rounded_scale(), "learn_scale": learned}
 
 
 def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Heads of dot products and cosines: the ordinary softmax layer and its kin."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .head import AffineLogits, Head, ScaledHead, at_least_float32, dense_logits, unit_rows
+from .head import AffineLogits, Head, SphereHead, at_least_float32, dense_logits, unit_rows
 
 MIN_SIZE = 16  # below it the expansion of the Bessel function is off by more than 1e-6
 # u_k(t) = t ** k * (c_0 + c_1 t ** 2 + ...) / denominator, k = 1, 2, ...
@@ -74,6 +74,59 @@ class LinearHead(Head):
         """Return the name and the fields of this head."""
         softcap = {} if self.softcap is None else {"softcap": self.softcap}
         return {"name": "linear", "bias": self.bias is not None, **softcap}
+
+
+class ScaledHead(SphereHead):
+    """A head whose logits are multiplied by a scale.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        scale: Above 0, what the scale is or starts at.
+        learn_scale: Make it a parameter, `log_scale`.
+
+    Raises:
+        ValueError: The scale is not above 0.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, scale: float = 20.0, learn_scale: bool = True
+    ):
+        super().__init__()
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale: expected a number above 0, got {scale}")
+        self._scale = float(scale)
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
+        self.log_scale = None
+        if learn_scale:
+            self.log_scale = nn.Parameter(torch.empty((), dtype=torch.float32))
+        self.reset_parameters()
+        self.renormalize_()
+
+    @property
+    def scale(self) -> Tensor | float:
+        """The scale now: a number, or a tensor with a gradient where it is learned."""
+        return self._scale if self.log_scale is None else self.log_scale.exp()
+
+    def reset_parameters(self) -> None:
+        """Draw prototypes of norm 1 on average; the scale is the one given."""
+        super().reset_parameters()
+        if self.log_scale is not None:
+            init.constant_(self.log_scale, math.log(self._scale))
+
+    def rounded_scale(self) -> float:
+        """Return the scale (of the classes, the geometric mean) as settings write it."""
+        if self.log_scale is None or self.log_scale.is_meta:
+            return self._scale
+        # Six digits: float32 returns 20 as 19.9999996, and the parameter itself is saved.
+        return float(f"{math.exp(self.log_scale.mean().item()):.6g}")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the scale it has now."""
+        learned = self.log_scale is not None
+        return {"name": self.name, "scale": self.rounded_scale(), "learn_scale": learned}
 
 
 class L2Head(ScaledHead):
