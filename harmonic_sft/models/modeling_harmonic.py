@@ -110,26 +110,24 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
-        if tie and base.head is not None and init != "input_embeddings":
-            shared = base.backbone.get_input_embeddings().get_parameter("weight")
-            if not torch.equal(base.head.weight, shared):
-                raise ValueError(
-                    f"init: expected input_embeddings for a tied head, got {init}, whose weights "
-                    f"in base {base.name} are others"
-                )
-        embeddings: Tensor | None = None
-        if init == "input_embeddings":
-            embeddings = base.backbone.get_input_embeddings().get_parameter("weight")
-        elif init == "output_embeddings":
-            if base.head is None:
-                raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
-            embeddings = base.head.prototypes
+        table = base.backbone.get_input_embeddings().get_parameter("weight")
         hidden_size = base.backbone.config.hidden_size
-        if embeddings is not None and embeddings.shape[1] != hidden_size:
+        if init == "input_embeddings":
+            if table.shape[1] != hidden_size:
+                raise ValueError(
+                    f"base {base.name}: expected input embeddings as wide as the hidden states "
+                    f"({hidden_size}), got {table.shape[1]}"
+                )
+            embeddings: Tensor | None = table
+        elif base.head is None:
+            raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
+        elif tie and not torch.equal(base.head.weight, table):
             raise ValueError(
-                f"base {base.name}: expected input embeddings as wide as the hidden states "
-                f"({hidden_size}), got {embeddings.shape[1]}"
+                f"init: expected input_embeddings for a tied head, got {init}, whose weights in "
+                f"base {base.name} are others"
             )
+        else:
+            embeddings = base.head.prototypes if init == "output_embeddings" else None
         model = cls._around(
             base,
             head,

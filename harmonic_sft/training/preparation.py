@@ -90,22 +90,7 @@ class Preparation:
         is_stream: bool,
     ):
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        if not isinstance(model, str | PreTrainedModel):
-            raise ValueError(
-                "model: expected a name, a folder or a model of transformers, got "
-                f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
-            )
-        parts = [] if isinstance(model, str) else [*model.modules()]
-        # LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
-        own = isinstance(model, HarmonicHeadModel) and hasattr(model.model.backbone, "peft_config")
-        if any(getattr(part, "_hf_peft_config_loaded", False) for part in parts) or (
-            not own and any(isinstance(p, BaseTunerLayer | AuxiliaryTrainingWrapper) for p in parts)
-        ):
-            raise ValueError(
-                f"model: expected one without a PEFT adapter, got a {type(model).__name__} with "
-                "one. Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or give "
-                "peft_config"
-            )
+        _check_model(model)
         if isinstance(tokenizer, str | os.PathLike):
             raise ValueError(
                 f"processing_class: expected a tokenizer, got {str(tokenizer)!r}. Load it: "
@@ -310,22 +295,10 @@ class Preparation:
             )
         if not has_labels:
             settings = replace(settings, label_column=None)
-        if (text_of := self._format) is not None:
-            data = unformatted(data)
-            column = row_format = "text"
+        if self._format is not None:
             kept = (settings.label_column, settings.weight_column)
-            columns = [name for name in columns if name not in kept]
-            # A classifier's text has the special tokens that it spells.
-            for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
-                _check_plain(text_of(dict(row)), self.tokenizer())
-            is_table = isinstance(data, datasets.Dataset)
-            # A table knows functions of modules by name, and would find what an older one made.
-            options = {"load_from_cache_file": False} if is_table else {}
-            data = data.map(
-                lambda row: {"text": text_of(dict(row))}, remove_columns=columns, **options
-            )
-            if is_table:
-                data._fingerprint = rows_sha256(data)
+            data = self._formatted(data, self._format, kept)
+            column = row_format = "text"
         streaming = name == TRAIN_NAME and isinstance(data, datasets.IterableDataset)
         if streaming:
             _check_stream(data)
@@ -344,6 +317,26 @@ class Preparation:
             )
         self.collator = self.collator or loaded.collator
         return loaded
+
+    def _formatted(
+        self,
+        data: datasets.Dataset | datasets.IterableDataset,
+        text_of: Callable[[dict[str, Any]], str],
+        kept: Sequence[str | None],
+    ) -> datasets.Dataset | datasets.IterableDataset:
+        """Return a data set with one column of text, beside those that are kept."""
+        columns = [name for name in data.column_names or [] if name not in kept]
+        data = unformatted(data)
+        # A classifier's text has the special tokens that it spells.
+        for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
+            _check_plain(text_of(dict(row)), self.tokenizer())
+        is_table = isinstance(data, datasets.Dataset)
+        # A table knows functions of modules by name, and would find what an older one made.
+        options = {"load_from_cache_file": False} if is_table else {}
+        data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns, **options)
+        if is_table:
+            data._fingerprint = rows_sha256(data)
+        return data
 
     def build(self, train: Any) -> tuple[HarmonicHeadModel, Head | None]:
         """Return the model that trains, and the head that its base predicted with, if known.
@@ -455,6 +448,28 @@ class Preparation:
                 f"one with {num_classes}, of which the old head knows nothing"
             )
         return False
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what is no model, and one with an adapter, which is not trained here."""
+    if not isinstance(model, str | PreTrainedModel):
+        raise ValueError(
+            "model: expected a name, a folder or a model of transformers, got "
+            f"{model.__name__ if isinstance(model, type) else type(model).__name__}"
+        )
+    if isinstance(model, str):
+        return
+    # LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
+    own = isinstance(model, HarmonicHeadModel) and hasattr(model.model.backbone, "peft_config")
+    wrappers = () if own else (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    if any(
+        getattr(part, "_hf_peft_config_loaded", False) or isinstance(part, wrappers)
+        for part in model.modules()
+    ):
+        raise ValueError(
+            f"model: expected one without a PEFT adapter, got a {type(model).__name__} with one. "
+            "Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or give peft_config"
+        )
 
 
 def _check_plain(text: Any, tokenizer: Any) -> None:
