@@ -107,6 +107,11 @@ class Results(NamedTuple):
     second_weight: Tensor
 
     @property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The gradients of `Arguments.leaves`, in their order."""
+        return self[self._fields.index("hidden_states") :]
+
+    @property
     def metrics(self) -> TokenMetrics:
         """What was measured of each token."""
         return TokenMetrics(self.log_probs, self.log_normalizer, self.entropy, self.predictions)

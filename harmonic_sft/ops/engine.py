@@ -49,7 +49,7 @@ class Softmax:
         self.bias = arguments.class_bias
         is_16_bit = self.hidden_states.dtype.itemsize == 2
         dtype = stage.target.dtype
-        # Elsewhere a look whether the mean dominates would halt the device.
+        # Off the CPU a look whether the mean dominates would halt the device.
         self.geometry = Geometry(
             arguments.kind,
             arguments.prototypes[:, columns],
@@ -59,10 +59,9 @@ class Softmax:
         )
         hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
         self.hidden_gradient = None if hidden is None else hidden[:, columns]
+        prototype_gradient = None if prototypes is None else prototypes[:, columns]
         self.bias_gradient = gradients.get("class_bias")
-        wants, target = hidden is not None, None
-        if prototypes is not None:
-            target = prototypes[:, columns]
+        wants_hidden = hidden is not None
         self.points = None
         if "second_weight" in gradients and stage.points is not None:
             moved = gradients["second_weight"]
@@ -74,11 +73,11 @@ class Softmax:
 
             given = arguments, self.geometry, stage.h_exp, self.hidden_states
             self.tiles: TorchTiles | TritonTiles = TritonTiles(
-                *given, wants_hidden=wants, gradient=target
+                *given, wants_hidden=wants_hidden, gradient=prototype_gradient
             )
         else:
             products = GradientProducts(
-                self.geometry, workers, hidden_states=wants, prototypes=target
+                self.geometry, workers, hidden_states=wants_hidden, prototypes=prototype_gradient
             )
             self.tiles = TorchTiles(arguments, self.geometry, stage, products, self.points, workers)
 
@@ -114,10 +113,11 @@ class Softmax:
             self.bias_gradient.add_(class_sums)
             for column, classes in enumerate(chunk.pair_classes(len(self.bias_gradient))):
                 add_rows_(self.bias_gradient, classes, slopes[:, column])
+        coefficients = slopes
         if not self.geometry.linear:
             floor = chunk.floor.unsqueeze(1).masked_fill(chunk.absent, 0)
-            slopes = -2 * self.stage.h_exp * (slopes - floor) / chunk.squared
-        self.tiles.finish(chunk, slopes, None if hidden is None else hidden[chunk.tokens])
+            coefficients = -2 * self.stage.h_exp * (slopes - floor) / chunk.squared
+        self.tiles.finish(chunk, coefficients, None if hidden is None else hidden[chunk.tokens])
         self._finish_points(chunk)
 
     def _finish_points(self, chunk: Chunk) -> None:

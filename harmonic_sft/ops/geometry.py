@@ -221,7 +221,7 @@ class GradientProducts:
             torch.addmm(target, coefficients.T, self.placed, beta=beta, out=target)
 
     def hidden_gradient(self) -> Tensor:
-        """Return the gradient of the placed hidden states `[T, D]`, and end the chunk."""
+        """Return the gradient `[T, D]` of the placed hidden states from all tiles of the chunk."""
         total = sum(self.parts[1:], self.parts[0])
         if self.geometry.with_sums:
             total -= self.placed * self.sums.sum(0)

@@ -29,7 +29,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*arguments[:NUM_TENSORS])
     ctx.settings = arguments[NUM_TENSORS:]
     ctx.exponent, ctx.h_exp = results.exponent, arguments.h_exp.new_empty(0)
-    ctx.ready = list(results[-4:]) if arguments.early else None
+    ctx.ready = results.gradients if arguments.early else None
 
 
 def is_uniform(upstream: Tensor) -> bool:
@@ -65,20 +65,20 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return nothing
     refuse_second_derivative()
     arguments = Arguments(*ctx.saved_tensors, *ctx.settings)
-    needs = arguments.needs
     ready, ctx.ready = ctx.ready, None
     if ready is not None and is_uniform(upstream):
         factors = factors_for(ready, upstream)
         gradients = [one.mul_(factor) for one, factor in zip(ready, factors, strict=True)]
     else:  # also for a second backward pass: the call again, weighted by the upstream gradients
-        gradients = chunked_op(*_weighted(arguments, upstream))[-4:]
-    exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if needs[3] else None
+        gradients = Results(*chunked_op(*_weighted(arguments, upstream))).gradients
+    learns_h_exp = arguments.needs_gradient("h_exp")
+    exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if learns_h_exp else None
     hidden_states, prototypes, class_bias, second_weight = (
         gradient if leaf is None else gradient.to(leaf.dtype)
         for gradient, (_, leaf, _) in zip(gradients, arguments.leaves, strict=True)
     )
     leaves = [hidden_states, prototypes, class_bias, exponent, second_weight]
-    wanted = [leaf if need else None for leaf, need in zip(leaves, needs, strict=True)]
+    wanted = [leaf if need else None for leaf, need in zip(leaves, arguments.needs, strict=True)]
     return (*wanted, *nothing[NUM_LEAVES:])
 
 
@@ -111,7 +111,7 @@ def _fake_forward(*flat: Any) -> Results:
         tokens,
         *(tokens.new_empty(num_measured) for _ in range(3)),
         arguments.labels.new_empty(num_measured),
-        torch.empty_like(tokens) if arguments.needs[3] else tokens.new_empty(0),
+        torch.empty_like(tokens) if arguments.needs_gradient("h_exp") else tokens.new_empty(0),
         *gradients,
     )
 

@@ -111,17 +111,17 @@ class TorchTiles:
                 parts.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
         return torch.stack(parts, 1) + geometry.undirected(chunk.inverse, known)
 
-    def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
+    def finish(self, chunk: Chunk, coefficients: Tensor, hidden_gradient: Tensor | None) -> None:
         """Add the pairs' part, and complete the gradient of a chunk's hidden states.
 
         Args:
             chunk: After `accumulate`.
-            slopes: `[T, S]`, of the pairs: as the coefficients of the products.
+            coefficients: `[T, S]`, of the pairs: see `GradientProducts`.
             hidden_gradient: `[N, D]`'s rows of the chunk, written; None if nobody wants them.
         """
         total = None if hidden_gradient is None else self.products.hidden_gradient()
         for column, classes in enumerate(chunk.pair_classes(self.edges[-1].stop)):
-            pulls = self.products.add_pairs(classes, slopes[:, column])
+            pulls = self.products.add_pairs(classes, coefficients[:, column])
             if total is not None:
                 total += pulls
         if hidden_gradient is not None and total is not None:
@@ -196,18 +196,16 @@ class TorchTiles:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
             log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
         second = None
-        if nearest is not None and self.power and chunk.moments is None:
+        # Sums of the logits need them beside their exponentials.
+        sums_logits = self.stage.num_sums > 0 or self.smoothed or chunk.moments is not None
+        if nearest is not None and self.power and not sums_logits:
             probs = self._powers(scores, nearest)
         else:
             logits = self._logits(scores, nearest, tile, log_scale)
-            place = logits
-            if self.stage.num_sums or self.smoothed or chunk.moments is not None:
-                place = None  # the logits are needed beside their exponentials
-            elif geometry.linear and kept is not None:
-                place = kept[0]
+            place = logits if kept is None or not geometry.linear else kept[0]
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
-            probs = torch.exp(powers, out=place)
-            if place is None:
+            probs = torch.exp(powers, out=None if sums_logits else place)
+            if sums_logits:
                 second = self._sum_logits(chunk, k, logits, probs, found[k])
         torch.sum(probs, 1, out=chunk.sums[k])
         if kept is not None:

@@ -163,11 +163,11 @@ class TritonTiles:
         with torch.cuda.device_of(columns):
             return self.rows.scores(chunk.placed, chunk.inverse, columns)
 
-    def finish(self, chunk: Chunk, slopes: Tensor, hidden_gradient: Tensor | None) -> None:
+    def finish(self, chunk: Chunk, coefficients: Tensor, hidden_gradient: Tensor | None) -> None:
         """Add the pairs' part and complete the hidden states' gradient: see `TorchTiles`."""
-        known = (chunk.placed, chunk.columns, slopes.float())
+        known = (chunk.placed, chunk.columns, coefficients.float())
         pairs = Pairs(*(tensor.contiguous() for tensor in known))
-        with torch.cuda.device_of(slopes):
+        with torch.cuda.device_of(coefficients):
             if hidden_gradient is not None:
                 self.rows.pull(pairs, chunk.inverse, self.total, hidden_gradient)
             if self.gradient is not None:
