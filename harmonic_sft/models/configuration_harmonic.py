@@ -47,7 +47,7 @@ class HarmonicConfig(PreTrainedConfig):
         base_vocab_size: Rows of the base's token embeddings, where they were resized since.
 
     Raises:
-        ValueError: A backbone that this version of transformers has not.
+        ValueError: This version of transformers does not have the backbone.
     """
 
     model_type = "harmonic"

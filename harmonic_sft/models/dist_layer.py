@@ -25,8 +25,7 @@ class DistLayer(SphereHead):
     is the Euclidean distance of stretched vectors, at V * D * (1 + rank) operations more;
     `unit_sphere` normalizes both sides before. It starts at a = 1 and a small random U.
 
-    The exponent is one of `settings()`; a `state_dict` has the prototypes, not the exponent, unless
-    it is learned.
+    `settings()` hold the exponent; a `state_dict` has it only where it is learned.
 
     Args:
         hidden_size: D.

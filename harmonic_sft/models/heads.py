@@ -158,7 +158,7 @@ class RotationHead(OuterHead):
 
     Where the inner head compares by dot product, cosine or Euclidean distance, R is no more than
     R^T on all its prototypes: it learns something new only where these are frozen or tied, and
-    where the axes matter (a multi_head, an Lp distance).
+    where the axes matter (a multi_head, a mahalanobis diagonal).
 
     Args:
         hidden_size: D.

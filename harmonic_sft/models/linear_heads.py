@@ -133,7 +133,7 @@ class L2Head(ScaledHead):
     """Softmax of negative squared distances, -scale * |hidden_states - prototypes| ** 2.
 
     The logits are that up to a constant per token: 2 * scale * hidden_states @ weight.T with the
-    bias -scale * |weight| ** 2, so it costs what a linear layer costs. A z-loss is of these.
+    bias -scale * |weight| ** 2, so it costs what a linear layer costs. A z-loss acts on these.
 
     Args:
         hidden_size: D.

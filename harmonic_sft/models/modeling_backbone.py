@@ -411,15 +411,15 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return attention_mask
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the labels of what `select` leaves: all, in their shape, by default."""
+        """Return the labels of the vectors that `select` returns: all of them, by default."""
         return labels
 
     def has_free_labels(self, labels: Tensor) -> bool:
-        """Whether labels are no classes of the head, of which one is right: numbers, or several."""
+        """Whether labels are numbers, or several classes at once, and not one class of the head."""
         return False
 
     def class_embeddings(self) -> Tensor:
-        """Return what says how alike two classes are, `[V, D]`: by default the prototypes."""
+        """Return the vectors `[V, D]` that tell how alike classes are: prototypes, by default."""
         return self.dist_head.prototypes
 
     @classmethod

@@ -549,7 +549,10 @@ class HarmonicClassifier(HarmonicHeadModel):
         )
 
     def has_free_labels(self, labels: Tensor) -> bool:
-        """Whether every logit is a prediction of its own, as transformers tells it."""
+        """Whether every logit is a prediction of its own, as transformers tells it.
+
+        It is then a number, or the odds of its own class; only a linear head has such logits.
+        """
         problem, several = self.config.problem_type, self.num_classes(self.config) > 1
         if self.config.head["name"] != "linear" or problem == "single_label_classification":
             return False

@@ -246,14 +246,14 @@ class HExpConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         learned = self.schedule == "learned"
-        if math.isnan(self.end) and not learned:
-            raise ValueError(
-                f"end: expected a number below 0, got nothing. Write end: {self.start} to hold the "
-                "exponent, or end: -4.0 to anneal it as files without this key did before"
-            )
         if math.isnan(self.end):
+            if not learned:
+                raise ValueError(
+                    f"end: expected a number below 0, got nothing. Write end: {self.start} to hold "
+                    "the exponent, or end: -4.0 to anneal it as files without this key did before"
+                )
             object.__setattr__(self, "end", self.start)  # the dataclass is frozen
-        if learned and self.end != self.start:
+        elif learned and self.end != self.start:
             raise ValueError(
                 f"end: expected the start, {self.start}, for a learned exponent, got {self.end}"
             )
@@ -306,7 +306,7 @@ class HubConfig:
     )
     private: bool = Field(False, description="Create the repo as a private one")
     revision: str | None = Field(None, description="Branch to push to; null is main")
-    license: str | None = Field(None, description="Of the weights; null is the base's")
+    license: str | None = Field(None, description="License of the weights; null is the base's")
     every_save: bool = Field(False, description="Also push every checkpoint as it is saved")
 
     @model_validator(mode="after")
@@ -336,7 +336,7 @@ class RunConfig:
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
     schedule: ScheduleConfig | None = Field(
         None,
-        description="Of the learning rate; null where training.lr_scheduler_type names another",
+        description="Learning rate by phases; null where training.lr_scheduler_type names another",
     )
     oom_fallback: bool = Field(
         True, description="Out of memory: continue with checkpointing, then smaller micro-batches"

@@ -85,9 +85,9 @@ class HarmonicTrainer(ResumableTrainer):
         args: Default: the NeoBERT recipe, in the folder `trainer_output`.
         data_collator: Makes batches of the rows, which then go to it as they are. Default: text is
             tokenized and padded, or packed.
-        train_dataset: Of the datasets library, with a column of text, messages, prompt and
-            completion, a label, or `input_ids`; or rows with `input_ids` and `labels`.
-        eval_dataset: As well, or a dictionary of them. Nothing is kept out of `train_dataset`.
+        train_dataset: A data set of the datasets library with a column of text, messages, prompt
+            and completion, a label, or `input_ids`; or any rows with `input_ids` and `labels`.
+        eval_dataset: The same, or a dictionary of several. None is split off `train_dataset`.
         processing_class: The tokenizer. Default: that of the model.
         compute_loss_func: Called with outputs, labels and `num_items_in_batch` in place of the
             model's loss; the logits of every position are then computed.
@@ -186,7 +186,8 @@ class HarmonicTrainer(ResumableTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """See `ResumableTrainer.train_from`."""
-        self.old_head, self._num_bad_steps = None, 0  # the old head is as large as the new one
+        self.old_head = None  # measured by now, and as large as the new one
+        self._num_bad_steps = 0  # that this session has left out
         return super().train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
