@@ -283,7 +283,7 @@ def base_of(
             )
         weight = next(model.parameters())
         if weight.device.type != "meta" and not isinstance(weight, FakeTensor):
-            _try(model, head, name)
+            _check_decoder(model, head, name)
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
@@ -445,7 +445,7 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 
 
 @torch.no_grad()
-def _try(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
+def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
     """Run a few tokens: a decoder in parts must predict what it did, and from the past alone."""
     model.eval()
     vocab_size = model.config.vocab_size

@@ -492,7 +492,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         *,
         label_positions: Tensor | None = None,
         label_weights: Tensor | None = None,
-        shifts: bool = False,
+        causal: bool = False,
     ) -> Tensor | None:
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
         if labels is None:
@@ -511,7 +511,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             label_positions=label_positions,
             label_weights=label_weights,
             num_items_in_batch=num_items_in_batch,
-            causal=shifts,
+            causal=causal,
         )
 
     def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:

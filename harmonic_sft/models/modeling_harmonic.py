@@ -289,8 +289,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
         shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
-        shifts = shift_labels is None
-        if not shifts:
+        causal = shift_labels is None  # else position t predicts label t
+        if not causal:
             labels, of_labels["label_positions"] = shift_labels, None  # positions of other labels
         has_cache = cache is not None or past_key_values is not None
         if use_cache is None:
@@ -313,7 +313,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, shifts=shifts, **of_labels),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, causal=causal, **of_labels),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -234,7 +234,7 @@ def _arithmetic(arguments: Arguments) -> Generator[Workers]:
 def _build(
     arguments: Arguments, workers: Workers
 ) -> tuple[CrossEntropyStage, dict[str, Tensor], list[Softmax]]:
-    """Return the stage, where the gradients are summed that are made, and each softmax."""
+    """Return the stage, the tensors in which gradients are summed, by name, and the softmaxes."""
     stage, gradients = STAGES[arguments.stage](arguments), {}
     for name, leaf, needed in arguments.leaves:
         if arguments.early and needed and leaf is not None:

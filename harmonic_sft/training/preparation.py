@@ -124,7 +124,7 @@ class Preparation:
         """Set `config` to what a YAML file would say of the arguments as they are; return it."""
         task = self.args.task or task_of(self.model, self._base, self.args.label_column)
         has_head = isinstance(self.model, HarmonicHeadModel)
-        if task in CLASSIFIERS and not has_head and _kind(self._base) == "causal_lm":
+        if task in CLASSIFIERS and not has_head and _token_task(self._base) == "causal_lm":
             raise ValueError(
                 "label_column: expected an encoder for a classifier, got a decoder "
                 f"({self._base.model_type}). Take another base, or leave label_column and task out"
@@ -381,7 +381,7 @@ class Preparation:
                     "model: expected a name with from_scratch or dropout, got a loaded "
                     f"{type(self.model).__name__}. Set them when you build it"
                 )
-            if model.task == "masked_lm" and _kind(self.model.config) == "causal_lm":
+            if model.task == "masked_lm" and _token_task(self.model.config) == "causal_lm":
                 raise ValueError(
                     "task: expected causal_lm for a decoder, whose tokens do not see those behind "
                     f"them, got masked_lm with a {type(self.model).__name__}"
@@ -591,17 +591,18 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
         if name.endswith(CLASSIFIER_NAMES):
             raise ValueError(
                 f"label_column: expected the column of the labels of a {name}, got nothing. To "
-                f"train its body on text without labels, set task={_kind(config) or 'masked_lm'!r}"
+                "train its body on text without labels, set "
+                f"task={_token_task(config) or 'masked_lm'!r}"
             )
-    if (kind := _kind(config)) is not None:
-        return kind
+    if (task := _token_task(config)) is not None:
+        return task
     raise ValueError(
         f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
         "say which. Name it"
     )
 
 
-def _kind(config: PreTrainedConfig) -> str | None:
+def _token_task(config: PreTrainedConfig) -> str | None:
     """Tell from the configuration of a body which tokens it predicts, None if it does not say."""
     if config.model_type == "harmonic":
         return "causal_lm" if config.is_causal else "masked_lm"

@@ -87,9 +87,6 @@ class ResumableTrainer(Trainer):
 
     model: HarmonicHeadModel
     args: HarmonicTrainingArguments
-    _best: str | None = None  # checkpoint of a resumed run
-    _misses = False  # weights of a checkpoint that was just loaded
-    _trained_in: Path | None = None  # by `train`
 
     def __init__(
         self,
@@ -109,12 +106,15 @@ class ResumableTrainer(Trainer):
         callbacks = [self._termination, *callbacks]
         with changed(args, enable_jit_checkpoint=False):  # ours takes the signal
             super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
+        self._made_with = args.to_dict()  # rows and model: `train` compares
         folder = Path(str(args.output_dir))
-        self.claimed: Path | None = None  # the output folder that is this run's
         self._found_empty = folder if is_empty(folder) else None
+        self.claimed: Path | None = None  # the output folder that is this run's
+        self._trained_in: Path | None = None  # the one of the last `train`
+        self._best: str | None = None  # the best checkpoint of a run that is resumed
         self._keep: int | None = None  # how many checkpoints, while a training is on
         self._frozen: str | None = None  # checksum of the frozen weights
-        self._made_with = args.to_dict()
+        self._misses_weights = False  # of the checkpoint that transformers has just loaded
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -371,8 +371,8 @@ class ResumableTrainer(Trainer):
         """Note what was not loaded; a tied weight is in the checkpoint under its other name."""
         tied = self.model.all_tied_weights_keys
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
-        self._misses = bool(load_result.missing_keys)
-        if not self._misses:
+        self._misses_weights = bool(load_result.missing_keys)
+        if not self._misses_weights:
             super()._issue_warnings_after_load(load_result)
 
     def _load_missing(self, folder: Path) -> None:
@@ -381,11 +381,11 @@ class ResumableTrainer(Trainer):
         Only `from_pretrained` knows them. The trainers of transformers 5.23 would leave such
         weights as they are, with a warning.
         """
-        if self._misses:
+        if self._misses_weights:
             model_class, config = type(self.model), HarmonicConfig.from_pretrained(folder)
             whole = load_checked(model_class, str(folder), config, dtype="auto")
             self.model.load_state_dict(whole.state_dict())
-            self._misses = False
+            self._misses_weights = False
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, if it is whole, though it may hold only what trains."""

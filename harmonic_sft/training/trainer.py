@@ -255,7 +255,8 @@ class HarmonicTrainer(ResumableTrainer):
         if trial is not None and self.hp_search_backend is not None:
             is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA
             for name, value in (self.hp_space(trial) if is_optuna else trial).items():
-                if hasattr(self.args, name) and not _can_be(type(getattr(self.args, name)), value):
+                old = getattr(self.args, name, None)
+                if hasattr(self.args, name) and not _survives_cast(value, type(old)):
                     setattr(self.args, name, None)  # transformers casts to no type then
         super()._hp_search_setup(trial)
 
@@ -608,8 +609,8 @@ def _is_distributed(model: Any) -> bool:
     return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
-def _can_be(kind: type, value: Any) -> bool:
-    """Whether a value is the same as a value of another type; a text may be a number."""
+def _survives_cast(value: Any, kind: type) -> bool:
+    """Whether a value is the same in another type; a text may be a number."""
     try:
         return kind(value) == value or (isinstance(value, str) and kind in (int, float))
     except (TypeError, ValueError):
