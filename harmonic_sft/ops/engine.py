@@ -84,14 +84,15 @@ class Softmax:
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""
         placed, inverse = self.geometry.place(self.hidden_states[tokens])
-        labels = self.stage.labels[tokens]
         if self.geometry.linear:
-            one = placed.new_ones(len(placed), 1)
-            return Chunk(tokens, placed, inverse, one, None, one, labels)
-        squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
-        unit, row = self.geometry.unit(squared), self.geometry.row(squared, inverse)
-        limits = self.geometry.near_limits(squared)
-        return Chunk(tokens, placed, inverse, unit, row, limits, labels)
+            unit = near_limits = placed.new_ones(len(placed), 1)
+            row = None
+        else:
+            squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
+            unit, row = self.geometry.unit(squared), self.geometry.row(squared, inverse)
+            near_limits = self.geometry.near_limits(squared)
+        labels = self.stage.labels[tokens]
+        return Chunk(tokens, placed, inverse, unit, row, near_limits, labels)
 
     def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
         """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""

@@ -305,10 +305,7 @@ class HarmonicTrainer(ResumableTrainer):
         """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
         batches = list(islice(epoch_iterator, num_batches))
-        if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
-            collator = cast(CountingCollator, self.data_collator)
-            if rows := last_batch_rows(self.callback_handler.train_dataloader, self.args):
-                take_out_repeated_(batches[-1], self.args, collator, num_rows=rows)
+        self._take_out_repeated_(batches)
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
@@ -327,6 +324,14 @@ class HarmonicTrainer(ResumableTrainer):
         """Whether rows can be left out; a loss of the user may need a label in every batch."""
         is_ours = isinstance(self.train_dataset, MaskedRows) or not self._has_own_loss
         return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
+
+    def _take_out_repeated_(self, batches: list[dict[str, Any]]) -> None:
+        """Leave out of the loss what accelerate repeats in the last batch of an epoch."""
+        if not self.accelerator.gradient_state.end_of_dataloader or not self._knows_repeated:
+            return
+        if num_rows := last_batch_rows(self.callback_handler.train_dataloader, self.args):
+            collator = cast(CountingCollator, self.data_collator)
+            take_out_repeated_(batches[-1], self.args, collator, num_rows=num_rows)
 
     def _warn_of_repeated(self, loader: DataLoader) -> None:
         """Say that the last step of an epoch scores some rows twice, where it does."""
@@ -486,15 +491,15 @@ class HarmonicTrainer(ResumableTrainer):
         if scores is not None and (len(scores.labels) > 0 or description != "Prediction"):
             documents = documents_of(dataloader.dataset, num_rows)
             metrics = summarize(scores, self.model.dist_head, documents)
-        found: Any = EvalLoopOutput(None, None, {}, None)  # ty: ignore[invalid-argument-type]
-        if num_rows == 0 or reads_again:
-            found = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        if num_rows > 0 and not reads_again:
+            return EvalLoopOutput(None, None, named, num_rows)  # ty: ignore[invalid-argument-type]
+        found = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
         others = dict(found.metrics or {})
         if num_rows > 0 and not self._has_own_loss:  # a mean of means, or of nothing
             others.pop(f"{metric_key_prefix}_loss", None)
-        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)
 
     def _head_inputs(
