@@ -380,11 +380,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         self.model = HarmonicModel(config)
         self._supports_flex_attn = self.model._supports_flex_attn
         self._is_stateful = self.model._is_stateful
-        self.dist_head: Head = build_head(
-            config.head,
-            hidden_size=config.text_config.hidden_size,
-            vocab_size=self.num_classes(config),
-        )
+        self.dist_head: Head = self._new_head(config)
         self.loss_fn: LossFunction = negative_log_likelihood
         self._set_tied_keys()
         self.post_init()
@@ -465,15 +461,17 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             model = cls(config)
         config = model.config
         model.model.backbone = backbone
-        model.dist_head = build_head(
-            config.head,
-            hidden_size=config.text_config.hidden_size,
-            vocab_size=cls.num_classes(config),
-        ).to(backbone.device)
+        model.dist_head = cls._new_head(config).to(backbone.device)
         config.head = model.dist_head.settings()
         vars(model)["hf_quantizer"] = vars(backbone).get("hf_quantizer")
         settle_quantized_(model)
         return model
+
+    @classmethod
+    def _new_head(cls, config: HarmonicConfig) -> Head:
+        """Build the head that a configuration names, over the classes of this task."""
+        hidden_size, vocab_size = config.text_config.hidden_size, cls.num_classes(config)
+        return build_head(config.head, hidden_size=hidden_size, vocab_size=vocab_size)
 
     @staticmethod
     def _take_label_options(kwargs: dict[str, Any]) -> dict[str, Any]:
