@@ -498,9 +498,10 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return next(iter(found.items()))
 
 
-def has_blocks(backbone: PreTrainedModel) -> bool:
-    """Whether `find_blocks` finds them."""
-    return len(_block_lists(backbone)) == 1
+def known_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return what `find_blocks` does; an empty name and an empty list where it raises."""
+    found = _block_lists(backbone)
+    return next(iter(found.items())) if len(found) == 1 else ("", nn.ModuleList())
 
 
 def _block_lists(backbone: PreTrainedModel) -> dict[str, nn.ModuleList]:
@@ -521,9 +522,7 @@ def trains(module: nn.Module) -> bool:
 
 def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     """Return the blocks below the first one that anything trained can reach."""
-    if not has_blocks(backbone):
-        return []
-    name, blocks = find_blocks(backbone)
+    name, blocks = known_blocks(backbone)
     # What stands behind the blocks comes after them; but all blocks of DeBERTa read its tables.
     reads_all = backbone.config.model_type.startswith("deberta")
     for parameter, value in backbone.named_parameters():

@@ -26,8 +26,7 @@ from .backbones import (
     check_whole,
     commit_of,
     copy_head_,
-    find_blocks,
-    has_blocks,
+    known_blocks,
     settle_quantized_,
     take_cache,
     trains,
@@ -282,7 +281,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
         if mode and not trains(self.backbone):  # XLM looks at itself, not at its parts
             self.backbone.eval()
         elif mode:
-            blocks = find_blocks(self.backbone)[1] if has_blocks(self.backbone) else None
+            _, blocks = known_blocks(self.backbone)
             # Without weights of its own is the dropout of GPT-2's embeddings, for one.
             embeddings_train = trains(self.get_input_embeddings())
             for part in _parts_beside(blocks, self.backbone):
@@ -630,7 +629,7 @@ def _report_useless(model: HarmonicPreTrainedModel) -> None:
         logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
 
 
-def _parts_beside(blocks: nn.Module | None, module: nn.Module) -> Iterator[nn.Module]:
+def _parts_beside(blocks: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
     """Yield the largest parts of a module that do not hold the blocks."""
     for child in module.children():
         if blocks not in child.modules():

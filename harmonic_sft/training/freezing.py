@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harmonic_sft.models import HarmonicHeadModel, find_blocks, has_blocks
+from harmonic_sft.models import HarmonicHeadModel, find_blocks, known_blocks
 from harmonic_sft.models.backbones import is_quantized
 from harmonic_sft.training.run_config import UnfreezeConfig
 
@@ -85,7 +85,7 @@ def _trained_names(backbone: PreTrainedModel, unfreeze: UnfreezeConfig) -> list[
 def parts(model: HarmonicHeadModel) -> list[Part]:
     """Return the parameters by part: embeddings, frozen and trained blocks, the rest, the head."""
     backbone = model.model.backbone
-    path, blocks = find_blocks(backbone) if has_blocks(backbone) else ("", [])
+    path, blocks = known_blocks(backbone)
     groups: dict[str, list[nn.Parameter]] = {}
     embeddings = {id(p) for p in backbone.get_input_embeddings().parameters()}
     names = _block_names(blocks)
