@@ -34,7 +34,8 @@ def normalizers_at(normalizers: np.ndarray, inverse_temperature: float) -> np.nd
     """
     spline = make_interp_spline(LOG_SCALES, np.eye(len(LOG_SCALES)), DEGREE)
     weights = spline(np.log(inverse_temperature))  # [G]
-    return np.maximum(normalizers @ weights, 0.0)
+    # Of a product NumPy would copy float32 normalizers to float64, all at once.
+    return np.maximum(np.einsum("...g,g", normalizers, weights), 0.0)
 
 
 def fit_inverse_temperature(normalizers: np.ndarray, margins: np.ndarray) -> float:
@@ -46,7 +47,7 @@ def fit_inverse_temperature(normalizers: np.ndarray, margins: np.ndarray) -> flo
     """
     if not len(margins):
         return 1.0
-    curve = make_interp_spline(LOG_SCALES, normalizers.mean(0), DEGREE)
+    curve = make_interp_spline(LOG_SCALES, normalizers.mean(0, dtype=np.float64), DEGREE)
     margin = margins.mean()
 
     def loss_at(log_scale: float) -> float:

@@ -36,7 +36,7 @@ class TokenScores(NamedTuple):
     predicted: np.ndarray  # [N], a class with the highest logit
     cosines: np.ndarray  # [N], of the embeddings of label and prediction; 0 where they are the same
     margins: np.ndarray  # [N], logit of the label minus the highest
-    normalizers: np.ndarray  # [N, G], log sum of exp(scale * (logit - highest))
+    normalizers: np.ndarray  # [N, G] float32, log sum of exp(scale * (logit - highest))
     num_rows: int
 
     def at(self, inverse_temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -130,21 +130,21 @@ def score(
     Returns:
         The scores, in the order of the rows; None if there was no batch.
     """
-    parts, num_rows = [], 0
+    rows, parts, num_rows = [], [], 0
     for hidden_states, labels in inputs:
         embeddings = model.class_embeddings()
         batch = score_batch(model.dist_head, hidden_states, labels, embeddings=embeddings)
         batch = (batch if gather_fn is None else gather_fn(batch)).cpu()  # [B, S, C]
         scored = ~batch[..., 0].isnan()
-        rows = scored.nonzero()[:, :1] + num_rows
-        parts.append(torch.cat([rows, batch[scored].double()], -1))  # [N, 1 + C]
+        rows.append(scored.nonzero()[:, 0].numpy() + num_rows)
+        parts.append(batch[scored].numpy())  # [N, C]
         num_rows += len(batch)
     if not parts:
         return None
-    table = torch.cat(parts).numpy()
-    columns = table[:, : 1 + NUM_COLUMNS].T
-    whole = [column.astype(np.int64) for column in columns[:4]]
-    return TokenScores(*whole, *columns[4:], table[:, 1 + NUM_COLUMNS :], num_rows)
+    table = np.concatenate(parts)
+    columns = table[:, :NUM_COLUMNS].T.astype(np.float64)
+    whole = [np.concatenate(rows), *columns[:3].astype(np.int64)]
+    return TokenScores(*whole, *columns[3:], table[:, NUM_COLUMNS:], num_rows)
 
 
 def documents_of(dataset: Any, num_rows: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Metrics against one token at a time."""
 
 import math
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,21 @@ def test_normalizers_of_steep_logits_equal_float64():
     assert below.min() < -200  # far below what float32 can hold the exponential of
     exact = [(below * scale).logsumexp(-1) for scale in np.exp(LOG_SCALES)]
     np.testing.assert_allclose(found, torch.stack(exact, -1), atol=2e-6)
+
+
+def test_scores_and_their_losses_take_few_bytes_a_token():
+    """A million tokens took 0.97 GB with their metrics."""
+    states, labels = batch()
+    head = DistLayer(D, V)
+    found = score(model_of(head), [(states, labels)] * 1000)
+    count = len(found.labels)
+    assert sum(column.nbytes for column in found[:-1]) <= 200 * count
+    tracemalloc.start()
+    losses, _ = found.at(1.0)
+    assert tracemalloc.get_traced_memory()[1] < 100 * count
+    tracemalloc.stop()
+    exact = found.normalizers.astype(np.float64)[:, np.abs(LOG_SCALES).argmin()] - found.margins
+    np.testing.assert_allclose(losses, exact, atol=1e-9)
 
 
 def test_logits_of_a_few_tokens_at_a_time_give_the_same_scores(monkeypatch):
