@@ -3,6 +3,7 @@
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,9 +136,9 @@ class HeldOut:
         Raises:
             ValueError: None would stay.
         """
-        names, kinds = [], []
+        hashes, kinds = array("Q"), []
         for name, words in documents:
-            names.append(name)
+            hashes.append(_short_hash(name))
             kinds.append(self.kind_of(name, words))
         stay = np.array([not self.leaves(kind) for kind in kinds], dtype=bool)
         if not stay.any():
@@ -145,7 +146,7 @@ class HeldOut:
                 "data.eval: expected training documents besides copies of held-out ones, got "
                 f"{len(stay)} copies. Add sources"
             )
-        return stay, Duplicates().plus(kinds), short_hashes(np.array(names)[stay].tolist())
+        return stay, Duplicates().plus(kinds), np.unique(np.array(hashes)[stay])
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -162,7 +163,11 @@ class HeldOut:
 
 def short_hashes(fingerprints: Sequence[str]) -> np.ndarray:
     """Return the first 64 bits of fingerprints, uint64, sorted and distinct."""
-    return np.unique(np.array([int(name[:16], 16) for name in fingerprints], dtype=np.uint64))
+    return np.unique(np.array([_short_hash(name) for name in fingerprints], dtype=np.uint64))
+
+
+def _short_hash(fingerprint: str) -> int:
+    return int(fingerprint[:16], 16)
 
 
 def record(

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -163,3 +164,17 @@ def test_a_word_stands_in_no_file(tmp_path):
     assert len(texts) == 2
     assert not any(b"secret" in text for text in texts)
     assert json.loads((tmp_path / "results" / "held_out.json").read_text())["base"] is None
+
+
+def test_training_documents_take_few_bytes_each_while_they_are_compared():
+    """Two million took 690 MB."""
+    words = word_hashes("one two")
+    documents = [(fingerprint(str(number)), words) for number in range(2000)]
+    held_out = of_texts(["7"])
+    tracemalloc.start()
+    stay, duplicates, hashes = held_out.leave_out(documents)
+    assert tracemalloc.get_traced_memory()[1] < 100 * len(documents)
+    tracemalloc.stop()
+    assert (stay.sum(), duplicates.exact) == (1999, 1)
+    others = [name for name, _ in documents if name not in held_out.fingerprints]
+    np.testing.assert_array_equal(hashes, short_hashes(others))
