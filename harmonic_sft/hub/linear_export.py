@@ -42,6 +42,7 @@ from harmonic_sft.results import read_results, reading
 
 logger = logging.getLogger(__name__)
 LINEAR_HEAD_FILE = "linear_head.safetensors"
+ROWS = 4096  # of the head at a time in float64
 LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
 REPLACED = """The model was trained with another head: `{settings}`.
 In its place stands a linear head, for software that knows no other. **Only the order of the tokens
@@ -142,18 +143,18 @@ def linear_head(head: Head) -> LinearHead:
     if type(head) is LinearHead:
         return copy.deepcopy(head)
     lazy, linear_map, is_scaled = _lazy_linear(head)
-    weight, bias = lazy.weight, None
+    normalizes = isinstance(lazy, DistanceLogits) and lazy.unit_sphere
+    bias = None
     if isinstance(lazy, AffineLogits):
         bias = lazy.bias
-    elif lazy.unit_sphere:
-        weight = unit_rows(weight)
-    else:
-        bias = -weight.square().sum(-1) / 2
+    elif not normalizes:
+        bias = -lazy.weight.norm(dim=-1).square() / 2
     if bias is not None and is_scaled:
         raise _no_linear_equal(head)
     num_classes, hidden_size = head.weight.shape
     linear = LinearHead(hidden_size, num_classes, bias=bias is not None)
-    linear.weight.copy_(weight @ linear_map.T)
+    for part, rows in zip(linear.weight.split(ROWS), lazy.weight.split(ROWS), strict=True):
+        part.copy_((unit_rows(rows) if normalizes else rows) @ linear_map.T)
     if linear.bias is not None and bias is not None:
         linear.bias.copy_(bias)
     return linear
@@ -167,17 +168,16 @@ def _lazy_linear(head: Head) -> tuple[AffineLogits | DistanceLogits, Tensor, boo
     """
     exact = copy.deepcopy(head).double()
     size = head.weight.shape[1]
-    lazy = exact.lazy_logits(torch.eye(size, dtype=torch.float64))
     states = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    again = exact.lazy_logits(states)
-    kinds = AffineLogits | DistanceLogits
-    if not isinstance(lazy, kinds) or not isinstance(again, kinds):
+    lazy = exact.lazy_logits(torch.cat([torch.eye(size, dtype=torch.float64), states]))
+    if not isinstance(lazy, AffineLogits | DistanceLogits):
         raise _no_linear_equal(head)
-    found, expected = again.hidden_states, states @ lazy.hidden_states  # [8, E]
+    linear_map, found = lazy.hidden_states[:size], lazy.hidden_states[size:]  # [D, E], [8, E]
+    expected = states @ linear_map
     scales = found.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
     if not torch.allclose(found, scales * expected):
         raise _no_linear_equal(head)
-    return lazy, lazy.hidden_states, not torch.allclose(scales, torch.ones_like(scales))
+    return lazy, linear_map, not torch.allclose(scales, torch.ones_like(scales))
 
 
 def _no_linear_equal(head: Head) -> ValueError:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from harmonic_sft.hub import linear_export
@@ -191,11 +192,27 @@ FOLDED = (
 )
 
 
+class Tables(TorchDispatchMode):
+    """Counts tensors of float64 that are as large as the prototypes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        self.count += isinstance(found, torch.Tensor) and found.nbytes >= 8 * V * D
+        return found
+
+
 @pytest.mark.parametrize("name", FOLDED)
-def test_whatever_is_linear_in_the_end_is_folded_into_the_rows(name):
+def test_whatever_is_linear_in_the_end_is_folded_into_the_rows(name, monkeypatch):
+    monkeypatch.setattr(linear_export, "ROWS", 7)
     head = moved_head(name, hidden_size=D, vocab_size=V)
     states = 3 * torch.randn(20, D, dtype=torch.float64)
-    linear = linear_head(head).double()
+    with Tables() as tables:
+        linear = linear_head(head)
+    if name in ("dist", "dist off the sphere"):
+        assert tables.count == 1, "a table of 128,256 x 4,096 is 4 GiB"
+    linear = linear.double()
     torch.testing.assert_close(
         linear(states).argsort(-1), head.double()(states).argsort(-1), rtol=0, atol=0
     )
