@@ -438,9 +438,9 @@ def old_head(model: PreTrainedModel) -> LinearHead:
             factor *= value if config.model_type == "hyperclovax" else value**power
     head = LinearHead(hidden_size, vocab_size, bias=output.bias is not None, softcap=softcap)
     head.to(output.weight.device)
-    head.weight.copy_(output.weight.float() * factor)
+    head.weight.copy_(output.weight).mul_(factor)  # in float32
     if head.bias is not None:
-        head.bias.copy_(output.bias.float() * factor)
+        head.bias.copy_(output.bias).mul_(factor)
     return head
 
 

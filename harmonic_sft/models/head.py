@@ -205,13 +205,14 @@ def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
     weight = head.weight
     if weight.is_meta or len(weight) < 2:
         return []
-    finite = weight.isfinite().all(-1)  # [V]
+    norms = weight.norm(dim=-1)  # [V]
+    finite = norms.isfinite()
     if not finite.all():
         return [f"{int((~finite).sum()):,} of {len(weight):,} prototypes are not finite"]
     spread = (weight - weight.mean(0)).norm(dim=-1).max()
-    if spread <= COLLAPSED * weight.norm(dim=-1).mean():
+    if spread <= COLLAPSED * norms.mean():
         return ["all prototypes are equal: the head has collapsed"]
-    norms, used = weight.norm(dim=-1), head.prototypes.norm(dim=-1)
+    used = head.prototypes.norm(dim=-1)
     off = int(((norms < used * LEAST_NORM) | (norms > used * MOST_NORM)).sum())
     if off and not is_tied:
         return [f"{off:,} of {len(weight):,} prototypes are off the unit sphere"]
