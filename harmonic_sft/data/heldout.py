@@ -72,9 +72,9 @@ def ngram_hashes(words: np.ndarray) -> np.ndarray:
         Few-Shot Learners, arXiv:2005.14165, appendix C. There one common 13-gram is enough.
     """
     count = max(0, len(words) - NGRAM + 1)
-    hashes = np.zeros(count, dtype=np.uint64)
+    hashes, words = np.zeros(count, dtype=np.uint64), words.astype(np.uint64)
     for place in range(NGRAM):
-        hashes = hashes * FACTOR + words[place : place + count].astype(np.uint64)
+        hashes = hashes * FACTOR + words[place : place + count]
     return np.unique(hashes)
 
 
@@ -108,16 +108,16 @@ class HeldOut:
         """
         if document in self._names:
             return "exact"
-        if len(words) < NGRAM:
-            return None
         hashes, owners = self._index
+        if len(words) < NGRAM or not len(hashes):
+            return None
         own = ngram_hashes(words)
-        first = np.searchsorted(hashes, own, side="left")
-        last = np.searchsorted(hashes, own, side="right")
-        found = np.flatnonzero(last > first)
+        first = np.searchsorted(hashes, own)
+        found = own[hashes.take(first, mode="clip") == own]
         if 2 * len(found) <= len(own):
             return None
-        shared = np.concatenate([owners[first[i] : last[i]] for i in found])
+        ends = (np.searchsorted(hashes, found, side=side) for side in ("left", "right"))
+        shared = np.concatenate([owners[i:j] for i, j in zip(*ends, strict=True)])
         return "near" if 2 * np.bincount(shared).max() > len(own) else None
 
     def leaves(self, kind: Kind | None) -> bool:
