@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from datasets.utils import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from harmonic_sft.data.bad_rows import SHOWN_REASONS, BadRows
@@ -175,7 +176,13 @@ def load_data(
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     duplicates, trained = Duplicates(), None
     if not eval_only:
-        stay, duplicates, trained = held_out.leave_out(document_traces(rows))
+        traces = tqdm(
+            document_traces(rows),
+            desc="Comparing with held-out documents",
+            unit=" documents",
+            delay=2,
+        )
+        stay, duplicates, trained = held_out.leave_out(traces)
         if not stay.all():
             rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
     if masker is None:

@@ -167,6 +167,13 @@ def test_copies_of_held_out_documents_leave_a_table(tokenizer, tmp_path, drop_ne
     assert not {"fingerprint", "words"} & set(data.train.rows.column_names)
 
 
+def test_a_comparison_of_minutes_shows_how_far_it_is(tokenizer, path, capsys, monkeypatch):
+    moments = itertools.count(step=3)  # seconds
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(moments)))
+    load(tokenizer, Source(path=path))
+    assert "Comparing with held-out documents: 35 documents" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
