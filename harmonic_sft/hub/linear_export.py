@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harmonic_sft.config import read_yaml
 from harmonic_sft.data.heldout import run_home
-from harmonic_sft.hub.model_card import CARD_TASKS
 from harmonic_sft.hub.staging import (
     NAMES_CODE,
     PushError,
@@ -121,7 +120,7 @@ def export_linear(folder: Path, target: Path) -> Path:
             save_file(head.state_dict(), draft / LINEAR_HEAD_FILE, metadata={"format": "pt"})
         else:
             native.save_pretrained(draft)
-        card = _metadata(folder, model.config) + _readme(model, head, native)
+        card = _metadata(folder, model.config, native is not None) + _readme(model, head, native)
         (draft / "README.md").write_text(card)
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
@@ -233,7 +232,7 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     return native.eval()
 
 
-def _metadata(folder: Path, config: HarmonicConfig) -> str:
+def _metadata(folder: Path, config: HarmonicConfig, is_model: bool) -> str:
     """Return the metadata of the card: the base, and the license of a download, run or base."""
     license = license_in(folder / "README.md")
     run = run_home(folder) / "run.yaml"
@@ -246,8 +245,8 @@ def _metadata(folder: Path, config: HarmonicConfig) -> str:
         logger.warning("The card names no license: %s", error)
     metadata = ModelCardData(
         **license,
-        library_name="transformers",
-        pipeline_tag=CARD_TASKS[(config.architectures or ["HarmonicForMaskedLM"])[0]].pipeline,
+        library_name="transformers" if is_model else None,
+        pipeline_tag="text-generation" if is_model else None,
         base_model=hub_base(config),
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n"
