@@ -76,8 +76,8 @@ class HarmonicTrainer(ResumableTrainer):
     warmup-stable-decay schedule by ratio, the annealed exponent, prototypes re-normalized after
     every optimizer step, float32 master weights for 16-bit parameters, token-weighted evaluation
     with the best post-hoc exponent, a stop at the first non-finite loss or gradient, and a fallback
-    after running out of memory. Checkpoints, resuming and the output folder are the business of
-    `ResumableTrainer`.
+    after running out of memory. Its base class `ResumableTrainer` saves checkpoints, resumes, and
+    keeps the output folder.
 
     Args:
         model: A name on the Hub, a folder, one of our models, or a model of transformers, whose
