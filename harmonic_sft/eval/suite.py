@@ -355,7 +355,7 @@ def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
 
 def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
-    rows = [row for row in _table(path) if row.get("sentence2")][:limit]
+    rows = [row for row in _table(path) if row["sentence2"]][:limit]
     ratings = [float(row["score"]) for row in rows]
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
     more = {"better": "higher", "n": len(rows)}

@@ -261,7 +261,7 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplo
         "minimal_pairs/long.jsonl": json.dumps(
             {"sentence_good": "aa " * 70, "sentence_bad": "bb " * 70}
         ),
-        "sts/stsb_dev.tsv": "rating\tsentence1\tsentence2\n1\taa\tbb\n",
+        "sts/stsb_dev.tsv": "score\tsentence1\tsecond\n1\taa\tbb\n",
         "wordsim/bad.tsv": "word1\tword2\tscore\naa\tbb\thigh\n",
         "function_vectors/antonym.json": "{",
         "probing/banking77_test.csv": "text,category\naa bb,unknown",
@@ -280,7 +280,7 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplo
     assert "text: expected at most 64 tokens, got 72" in missing["long"]
     assert "bad.tsv" in missing["bad"]
     assert "Expecting property name" in missing["antonym"]
-    assert missing["STS"] == "other data: KeyError: 'score'"
+    assert missing["STS"] == "other data: KeyError: 'sentence2'"
     assert missing["banking77"].startswith("test rows of classes that stand in training")
     assert missing["drift from the base"].startswith("a head that started from the base's input")
     measured = {(row["set"], row["metric"]) for row in results["rows"] if "missing" not in row}
