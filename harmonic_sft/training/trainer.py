@@ -39,6 +39,7 @@ from harmonic_sft.losses import Distillation
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForQuestionAnswering,
+    HarmonicForSequenceClassification,
     HarmonicHeadModel,
     LinearHead,
 )
@@ -321,9 +322,12 @@ class HarmonicTrainer(ResumableTrainer):
 
     @property
     def _knows_repeated(self) -> bool:
-        """Whether rows can be left out; a loss of the user may need a label in every batch."""
-        is_ours = isinstance(self.train_dataset, MaskedRows) or not self._has_own_loss
-        return is_ours and not isinstance(self.model, HarmonicForQuestionAnswering)
+        """Whether rows can be left out; a loss of the user may need a label of every row."""
+        is_ours = isinstance(self.train_dataset, MaskedRows) and not isinstance(
+            self.model, HarmonicForSequenceClassification
+        )
+        is_span = isinstance(self.model, HarmonicForQuestionAnswering)
+        return not is_span and (is_ours or not self._has_own_loss)
 
     def _take_out_repeated_(self, batches: list[dict[str, Any]]) -> None:
         """Leave out of the loss what accelerate repeats in the last batch of an epoch."""

@@ -235,6 +235,15 @@ def test_rows_that_are_scored_again_by_several_processes_are_said(
     assert is_said == (num_rows == 7 and own_loss is not None)
 
 
+def test_a_loss_of_the_user_sees_no_row_without_its_class(arguments, make):
+    """It may take no label of -100: several processes score some rows again, and say so."""
+    rows = Dataset.from_dict({"text": ["aa ab"] * 4, "kind": ["x", "y"] * 2})
+    for own_loss in (None, lambda *_, **__: 0):
+        args = arguments(label_column="kind")
+        trainer = make(args, train_dataset=rows, compute_loss_func=own_loss)
+        assert trainer._knows_repeated == (own_loss is None)
+
+
 def test_a_formatting_function_that_was_edited_makes_other_rows(make, monkeypatch):
     # As in a later process: the library knows a function of a module by its name.
     ending = types.ModuleType("ending")
