@@ -174,15 +174,14 @@ def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
 
 
 def take_out_repeated_(
-    batch: dict[str, Any], args: TrainingArguments, count: CountingCollator, *, num_rows: int
+    batch: dict[str, Any], count: CountingCollator, *, num_rows: int, size: int, process: int
 ) -> None:
     """Leave out of the loss what accelerate has added to the `num_rows` of the last batch.
 
-    A batch that is laid out as one row keeps it, and so does one without labels, or whose labels
-    are shifted already.
+    `size` is how many each process has. A batch that is laid out as one row keeps it, and so does
+    one without labels, or whose labels are shifted already.
     """
-    size = args.per_device_train_batch_size
-    num_left = max(0, num_rows - args.process_index * size)
+    num_left = max(0, num_rows - process * size)
     is_known = "labels" in batch and "shift_labels" not in batch
     if num_left >= size or not is_known or len(batch["labels"]) != size:
         return

@@ -306,7 +306,11 @@ class HarmonicTrainer(ResumableTrainer):
         """Start an optimizer step; note the time its data took, its tokens and streams' places."""
         start = time.perf_counter()
         batches = list(islice(epoch_iterator, num_batches))
-        self._take_out_repeated_(batches)
+        if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
+            num_rows = last_batch_rows(self.callback_handler.train_dataloader, self.args)
+            if num_rows:
+                size = self.args.per_device_train_batch_size
+                self._take_out_repeated_(batches[-1], num_rows, size)
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
@@ -329,13 +333,10 @@ class HarmonicTrainer(ResumableTrainer):
         is_span = isinstance(self.model, HarmonicForQuestionAnswering)
         return not is_span and (is_ours or not self._has_own_loss)
 
-    def _take_out_repeated_(self, batches: list[dict[str, Any]]) -> None:
-        """Leave out of the loss what accelerate repeats in the last batch of an epoch."""
-        if not self.accelerator.gradient_state.end_of_dataloader or not self._knows_repeated:
-            return
-        if num_rows := last_batch_rows(self.callback_handler.train_dataloader, self.args):
-            collator = cast(CountingCollator, self.data_collator)
-            take_out_repeated_(batches[-1], self.args, collator, num_rows=num_rows)
+    def _take_out_repeated_(self, batch: dict[str, Any], num_rows: int, size: int) -> None:
+        """Leave out of the loss what accelerate has added to the last rows of all processes."""
+        collator, process = cast(CountingCollator, self.data_collator), self.args.process_index
+        take_out_repeated_(batch, collator, num_rows=num_rows, size=size, process=process)
 
     def _warn_of_repeated(self, loader: DataLoader) -> None:
         """Say that the last step of an epoch scores some rows twice, where it does."""
@@ -382,6 +383,14 @@ class HarmonicTrainer(ResumableTrainer):
         if model is not None and low_precision_weights(model):
             return MasterWeightsAdamW, found[1]
         return found
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Take the losses since the last log from all processes; transformers takes its own."""
+        if self.args.world_size > 1:
+            losses = self._tr_loss.double() + self._total_loss_scalar
+            self._total_loss_scalar = self.accelerator.reduce(losses, "mean").item()
+            self._tr_loss.zero_()
+        return super()._finalize_training(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Leave prototypes out of weight decay: their norm is the head's business."""
@@ -468,6 +477,25 @@ class HarmonicTrainer(ResumableTrainer):
         self._globalstep_last_logged += 1
         self._initial_global_step += 1
         return torch.zeros_like(norm)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Leave out of the loss of the last batch what accelerate has added to it."""
+        read, size = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        is_uneven = self.args.world_size > 1 and read.end_of_dataloader and read.remainder > 0
+        if not is_uneven or not self._knows_repeated:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._take_out_repeated_(inputs, read.remainder, size)
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if found[0] is None:
+            return found
+        # They are parts of one sum, which transformers would weigh by the rows of a process.
+        return self.accelerator.reduce(found[0], "mean"), *found[1:]
 
     def evaluation_loop(
         self,

@@ -40,11 +40,20 @@ def with_numbers(base: Path, folder: Path) -> HarmonicForSequenceClassification:
     return HarmonicForSequenceClassification.from_pretrained(folder, num_labels=3)
 
 
+def squared_nll(outputs, labels, num_items_in_batch=None):
+    scored = labels != -100
+    nll = torch.nn.functional.cross_entropy(
+        outputs.logits[scored], labels[scored], reduction="none"
+    )
+    return nll.square().sum() / num_items_in_batch
+
+
 def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict:
     """Train after an evaluation, then on rows of the user, which others follow in an epoch.
 
     Returns:
-        Of each training its losses, how many labels its evaluations saw, and the sums of weights.
+        Of each training its losses, those of its evaluations, how many labels these saw, and the
+        sums of weights.
     """
     texts = load_dataset("text", data_files=str(text_file), split="train").select(range(17))
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -66,6 +75,12 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
             "data_collator": default_data_collator,
             "model": with_numbers(base, folder / f"body{rank}"),
         },
+        "own_loss": {
+            "train_dataset": texts,
+            "eval_dataset": texts,
+            "compute_loss_func": squared_nll,
+            "logging_steps": 3,  # the last step is not logged
+        },
     }
     found = {}
     for name, data in ways.items():
@@ -73,7 +88,7 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
             str(folder / name),
             max_steps=4,
             learning_rate=1e-3,
-            logging_steps=1,
+            logging_steps=data.pop("logging_steps", 1),
             eval_strategy="steps",
             eval_steps=1,
             save_strategy="no",
@@ -94,10 +109,12 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
         )
         if name == "evaluated":
             trainer.evaluate()
-        trainer.train()
+        output = trainer.train()
         log = trainer.state.log_history
         found[name] = {
             "losses": [entry["loss"] for entry in log if "loss" in entry],
+            "evaluated": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+            "training_loss": output.training_loss,
             "labels": [entry["eval_labels"] for entry in log if "eval_labels" in entry],
             "weights": [p.double().sum().item() for p in trainer.model.parameters()],
         }

@@ -101,10 +101,9 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
 
 def last_batch(process, num_rows, *, num_classes, **columns):
     """A batch of 2 rows on each of 2 processes, of which only `num_rows` are no repetition."""
-    args = SimpleNamespace(per_device_train_batch_size=2, process_index=process)
     collator = CountingCollator(collator=dict, num_classes=num_classes, causal=False)
     batch = collator({"input_ids": torch.ones(2, 3), **columns})
-    take_out_repeated_(batch, args, collator, num_rows=num_rows)
+    take_out_repeated_(batch, collator, num_rows=num_rows, size=2, process=process)
     return batch
 
 

@@ -54,7 +54,7 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
 
 def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launch):
-    """After an evaluation of the logits, on rows with a collator of the user, and on numbers."""
+    """After an evaluation of the logits, on the user's rows, on numbers, with the user's loss."""
     one = python_session.train(tiny_base, text_file, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()
@@ -63,7 +63,9 @@ def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launc
     for name, expected in one.items():
         assert two[name]["weights"] == other[name]["weights"], name
         assert two[name]["labels"] == expected["labels"], name
-        assert two[name]["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+        for key in ("losses", "evaluated", "training_loss"):
+            assert two[name][key] == pytest.approx(expected[key], rel=1e-5), (name, key)
+            assert two[name][key] == other[name][key], (name, key)
 
 
 @pytest.mark.slow
