@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -227,8 +227,12 @@ class Preparation:
             # Those of the training: a pass over them would move the epoch, and the masks, of these.
             return MaskedRows(data.rows, data.masker, packs=data.packs, fixed_epoch=EVAL_EPOCH)
         # A string is transformers' way to name one of several.
-        if isinstance(data, str) or not self._is_raw(data, EVAL_NAME):
+        if isinstance(data, str):
             return data
+        if not self._is_raw(data, EVAL_NAME):
+            # Several processes would score rows again that fill up a last batch of unknown size.
+            is_stream = isinstance(data, IterableDataset | datasets.IterableDataset)
+            return list(data) if is_stream and self.args.world_size > 1 else data
         return self._loaded(data, EVAL_NAME).eval
 
     def test_rows(self, data: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import datasets
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -347,6 +348,14 @@ class HarmonicTrainer(ResumableTrainer):
                 "The last batches of an epoch score %d rows again, so that all %d processes have "
                 "as many. dataloader_drop_last=True leaves these batches out.",
                 args.per_device_train_batch_size * args.world_size - num_rows,
+                args.world_size,
+            )
+        rows = loader.dataset
+        if isinstance(rows, IterableDatasetShard) and not rows.drop_last and args.should_log:
+            logger.warning(
+                "An IterableDataset of your own: where its rows do not fill the last batch of all "
+                "%d processes, its first rows are scored again. dataloader_drop_last=True leaves "
+                "that batch out.",
                 args.world_size,
             )
 

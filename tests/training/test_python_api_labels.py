@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from datasets import Dataset
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import default_data_collator
 
 from harmonic_sft import (
@@ -227,12 +227,21 @@ def test_rows_that_are_scored_again_by_several_processes_are_said(
     trainer = make(train_dataset=rows, **options)
     trainer.args.per_device_train_batch_size = 2
     sampler = BatchSampler(SequentialSampler(range(num_rows)), 2, drop_last=False)
-    loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0))
+    loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0), dataset=rows)
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.args), "world_size", 2)
         trainer._warn_of_repeated(loader)
     is_said = "The last batches of an epoch score 1 rows again, so that all 2 pro" in caplog.text
     assert is_said == (num_rows == 7 and own_loss is not None)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_rows_of_an_iterable_that_are_scored_again_are_said(make, monkeypatch, caplog, drop_last):
+    shard = IterableDatasetShard(range(3), 2, drop_last=drop_last, num_processes=2)
+    trainer = make()
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    trainer._warn_of_repeated(DataLoader(shard, batch_size=2))
+    assert ("batch of all 2 processes, its first rows are scored again" in caplog.text) != drop_last
 
 
 def test_a_loss_of_the_user_sees_no_row_without_its_class(arguments, make):
