@@ -395,7 +395,8 @@ class HarmonicTrainer(ResumableTrainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Take the losses since the last log from all processes; transformers takes its own."""
-        if self.args.world_size > 1:
+        # A callback that ends it earlier may do so in one process, and the others would wait.
+        if self.args.world_size > 1 and self.state.global_step >= self.state.max_steps:
             losses = self._tr_loss.double() + self._total_loss_scalar
             self._total_loss_scalar = self.accelerator.reduce(losses, "mean").item()
             self._tr_loss.zero_()
