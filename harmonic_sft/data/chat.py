@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +104,9 @@ class ConversationWriter:
         turns = [] if self.loss_on == "all" else self._scored_turns(conversation)
         if self.tokenizer.chat_template is None:
             return self._plain_pieces(conversation, turns)
-        spelled = [conversation.messages, conversation.tools]
-        if found := self._special.search(json.dumps(spelled, ensure_ascii=False, default=str)):
-            raise BadRow(f"messages: expected text without special tokens, got {found[0]!r}")
+        for text in _texts([conversation.messages, conversation.tools]):
+            if found := self._special.search(text):
+                raise BadRow(f"messages: expected text without special tokens, got {found[0]!r}")
         return self._template_pieces(conversation, turns)
 
     def _scored_turns(self, conversation: Conversation) -> list[int]:
@@ -218,6 +218,17 @@ class ConversationWriter:
             return last
         following = self._special.match(text, end) if is_marked else None
         return following.end() if following else end
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON, keys of objects among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry)
 
 
 @contextmanager

@@ -216,13 +216,16 @@ def test_token_across_the_start_of_a_turn_is_scored(merges):
     [
         {"role": "user", "content": "\u00e9<s>\u4e2d"},
         {"role": "assistant", "content": "", "tool_calls": [call("a", **{"<|im_end|>": 1})]},
+        {"role": "assistant", "content": "", "tool_calls": [call("a", of=["b", '<|"|>'])]},
     ],
 )
 def test_a_special_token_that_a_message_spells_for_a_template_makes_a_bad_row(merges, turn):
-    found = encode_one(with_template(merges, CHATML), [CHAT[0], turn], "all")
-    spelled = "<s>" if turn["content"] else "<|im_end|>"
+    tokenizer = with_template(merges, CHATML)
+    tokenizer.add_special_tokens({"extra_special_tokens": ['<|"|>']})  # JSON would escape it
+    found = encode_one(tokenizer, [CHAT[0], turn], "all")
+    spelled = next(one for one in ("<s>", "<|im_end|>", '<|"|>') if one in str(turn))
     assert found == f"messages: expected text without special tokens, got {spelled!r}"
-    assert isinstance(encode_one(with_template(merges, CHATML), CHAT, "all", tools=[TOOL]), Encoded)
+    assert isinstance(encode_one(tokenizer, CHAT, "all", tools=[TOOL]), Encoded)
 
 
 def test_a_template_that_leaves_out_calls_of_tools_is_refused(merges):
